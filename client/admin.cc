@@ -116,6 +116,23 @@ absl::StatusOr<JobPlan> AdminClient::Plan(const AttachOptions& options,
       });
 }
 
+absl::StatusOr<JobPlan> AdminClient::PlanJob(const std::string& job,
+                                             const std::optional<NodeSize>& node) {
+  return impl_->control().thread().Call<JobPlan>(
+      "planJob", impl_->Limits(), [job, node](Peer& peer) -> kj::Promise<absl::StatusOr<JobPlan>> {
+        auto request = AdminOf(peer).planJobRequest();
+        request.setJob(kj::StringPtr(job.c_str(), job.size()));
+        if (node) {
+          request.setLimitBytes(node->dram_bytes);
+          request.setSwapBytes(node->swap_bytes);
+        }
+        return request.send().then([](auto&& response) -> absl::StatusOr<JobPlan> {
+          RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
+          return internal::Clone(response.getPlan());
+        });
+      });
+}
+
 absl::Status AdminClient::DeleteJob(const std::string& job) {
   return impl_->control().CallForOutcome("deleteJob", impl_->Limits(), [job](Peer& peer) {
     auto request = AdminOf(peer).deleteJobRequest();

@@ -157,6 +157,9 @@ interface Admin {
   plan @3 (request :AttachRequest, layout :Descriptor, limitBytes :UInt64, swapBytes :UInt64) -> (outcome :Outcome, plan :JobPlan);
   # What an attach would make, by the daemon's own sum; nothing is made. With limitBytes 0: on this node as it is
   # now. Else on an empty node with this daemon's settings, that limit of DRAM and so much swap.
+  planJob @5 (job :Text, limitBytes :UInt64, swapBytes :UInt64) -> (outcome :Outcome, plan :JobPlan);
+  # The same sum of a job that is there. With limitBytes 0: as it is now, its blocks where they are. Else what its
+  # first rank would make on such an empty node.
   scrub @4 (bytesPerSecond :UInt64) -> (outcome :Outcome, report :ScrubReport);
   # Reads and verifies what the caller's durable jobs, or all that it may see, have on swap, behind the jobs' own
   # transfers and no faster than that; 0: a tenth of what the paths were measured with. Answers when it is done.

@@ -331,6 +331,17 @@ class AdminServer final : public schema::Admin::Server {
     });
   }
 
+  kj::Promise<void> planJob(PlanJobContext context) override {
+    context.allowCancellation();
+    const auto params = context.getParams();
+    auto job =
+        ParseJobName(TextOf(params.getJob()), connection_->viewer.uid, connection_->viewer.others);
+    return AnswerPlan(context, [job = std::move(job),
+                                limits = LimitsOf(params)](Executor& executor) {
+      return job.ok() ? executor.PlanOfJob(*job, limits) : absl::StatusOr<JobPlan>(job.status());
+    });
+  }
+
   kj::Promise<void> scrub(ScrubContext context) override {
     context.allowCancellation();
     ControlContext& control = *connection_->context;
@@ -370,15 +381,24 @@ class AdminServer final : public schema::Admin::Server {
       SetOutcome(request.status(), context.getResults().initOutcome());
       return kj::READY_NOW;
     }
-    std::optional<NodeState::Limits> limits;
-    if (params.getLimitBytes() > 0) {
-      limits = {.dram_bytes = params.getLimitBytes(), .swap_bytes = params.getSwapBytes()};
-    }
+    return AnswerPlan(context, [request = *std::move(request), limits = LimitsOf(params)](
+                                   Executor& executor) { return executor.Plan(request, limits); });
+  }
+
+  // Of a node that is not this one.
+  static std::optional<NodeState::Limits> LimitsOf(const auto& params) {
+    if (params.getLimitBytes() == 0) return std::nullopt;
+    return NodeState::Limits{.dram_bytes = params.getLimitBytes(),
+                             .swap_bytes = params.getSwapBytes()};
+  }
+
+  template <typename CallContext, typename MakePlan>
+  kj::Promise<void> AnswerPlan(CallContext context, MakePlan make_plan) {
     using Plan = absl::StatusOr<JobPlan>;
     return AskLoop<Plan>(
                *connection_->context, Plan(Overloaded()),
-               [request = *std::move(request), limits](Executor& executor, auto answer) mutable {
-                 answer(executor.Plan(request, limits));
+               [make_plan = std::move(make_plan)](Executor& executor, auto answer) mutable {
+                 answer(Plan(make_plan(executor)));
                })
         .then([context](kj::Own<Plan> plan) mutable {
           auto results = context.getResults();

@@ -130,6 +130,7 @@ class Job {
   const std::string& name() const { return spec_.name; }
   uint32_t uid() const { return spec_.uid; }
   const MemoryPlan& plan() const { return spec_.plan; }
+  const protocol::Layout& layout() const { return *spec_.layout; }
   const std::pmr::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
   const std::set<nvme::Slot>& sum_slots() const { return pipeline_.sums().slots(); }
   // Of arenas and tables, without states and readers.

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/events.h"
+#include "daemon/core/job_name.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/sum_pages.h"
@@ -204,6 +205,11 @@ class NodeState {
   // Errors  as the attach's.
   absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
                                const std::optional<Limits>& limits) const;
+  // The same of a job that is there. Without `limits` what it takes now, its blocks where they are; what `others`
+  // hold is then all but it and the node.
+  //
+  // Errors  E_JOB_NAME  there is none, or nobody has attached to it since the start.
+  absl::StatusOr<JobPlan> PlanOfJob(const JobName& name, const std::optional<Limits>& limits) const;
 
   // By id; those of the ledger that nobody has attached to since the start too, without sessions.
   std::vector<JobView> Jobs() const;

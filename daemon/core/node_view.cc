@@ -8,9 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/core/attach_check.h"
 #include "daemon/core/job_plan.h"
 #include "daemon/core/node_impl.h"
+#include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
 
@@ -63,6 +65,31 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
   if (limits) return PlanOnEmpty(*request.layout, session, impl_->options, *limits);
   return PlanOn(*request.layout, session, impl_->options, impl_->Use(),
                 impl_->UseOf(request.uid, nullptr));
+}
+
+absl::StatusOr<JobPlan> NodeState::PlanOfJob(const JobName& name,
+                                             const std::optional<Limits>& limits) const {
+  const Job* const job = impl_->JobNamed(name);
+  if (job == nullptr) {
+    return protocol::MakeError(protocol::ErrorId::kJobName,
+                               absl::StrCat("there is no job ", name.name, " that was attached to"),
+                               "forebay jobs lists them");
+  }
+  const protocol::Layout& layout = job->layout();
+  const MemoryPlan& plan = job->plan();
+  if (limits) return PlanOnEmpty(layout, plan.session, impl_->options, *limits);
+  const uint64_t own_bytes = plan.fixed_bytes + job->placement().state_bytes();
+  JobPlan view = JobPlanOf(layout, plan, job->placement());
+  view.node = impl_->options.node_bytes;
+  view.others =
+      impl_->Bytes(&Job::dram_bytes) - view.node - (job->dram_bytes() > 0 ? own_bytes : 0);
+  view.limit = impl_->options.dram_limit_bytes;
+  NodeUse others;
+  others.jobs_dram_bytes = view.others;
+  ASSIGN_OR_RETURN(const LeastLimits least,
+                   LeastLimitsOf(layout, plan.session, impl_->options, others));
+  view.all_in_dram = least.all_in_dram;
+  return view;
 }
 
 std::vector<JobView> NodeState::Jobs() const {

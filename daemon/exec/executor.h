@@ -111,6 +111,11 @@ class Executor {
                                const std::optional<NodeState::Limits>& limits) const {
     return state_.Plan(request, limits);
   }
+  // NodeState::PlanOfJob.
+  absl::StatusOr<JobPlan> PlanOfJob(const JobName& name,
+                                    const std::optional<NodeState::Limits>& limits) const {
+    return state_.PlanOfJob(name, limits);
+  }
 
   // ----------------------------------------------------------------------- what the reactor brings
 

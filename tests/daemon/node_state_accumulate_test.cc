@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -204,6 +205,10 @@ class NodeStateAccumulateNarrow : public ::testing::Test, public ShardedJob {
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 
   uint64_t DramUsed() { return node_.state().Node().dram_used_bytes; }
+  uint64_t SumsOfPlan() {
+    const auto plan = node_.state().PlanOfJob({.uid = 1000, .name = "job"}, std::nullopt);
+    return plan.ok() ? plan->sums : 0;
+  }
   uint64_t GradientOfAll(uint32_t rank, uint64_t step) {
     return node_.GradientRange(sessions_[rank], rank, 0, 9100, step);
   }
@@ -242,6 +247,7 @@ TEST_F(NodeStateAccumulateNarrow, AskedForAtAttachSumsAreFloat32FromTheStart) {
 
 TEST_F(NodeStateAccumulateNarrow, TakeMemoryForFloat32SumsWithTheFirstFurtherPass) {
   const uint64_t used_bytes = DramUsed();
+  const uint64_t planned_bytes = SumsOfPlan();
   const uint64_t further = DeliverFurther();
   ASSERT_EQ(node_.Running<PopulateStepArena>().size(), 1U);
   EXPECT_EQ(node_.Running<PopulateStepArena>()[0].bytes, kFloatSumsBytes);
@@ -263,6 +269,7 @@ TEST_F(NodeStateAccumulateNarrow, TakeMemoryForFloat32SumsWithTheFirstFurtherPas
   EXPECT_EQ(node_.Logged<PopulateStepArena>().size(), 1U);
   EXPECT_EQ(node_.Logged<AddGradients>()[sums_before].sum_dtype, protocol::DType::kFloat32);
   EXPECT_EQ(DramUsed(), used_bytes + kFloatSumsBytes);
+  EXPECT_EQ(SumsOfPlan(), planned_bytes + kFloatSumsBytes);
   // A rank that attaches anew may say now that it accumulates.
   node_.End(sessions_[1], EndCause::kDetached);
   node_.RunTasks();

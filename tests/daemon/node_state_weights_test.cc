@@ -9,6 +9,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -527,6 +528,13 @@ TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
     EXPECT_EQ(plan.blocks, job.View().blocks);
     EXPECT_EQ(plan.resident_blocks, job.View().resident_blocks);
     ExpectSumOfRanks(plan, *layout);
+    ASSERT_OK_AND_ASSIGN(const JobPlan made,
+                         job.node_.state().PlanOfJob({.uid = 1000, .name = "job"}, std::nullopt));
+    EXPECT_EQ(DramOf(made), node.dram_used_bytes);
+    EXPECT_EQ(made.states, plan.states);
+    EXPECT_EQ(made.swap, plan.swap);
+    EXPECT_EQ(made.all_in_dram, plan.all_in_dram);
+    ExpectSumOfRanks(made, *layout);
     job.TrainAndFetch(1);
     const JobView before = job.View();
     job.TrainAndFetch(2);
@@ -549,6 +557,14 @@ TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
   EXPECT_EQ(roomy.resident_blocks, roomy.blocks);
   EXPECT_EQ(roomy.weights_on_swap + roomy.swap + roomy.step_read + roomy.step_written, 0U);
   EXPECT_EQ(DramOf(roomy), all_in_dram);
+  ASSERT_OK_AND_ASSIGN(
+      const JobPlan moved,
+      job.node_.state().PlanOfJob({.uid = 1000, .name = "job"},
+                                  NodeState::Limits{.dram_bytes = all_in_dram, .swap_bytes = 0}));
+  EXPECT_EQ(DramOf(moved), all_in_dram);
+  EXPECT_EQ(moved.states, roomy.states);
+  EXPECT_THAT(job.node_.state().PlanOfJob({.uid = 1001, .name = "job"}, std::nullopt).status(),
+              HasError(ErrorId::kJobName));
   EXPECT_THAT(job.node_.state()
                   .Plan(RequestOf(layout), NodeState::Limits{.dram_bytes = all_in_dram - 1})
                   .status(),

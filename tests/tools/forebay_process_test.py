@@ -268,6 +268,32 @@ def test_plan_shows_each_rank_and_what_trainers_hold(folders):
     assert "OF RANK" not in plan(folders, *decoder, "--shared").stdout
 
 
+def test_plan_of_a_job_that_is_there_is_what_it_takes(folders):
+    environment, _, swap = folders
+    views = (
+        f'"{FOREBAY}" jobs --json; "{FOREBAY}" plan --job job --json; "{FOREBAY}" plan --job job;'
+        f' "{FOREBAY}" plan --job job --dram 1GiB --json'
+    )
+    shown = forebay(*run_flags(swap), "sh", "-c", f"{shlex.join(TRAIN)} >&2; {views}", env=environment)
+    assert shown.returncode == 0, shown.stderr
+    decoder = json.JSONDecoder()
+    jobs, end = decoder.raw_decode(shown.stdout)
+    now, begin = decoder.raw_decode(shown.stdout[end:].lstrip())
+    text, _, rest = shown.stdout[end:].lstrip()[begin:].lstrip().partition("{")
+    elsewhere = json.loads("{" + rest)
+    (job,) = jobs
+    kind = f"{job['optimizer']}, {job['format']}"
+    assert text.startswith(f"job job: {job['params']} parameters, {kind}, 1 rank\n"), text
+    terms = ("weights", "weights_cache", "states", "sums", "new_weights", "extra_state", "sessions", "tables")
+    assert now["limit"] == 256 << 20 and now["others"] == 0
+    assert (now["blocks"], now["swap"]) == (job["blocks"], job["swap_bytes"])
+    assert elsewhere["limit"] == 1 << 30
+    assert [elsewhere[term] for term in terms] == [now[term] for term in terms]
+    none = plan(folders, "--job", "none")
+    assert none.returncode == 1 and "error[E_JOB_NAME]: there is no job none" in none.stderr
+    assert "plan needs one model" in plan(folders, "--job", "job", "--params", 10).stderr
+
+
 def test_plan_counts_the_swap_of_durable_steps(folders):
     environment, _, swap = folders
     kept = ["--set", "swap.life=kept", "--set", "swap.probe=never", "--"]

@@ -169,7 +169,9 @@ CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& 
 
 CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   PlanOptions& plan = arguments.plan;
-  CLI::App* command = AddView(app, "plan", "what a job would take of DRAM and swap", arguments);
+  CLI::App* command =
+      AddView(app, "plan", "what a job takes, or would take, of DRAM and swap", arguments);
+  command->add_option("--job", plan.job, "a job of the daemon's, as it is");
   command->add_option("--hf", plan.hugging_face, "the model: a config.json of Hugging Face's");
   command->add_option("--params", plan.params, "the model: so many parameters in equal layers")
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 44));

@@ -33,13 +33,17 @@ using protocol::MakeError;
 
 constexpr double kGb = 1e9;
 
-absl::StatusOr<ModelShape> ShapeOf(const PlanOptions& options) {
-  const int given = (options.hugging_face.empty() ? 0 : 1) + (options.params > 0 ? 1 : 0) +
-                    (options.width > 0 ? 1 : 0);
+absl::Status CheckOneModel(const PlanOptions& options) {
+  const int given = (options.hugging_face.empty() ? 0 : 1) + (options.job.empty() ? 0 : 1) +
+                    (options.params > 0 ? 1 : 0) + (options.width > 0 ? 1 : 0);
   if (given != 1) {
     return MakeError(ErrorId::kOption, "plan needs one model",
-                     "give --hf config.json, or --params, or --layers and --width");
+                     "give --hf config.json, or --params, or --layers and --width, or --job");
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ModelShape> ShapeOf(const PlanOptions& options) {
   if (options.params > 0) return EvenShape(options.params, options.layers);
   if (options.width > 0) return DecoderShape(options.layers, options.width, options.vocab);
   std::string text;
@@ -261,13 +265,43 @@ std::string Text(const PlanOptions& options, const ModelShape& model, protocol::
 
 void Print(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
+absl::Status PlanOfJob(const PlanOptions& options, client::AdminClient& admin,
+                       const std::optional<client::AdminClient::NodeSize>& node) {
+  ASSIGN_OR_RETURN(const client::JobPlan plan, admin.PlanJob(options.job, node));
+  if (options.as_json) {
+    Print(protocol::JsonOf(*plan) + "\n");
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(const DiskRates rates, RatesOf(options, admin));
+  ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
+  for (const auto job : status->getJobs()) {
+    if (job.getName().cStr() != options.job) continue;
+    PlanOptions of_job = options;
+    of_job.is_shared = plan->getRanks().size() == 0;
+    of_job.durability = job.getDurability().cStr();
+    const uint32_t ranks = job.getWorldSize();
+    Print(absl::StrCat("job ", options.job, ": ", job.getParams(), " parameters, ",
+                       job.getOptimizer().cStr(), ", ", job.getFormat().cStr(), ", ", ranks,
+                       ranks == 1 ? " rank\n" : " ranks\n", DramText(*plan, job.getParams(), ranks),
+                       SwapText(of_job, *plan, rates), RanksText(*plan)));
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kJobName, absl::StrCat("job ", options.job, " was deleted"));
+}
+
 }  // namespace
 
 absl::Status Plan(const PlanOptions& options) {
   if (std::isnan(options.read_rate) || std::isnan(options.write_rate)) {
     return MakeError(ErrorId::kOption, "nan is no rate", "write GB/s, as 3.5");
   }
+  RETURN_IF_ERROR(CheckOneModel(options));
   ASSIGN_OR_RETURN(const auto node, NodeOf(options));
+  const auto connect = [&] { return client::AdminClient::Connect({.socket = options.socket}); };
+  if (!options.job.empty()) {
+    ASSIGN_OR_RETURN(const auto admin, connect());
+    return PlanOfJob(options, *admin, node);
+  }
   ASSIGN_OR_RETURN(const ModelShape model, ShapeOf(options));
   ASSIGN_OR_RETURN(const LayoutChoice choice, ChoiceOf(options));
   client::AttachOptions attach;
@@ -278,7 +312,7 @@ absl::Status Plan(const PlanOptions& options) {
     ASSIGN_OR_RETURN(attach.durability, protocol::ParseDurability(options.durability));
   }
   attach.layout = LayoutOf(model, choice);
-  ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = options.socket}));
+  ASSIGN_OR_RETURN(const auto admin, connect());
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
   ASSIGN_OR_RETURN(const DiskRates rates, RatesOf(options, *admin));
   Print(options.as_json ? protocol::JsonOf(*plan) + "\n"

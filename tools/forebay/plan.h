@@ -1,4 +1,4 @@
-// `forebay plan`: what a job would take, before there is one.
+// `forebay plan`: what a job would take, before there is one; and what one that is there takes.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@ namespace forebay::tools {
 struct PlanOptions {
   std::string socket;
   // One of these.
+  std::string job;           // as it is on this node; with `dram` on another one
   std::string hugging_face;  // a config.json
   uint64_t params = 0;       // in `layers` layers of one size
   uint64_t width = 0;        // of a decoder of `layers` layers
@@ -39,7 +40,7 @@ struct PlanOptions {
 
 // Prints the plan.
 //
-// Errors  E_OPTION; those of AdminClient::Plan, with the sum where it does not fit.
+// Errors  E_OPTION; those of AdminClient::Plan and PlanJob, with the sum where it does not fit.
 absl::Status Plan(const PlanOptions& options);
 
 }  // namespace forebay::tools
