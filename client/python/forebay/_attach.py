@@ -230,10 +230,11 @@ def attach_sharded(
         if not plan.device.is_host:
             _report.say(attachment.device_access)
         status = _core.status(request.socket)
-        for line in _report.costs(
-            plan, request.job, status, passes > 1, activation_bytes * request.world_size
-        ):
+        takes = _core.plan(request.socket, request.job)
+        for line in _report.costs(plan, request.job, status, takes, passes > 1):
             _report.say(line)
+        staying = _fsdp.staying_gathered(model, units)
+        _report.say(_report.gathered(units, staying, prefetch_bytes))
     return opt
 
 

@@ -308,6 +308,12 @@ class Unit:
         """Of its whole parameters."""
         return sum(math.prod(one.shape) * one.param_dtype.itemsize for one in self.shards)
 
+    def stays_gathered(self, is_root: bool) -> bool:
+        """Whether it stays so from forward to backward: without reshard_after_forward, or, unless it has
+        that explicitly, as a root, which FSDP2 finds at its first forward."""
+        is_usual: bool = getattr(self._state, "_auto_reshard_after_forward", True)
+        return self._group.post_forward_mesh_info is None or (is_root and is_usual)
+
     def prefetch_in_forward(self, units: Sequence[Unit]) -> None:
         """What is gathered as soon as this unit is, before its forward."""
         self._module.set_modules_to_forward_prefetch([unit._module for unit in units])
@@ -382,6 +388,12 @@ def roots_of(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from roots_of(child)
+
+
+def staying_gathered(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """What FSDP2 keeps gathered from forward to backward."""
+    roots = {id(root) for root in roots_of(model)}
+    return [unit for unit in units if unit.stays_gathered(id(unit._module) in roots)]
 
 
 def units_of(model: nn.Module, prefix: str) -> list[Unit]:

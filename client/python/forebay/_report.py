@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._plan import DTYPE_NAMES
 
 if TYPE_CHECKING:
+    from ._fsdp import Unit
     from ._shard_plan import ShardedPlan
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -34,15 +35,12 @@ def costs(
     plan: ShardedPlan,
     job: str,
     status: Mapping[str, Any],
+    takes: Mapping[str, Any],
     sums_are_float32: bool,
-    activation_bytes: int,
 ) -> Iterator[str]:
-    """What each parameter takes, and what the job takes of this node's memory and swap."""
+    """What each parameter takes, and what the job takes of this node's memory and swap: `takes`, the sum
+    that `forebay plan --job` prints."""
     (found,) = (one for one in status["jobs"] if one["name"] == job)
-    kinds: dict[str, int] = {}
-    for arena in status["memory"]["arenas"]:
-        if arena["job"] == job:
-            kinds[arena["kind"]] = kinds.get(arena["kind"], 0) + arena["allocated_bytes"]
     ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
     width = plan.grad_dtype.itemsize
     may_widen = not sums_are_float32 and width < 4 and not found["gradients_on_swap_bytes"]
@@ -57,29 +55,54 @@ def costs(
         f"({DTYPE_NAMES[plan.dtype]}), gradients {width} to the daemon "
         f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums"
     )
-    swapped = found["blocks"] - found["resident_blocks"]
-    activations = f", activations {size(activation_bytes)}" if activation_bytes else ""
-    weights_swapped = found["weights_on_swap_bytes"]
-    weights = f" (a cache for {size(weights_swapped)} on swap)" if weights_swapped else ""
-    new = found["new_weights_bytes"]
-    new_weights = f", new weights until their step is decided {size(new)}" if new else ""
-    gradients = found["gradients_on_swap_bytes"]
-    spilled = f" ({size(gradients)} on swap)" if gradients else ""
-    where = f", {swapped} of {found['blocks']} blocks of them on swap" if swapped else ""
-    yield (
-        f"this node's DRAM: weights {size(kinds.get('weights', 0))}{weights}, "
-        f"states {size(kinds.get('state', 0))}{where}, sums of gradients{spilled} and extra_state "
-        f"{size(kinds.get('step', 0) - found['new_weights_bytes'])}{new_weights}, gradients on their way "
-        f"{size(kinds.get('grad', 0) - activation_bytes)}{activations}; of "
-        f"{size(status['memory']['limit_bytes'])}"
-    )
-    if not found["swap_bytes"]:
+    yield _dram(takes, found["world_size"])
+    if not takes["swap"]:
         return
-    read, written = found["step_read_bytes"], found["step_written_bytes"]
-    more = f", and at most {size(gradients)} more each way for gradients" if gradients else ""
+    read, written, spilled = (takes[one] for one in ("step_read", "step_written", "gradients_on_swap"))
+    more = f", and at most {size(spilled)} more each way for gradients" if spilled else ""
     yield (
-        f"swap: {size(found['swap_bytes'])} taken; a step of one pass reads {size(read)} and writes "
-        f"{size(written)}{more}{_disk_time(status, read + gradients, written + gradients)}"
+        f"swap: {size(takes['swap'])} taken; a step of one pass reads {size(read)} and writes "
+        f"{size(written)}{more}{_disk_time(status, read + spilled, written + spilled)}"
+    )
+
+
+def _dram(takes: Mapping[str, Any], world_size: int) -> str:
+    """Every term of the sum: those of the job, then the daemon's own, then other jobs'."""
+    on_swap = takes["weights_on_swap"]
+    cache = f", a cache of {size(takes['weights_cache'])} for {size(on_swap)} on swap" if on_swap else ""
+    swapped = takes["blocks"] - takes["resident_blocks"]
+    where = f", {swapped} of {takes['blocks']} blocks of them on swap" if swapped else ""
+    spilled = takes["gradients_on_swap"]
+    spill = f" ({size(spilled)} on swap)" if spilled else ""
+    new = takes["new_weights"]
+    new_weights = f", new weights until their step is decided {size(new)}" if new else ""
+    activations = takes["activations"] * world_size
+    kept = f", activations {size(activations)}" if activations else ""
+    terms = ("weights", "weights_cache", "states", "sums", "new_weights", "extra_state", "sessions", "tables")
+    whole = sum(takes[term] for term in terms)
+    others = f", other jobs {size(takes['others'])}" if takes["others"] else ""
+    return (
+        f"this node's DRAM: weights {size(takes['weights'])}{cache}, states {size(takes['states'])}"
+        f"{where}, sums of gradients{spill} {size(takes['sums'])}{new_weights}, extra_state "
+        f"{size(takes['extra_state'])}, gradients on their way {size(takes['sessions'] - activations)}"
+        f"{kept}, tables {size(takes['tables'])}: the job {size(whole)}; the daemon itself "
+        f"{size(takes['node'])}{others}; of {size(takes['limit'])}"
+    )
+
+
+def gathered(units: Sequence[Unit], staying: Sequence[Unit], prefetch_bytes: int) -> str:
+    """What FSDP2 holds of whole groups in each process, at most. `staying`: those that stay gathered
+    from forward to backward; `prefetch_bytes`: of attach. Rank 0's, where ranks have other groups."""
+    moving = sorted((one.gathered_bytes for one in units if one not in staying), reverse=True)
+    in_use, ahead = (*moving, 0, 0)[:2]
+    ahead = max(ahead, min(prefetch_bytes, sum(moving[1:])))
+    stay = sum(one.gathered_bytes for one in staying)
+    kept = f", and {size(stay)} that stay from forward to backward" if stay else ""
+    (dtype,) = {DTYPE_NAMES[one.param_dtype] for unit in units for one in unit.shards}
+    return (
+        f"beside that each trainer holds FSDP2's gathered groups itself, of rank 0 at most "
+        f"{size(in_use + ahead + stay)} in {dtype}: {size(in_use)} in use, {size(ahead)} gathered "
+        f"ahead{kept}"
     )
 
 

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "client/admin.h"
@@ -36,6 +37,11 @@ nb::object Trace(const std::string& socket, const std::string& job, double timeo
   return ObjectOf(ValueOrThrow(WithoutGil([&] { return admin->Trace(job); }))->getEvents());
 }
 
+nb::object Plan(const std::string& socket, const std::string& job, double timeout) {
+  const std::unique_ptr<AdminClient> admin = Connect(socket, timeout);
+  return ObjectOf(*ValueOrThrow(WithoutGil([&] { return admin->PlanJob(job, std::nullopt); })));
+}
+
 void DeleteJob(const std::string& socket, const std::string& job, double timeout) {
   const std::unique_ptr<AdminClient> admin = Connect(socket, timeout);
   Check(WithoutGil([&] { return admin->DeleteJob(job); }));
@@ -46,6 +52,7 @@ void DeleteJob(const std::string& socket, const std::string& job, double timeout
 void BindAdmin(nb::module_& module) {
   module.def("status", &Status, nb::arg("socket") = "", nb::arg("timeout") = 10.0);
   module.def("trace", &Trace, nb::arg("socket"), nb::arg("job"), nb::arg("timeout") = 10.0);
+  module.def("plan", &Plan, nb::arg("socket"), nb::arg("job"), nb::arg("timeout") = 10.0);
   module.def("delete_job", &DeleteJob, nb::arg("socket"), nb::arg("job"),
              nb::arg("timeout") = 10.0);
 }

@@ -8,7 +8,8 @@ import types
 import forebay
 import torch
 import torch.distributed as dist
-from forebay import _fsdp
+from forebay import _core, _fsdp
+from forebay._report import size
 from models import batch, loss_of, scaled_step
 from sharded_ranks import Twins, assert_same, case, computes_on, full, refused, small_net
 from torch import nn
@@ -121,7 +122,7 @@ def rank_0_prints_what_the_job_takes(ranks):
     count = sum(parameter.numel() for parameter in twins.theirs.parameters())
     lines = [line for line in out.getvalue().splitlines() if line.startswith("forebay: ")]
     if ranks.rank == 0:
-        assert len(lines) == 3, lines
+        assert len(lines) == 4, lines
         assert f"{ranks.job} is sharded over 2 ranks: {count:,} parameters, adamw, fp32" in lines[0]
         types = "weights 4 (float32), gradients 4 to the daemon (float32) and 4 in their sums"
         assert lines[0].endswith(types), lines[0]
@@ -132,7 +133,18 @@ def rank_0_prints_what_the_job_takes(ranks):
             if (arena["job"], arena["kind"]) == (ranks.job, "weights")
         )
         assert f"this node's DRAM: weights {weights / 1024:.1f} KiB" in lines[1], (lines[1], weights)
-        assert f"left {count * 4 / 1024:.1f} KiB of gradients" in lines[2], (lines[2], count * 4)
+        takes = _core.plan("", ranks.job)
+        for term, words in (("states", "states"), ("tables", "tables"), ("node", "the daemon itself")):
+            assert f"{words} {size(takes[term])}" in lines[1], (lines[1], takes)
+        assert lines[1].endswith(f"; of {size(takes['limit'])}"), lines[1]
+        # A layer in use, the next one, and the root, which stays.
+        layers = [sum(one.numel() for one in layer.parameters()) for layer in twins.theirs.layers]
+        held = f"holds FSDP2's gathered groups itself, of rank 0 at most {size(count * 4)} in float32"
+        assert held in lines[2], lines[2]
+        assert f"{size(layers[0] * 4)} in use, {size(layers[1] * 4)} gathered ahead" in lines[2], lines[2]
+        stays = size((count - sum(layers)) * 4)
+        assert lines[2].endswith(f", and {stays} that stay from forward to backward"), lines[2]
+        assert f"left {count * 4 / 1024:.1f} KiB of gradients" in lines[3], (lines[3], count * 4)
     else:
         assert not lines, lines
     twins.opt.detach()

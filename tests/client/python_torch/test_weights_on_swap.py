@@ -14,6 +14,7 @@ import tempfile
 
 import pytest
 from daemon_process import Daemon, missing
+from forebay._report import size
 from test_processes import HERE, environment
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
@@ -106,6 +107,28 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     anew = job["dropped_updates"] / job["blocks"]
     assert STEPS <= job["state_written_bytes"] / job["last_step_written_bytes"] <= STEPS + anew
     assert job["weight_fetches_ahead"] > job["weight_fetches"] / 3
+
+
+def test_attach_prints_what_is_on_swap_and_the_whole_sum():
+    needed = smallest_limit(2, "exact", "bfloat16")
+    small, said = run(needed, 2, "exact", "bfloat16")
+    assert small is not None, said
+    job = small[2]
+    on_swap, gradients = size(job["weights_on_swap_bytes"]), size(job["gradients_on_swap_bytes"])
+    assert f"a cache of {size(job['weights_cache_bytes'])} for {on_swap} on swap" in said
+    assert f"{job['blocks']} of {job['blocks']} blocks of them on swap, sums of gradients ({gradients} on swap)" in said
+    assert (
+        f"forebay: swap: {size(job['swap_bytes'])} taken; a step of one pass reads {size(job['step_read_bytes'])} and "
+        f"writes {size(job['step_written_bytes'])}, and at most {gradients} more each way for gradients" in said
+    )
+    # In the smallest limit nothing is left: the sum of the node is the limit.
+    sums = re.search(r": the job ([\d.]+) MiB; the daemon itself ([\d.]+) MiB; of ([\d.]+) MiB", said)
+    assert sums, said
+    whole, own, limit = map(float, sums.groups())
+    assert abs(whole + own - limit) <= 0.2, sums[0]
+    assert f"of {size(needed)}" in sums[0]
+    _, said = run(1 << 30, 2, "exact", "bfloat16")
+    assert "the daemon itself" in said and "forebay: swap:" not in said and "on swap" not in said
 
 
 # With weights in DRAM and states on swap, and with both on swap; without early updates too.
