@@ -22,8 +22,8 @@ std::optional<nvme::PathRates> LoadRates(const std::string& path,
                                          const std::string& state_folder = {});
 
 // Of each path: what it keeps; else what a probe of all paths finds now within `probe_limit` (0: no probe),
-// which is kept. Without a state folder nothing is kept of a block device: it is measured at each start. A probe that fails is logged. Paths that
-// may have durable jobs, which `options.mode` is to bring back, are not measured.
+// which is kept. Without a state folder nothing is kept of a block device: it is measured at each start. A probe that
+// fails is logged. Paths that may have durable jobs, which `options.mode` is to bring back, are not measured.
 // Blocks.
 std::vector<std::optional<nvme::PathRates>> RatesOf(const SwapSpaceOptions& options,
                                                     const nvme::EngineOptions& engine,

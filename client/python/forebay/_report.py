@@ -98,10 +98,10 @@ def gathered(units: Sequence[Unit], staying: Sequence[Unit], prefetch_bytes: int
     ahead = max(ahead, min(prefetch_bytes, sum(moving[1:])))
     stay = sum(one.gathered_bytes for one in staying)
     kept = f", and {size(stay)} that stay from forward to backward" if stay else ""
-    (dtype,) = {DTYPE_NAMES[one.param_dtype] for unit in units for one in unit.shards}
+    dtypes = " and ".join(sorted({DTYPE_NAMES[one.param_dtype] for unit in units for one in unit.shards}))
     return (
         f"beside that each trainer holds FSDP2's gathered groups itself, of rank 0 at most "
-        f"{size(in_use + ahead + stay)} in {dtype}: {size(in_use)} in use, {size(ahead)} gathered "
+        f"{size(in_use + ahead + stay)} in {dtypes}: {size(in_use)} in use, {size(ahead)} gathered "
         f"ahead{kept}"
     )
 
