@@ -1,5 +1,6 @@
 #include "daemon/core/plan_advice.h"
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,26 @@ using protocol::Layout;
 
 std::string Bytes(uint64_t bytes) {
   return absl::StrCat(bytes, " bytes (", FormatBytes(bytes), ")");
+}
+
+// Of layouts with more than that, other formats are not tried: they are made on the loop thread, where boxes are
+// compared pair by pair.
+constexpr uint64_t kTriedBoxesMax = uint64_t{1} << 17;
+constexpr uint64_t kTriedComparisonsMax = uint64_t{1} << 24;
+
+// Whether Layout::Create takes a moment. Boxes of one run are compared with their neighbours alone, those of several
+// with all of their parameter; where their strides differ, run by run.
+bool IsMadeQuickly(const Layout& layout) {
+  std::map<uint32_t, uint64_t> strides;  // by parameter
+  uint64_t strided_boxes = 0;
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (place.box.runs == 1) continue;
+    ++strided_boxes;
+    const uint64_t stride = place.box.stride_elems;
+    if (strides.try_emplace(place.box.param, stride).first->second != stride) return false;
+  }
+  const uint64_t boxes = layout.boxes().size();
+  return boxes <= kTriedBoxesMax && strided_boxes * boxes <= kTriedComparisonsMax;
 }
 
 // The limit alone says how much a job may take.
@@ -80,9 +101,10 @@ absl::Status WithAdvice(const absl::Status& refusal, const Layout& layout,
     return protocol::StateBytes(layout.spec().optimizer, format, layout.spec().dtype,
                                 options.block_elems);
   };
+  const bool is_made_quickly = IsMadeQuickly(layout);
   for (const protocol::StateFormat& format : protocol::kStateFormats) {
     const bool is_smaller = state_bytes(format.format) < state_bytes(layout.spec().format);
-    if (format.weights != layout.spec().dtype || !is_smaller) continue;
+    if (format.weights != layout.spec().dtype || !is_smaller || !is_made_quickly) continue;
     protocol::LayoutSpec spec = layout.spec();
     spec.format = format.format;
     const absl::StatusOr<Layout> other = Layout::Create(std::move(spec));

@@ -19,7 +19,7 @@ using FitsFn =
 // For want of DRAM without swap also the limits that do with it; for want of swap the limit that does without.
 // Errors but E_DRAM_LIMIT and E_SWAP_NOSPC stay as they are.
 //
-// Limits  A new layout for each smaller format.
+// Limits  A new layout for each smaller format; none where that could hold the loop thread up.
 absl::Status WithAdvice(const absl::Status& refusal, const protocol::Layout& layout,
                         const SessionRequest& request, const NodeOptions& options,
                         const NodeUse& use, FitsFn fits);

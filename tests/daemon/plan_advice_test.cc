@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -27,6 +28,7 @@ using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 using protocol::Format;
 using protocol::kPageBytes;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -157,6 +159,38 @@ TEST_F(PlanAdvice, ALargerFormatIsNeverNamed) {
     EXPECT_THAT(plan.status(), HasError(ErrorId::kDramLimit));
     EXPECT_THAT(protocol::HintOf(plan.status()), Not(HasSubstr("format fp32")));
   }
+}
+
+// Two ranks with the columns 0 to 2 and 3 to 5; the second one's have `stride` times the row as their stride.
+std::shared_ptr<const protocol::Layout> ColumnsWith(uint64_t stride) {
+  constexpr uint64_t kRows = 4096;
+  constexpr uint64_t kColumns = 6;
+  const auto box = [](uint64_t first, uint64_t rows) {
+    return protocol::BoxSpec{.param = 0,
+                             .first_elem = first,
+                             .run_elems = kColumns / 2,
+                             .stride_elems = rows * kColumns,
+                             .runs = kRows / rows};
+  };
+  protocol::LayoutSpec spec;
+  spec.dtype = protocol::DType::kBFloat16;
+  spec.format = Format::kExact;
+  spec.params = {{.name = "matrix", .shape = {kRows, kColumns}}};
+  spec.group_names = {"group"};
+  spec.partitions = {{.group = 0, .owner = 0, .replica = 0, .boxes = {box(0, 1)}},
+                     {.group = 0, .owner = 1, .replica = 0, .boxes = {}}};
+  for (uint64_t row = 0; row < stride; ++row) {
+    spec.partitions[1].boxes.push_back(box(kColumns / 2 + row * kColumns, stride));
+  }
+  auto layout = protocol::Layout::Create(std::move(spec));
+  EXPECT_OK(layout.status());
+  return layout.ok() ? std::make_shared<const protocol::Layout>(*std::move(layout)) : nullptr;
+}
+
+TEST_F(PlanAdvice, FormatsAreNotTriedOnLayoutsThatTakeLongToMake) {
+  EXPECT_THAT(HintOf(RequestOf(ColumnsWith(1)), kTiny, 0), HasSubstr("format bf16: "));
+  EXPECT_THAT(HintOf(RequestOf(ColumnsWith(2)), kTiny, 0),
+              AllOf(HasSubstr("dram.limit to at least"), Not(HasSubstr("format"))));
 }
 
 TEST_F(PlanAdvice, ActivationsAndFurtherBackwardPassesAreNamed) {
