@@ -12,12 +12,8 @@
 
 namespace forebay::daemon {
 
-// A directory keeps the rates of its path in this file. It holds for the device that it was measured on; to
-// have it measured again, delete it.
-inline constexpr const char* kRatesFile = "forebay.rates.toml";
-
-// What is kept of the path, a block device's in `state_folder`; nothing where there is none, of another device, or
-// unreadable (logged).
+// What is kept of the path: a directory's in its forebay.rates.toml, a block device's in `state_folder`. Nothing where
+// there is none, of another device, or unreadable (logged).
 std::optional<nvme::PathRates> LoadRates(const std::string& path,
                                          const std::string& state_folder = {});
 

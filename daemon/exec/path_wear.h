@@ -7,9 +7,6 @@
 
 namespace forebay::daemon {
 
-// A directory keeps what was written to it in this file.
-inline constexpr const char* kWearFile = "forebay.wear.toml";
-
 struct PathWear {
   std::string path;
   // As configured; 0: not known. Where it is another one, the count begins anew.
@@ -17,8 +14,8 @@ struct PathWear {
   uint64_t written_bytes = 0;
 };
 
-// What is kept of the path, a block device's in `state_folder`; 0 where there is nothing, or it is of another device or
-// endurance. Blocks.
+// What is kept of the path: a directory's in its forebay.wear.toml, a block device's in `state_folder`. 0 where there is
+// nothing, or it is of another device or endurance. Blocks.
 uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_folder,
                           uint64_t endurance_bytes);
 

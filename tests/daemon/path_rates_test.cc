@@ -4,9 +4,6 @@
 
 #include "daemon/exec/path_rates.h"
 
-#include <fcntl.h>
-#include <linux/loop.h>
-#include <sys/ioctl.h>
 #include <sys/stat.h>
 
 #include <chrono>
@@ -24,9 +21,9 @@
 #include "nvme/find_volume.h"
 #include "nvme/path_probe.h"
 #include "protocol/json.h"
-#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tests/nvme/volume_world.h"
+#include "tests/support/block_devices.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
@@ -94,7 +91,7 @@ TEST(PathRatesTest, WhatIsKeptIsTakenAndNothingIsMeasuredAgain) {
   EXPECT_FALSE(RatesOf(options, {}, kNoProbe).at(0).has_value());
   const std::optional<PathRates> first = RatesOf(options, {}, kLimit).at(0);
   ExpectSane(first);
-  const std::string kept = folder + "/" + kRatesFile;
+  const std::string kept = folder + "/forebay.rates.toml";
   const std::string text = TextOf(kept);
   for (const auto limit : {kLimit, kNoProbe}) {
     const std::optional<PathRates> again = RatesOf(options, {}, limit).at(0);
@@ -110,31 +107,21 @@ TEST(PathRatesTest, WhatIsKeptIsTakenAndNothingIsMeasuredAgain) {
 
 TEST(PathRatesTest, OfABlockDeviceItIsKeptInTheStateFolder) {
   const TempDir dir;
-  const protocol::UniqueFd control(::open("/dev/loop-control", O_RDWR | O_CLOEXEC));
-  if (!control.valid()) GTEST_SKIP() << "no loop device may be made here";
-  const int number = ::ioctl(control.get(), LOOP_CTL_GET_FREE);
-  const std::string device = "/dev/loop" + std::to_string(number);
-  const std::string backing = dir.Write("backing", "");
-  std::filesystem::resize_file(backing, 400 * kMiB);
-  const protocol::UniqueFd file(::open(backing.c_str(), O_RDWR | O_CLOEXEC));
-  const protocol::UniqueFd loop(::open(device.c_str(), O_RDWR | O_CLOEXEC));
-  if (number < 0 || !loop.valid() || ::ioctl(loop.get(), LOOP_SET_FD, file.get()) != 0) {
-    GTEST_SKIP() << "no loop device is usable here";
-  }
-  SwapSpaceOptions options = Paths({device}, 300 * kMiB);
+  const auto device = testing::LoopDevice::Make(dir.path() + "/backing", 400 * kMiB);
+  if (device == nullptr) GTEST_SKIP() << "no loop device can be made here";
+  SwapSpaceOptions options = Paths({device->path()}, 300 * kMiB);
   ExpectSane(RatesOf(options, {}, kLimit).at(0));
   EXPECT_FALSE(RatesOf(options, {}, kNoProbe).at(0).has_value()) << "it has no place";
   options.state_folder = dir.Make("state");
   ExpectSane(RatesOf(options, {}, kLimit).at(0));
   ExpectSane(RatesOf(options, {}, kNoProbe).at(0));
-  EXPECT_FALSE(LoadRates(device, dir.path()).has_value());
-  EXPECT_EQ(::ioctl(loop.get(), LOOP_CLR_FD), 0);
+  EXPECT_FALSE(LoadRates(device->path(), dir.path()).has_value());
 }
 
 TEST(PathRatesTest, WhatIsOfAnotherDeviceOrBrokenIsNotTaken) {
   const TempDir dir;
   const std::string folder = dir.Make("a");
-  const std::string kept = folder + "/" + kRatesFile;
+  const std::string kept = folder + "/forebay.rates.toml";
   ExpectSane(RatesOf(Paths({folder}, 300 * kMiB), {}, kLimit).at(0));
   const std::string good = TextOf(kept);
   ASSERT_TRUE(LoadRates(folder).has_value());
@@ -209,7 +196,7 @@ TEST(PathRatesProcess, ADaemonShowsWhatAPathGivesNowAsAShareOfWhatItGave) {
   const std::string swap = dir.Make("swap");
   struct stat folder {};
   ASSERT_EQ(::stat(swap.c_str(), &folder), 0);
-  std::ofstream(swap + "/" + kRatesFile)
+  std::ofstream(swap + "/forebay.rates.toml")
       << "version = 1\ndevice = " << folder.st_dev
       << "\nread = 2e9\nwrite = 1e9\nmixed = 1e9\nrequest_bytes = 1048576\ndepth = 4\n"
          "read_seconds = 0.001\n";

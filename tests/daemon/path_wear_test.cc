@@ -9,11 +9,11 @@
 #include <fstream>
 #include <sstream>
 #include <string>
-#include <system_error>
 
 #include "client/admin.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
+#include "tests/support/block_devices.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
@@ -46,7 +46,7 @@ TEST(PathWearTest, WhatIsKeptIsOfOneEnduranceAndDevice) {
   EXPECT_EQ(Load(b, 0), 5 * kTiB);
   EXPECT_EQ(Load(dir.path() + "/nowhere", 0), 0U);
 
-  const std::string kept = a + "/" + kWearFile;
+  const std::string kept = a + "/forebay.wear.toml";
   std::ostringstream stream;
   stream << std::ifstream(kept).rdbuf();
   const std::string good = stream.str();
@@ -59,14 +59,9 @@ TEST(PathWearTest, WhatIsKeptIsOfOneEnduranceAndDevice) {
   }
 }
 
-// Its number is enough: nothing is read from it.
 TEST(PathWearTest, OfABlockDeviceItIsInTheStateFolder) {
   const TempDir dir;
-  std::string device;
-  for (const auto& entry : std::filesystem::directory_iterator("/dev")) {
-    std::error_code error;
-    if (entry.is_block_file(error)) device = entry.path();
-  }
+  const std::string device = testing::AnyBlockDevice();
   if (device.empty()) GTEST_SKIP() << "there is no block device in /dev";
   SaveWear({{.path = device, .endurance_bytes = kTiB, .written_bytes = 12345}}, dir.path());
   EXPECT_EQ(LoadWrittenBytes(device, dir.path(), kTiB), 12345U);

@@ -14,6 +14,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
+#include "tests/support/block_devices.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 
@@ -92,11 +93,7 @@ TEST(VolumePlace, IsThatOfTheFileItself) {
 }
 
 TEST(VolumePlace, OfADeviceHasNoInode) {
-  std::string device;
-  for (const auto& entry : std::filesystem::directory_iterator("/dev")) {
-    std::error_code ignored;
-    if (entry.is_block_file(ignored)) device = entry.path();
-  }
+  const std::string device = testing::AnyBlockDevice();
   if (device.empty()) GTEST_SKIP() << "there is no block device in /dev";
   ASSERT_OK_AND_ASSIGN(const VolumePlace place,
                        PlaceOf(std::array{nvme::PathOptions{.path = device}}, kMachine));

@@ -4,7 +4,6 @@
 //         machine cannot show (no tmpfs, no loop device) is skipped with its reason.
 
 #include <fcntl.h>
-#include <linux/loop.h>
 #include <linux/magic.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
@@ -30,6 +29,7 @@
 #include "protocol/os/unique_fd.h"
 #include "tests/nvme/temp_dir.h"
 #include "tests/nvme/volume_world.h"
+#include "tests/support/block_devices.h"
 #include "tests/support/pattern.h"
 #include "tests/support/status_test.h"
 
@@ -299,17 +299,10 @@ TEST_P(VolumeFiles, AFullDeviceIsAnErrorOfTheRequest) {
 }
 
 TEST_P(VolumeFiles, ABlockDeviceIsUsedAsItIs) {
-  UniqueFd control(open("/dev/loop-control", O_RDWR | O_CLOEXEC));
-  if (!control.valid()) GTEST_SKIP() << "no loop device may be made here";
-  const int number = ioctl(control.get(), LOOP_CTL_GET_FREE);
-  const std::string name = "/dev/loop" + std::to_string(number);
-  const std::string backing = directory_.path() + "/backing";
-  UniqueFd file(open(backing.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  ASSERT_EQ(ftruncate(file.get(), 2 * kPathBytes), 0);
-  UniqueFd loop(open(name.c_str(), O_RDWR | O_CLOEXEC));
-  if (number < 0 || !loop.valid() || ioctl(loop.get(), LOOP_SET_FD, file.get()) != 0) {
-    GTEST_SKIP() << "no loop device is usable here";
-  }
+  const auto device =
+      ::forebay::testing::LoopDevice::Make(directory_.path() + "/backing", 2 * kPathBytes);
+  if (device == nullptr) GTEST_SKIP() << "no loop device can be made here";
+  const std::string& name = device->path();
   {
     auto volume = Open(Options({name, a_}));
     EXPECT_OK(volume);
@@ -326,7 +319,6 @@ TEST_P(VolumeFiles, ABlockDeviceIsUsedAsItIs) {
     volume = absl::UnknownError("closed");
     EXPECT_THAT(Open(options), HasError(ErrorId::kSwapNospc));
   }
-  EXPECT_EQ(ioctl(loop.get(), LOOP_CLR_FD), 0);
 }
 
 // No engine is alive at the fork: a child has none of its threads.
