@@ -7,7 +7,6 @@
 
 #include "daemon/core/limits.h"
 #include "protocol/units.h"
-#include "protocol/wire.h"
 
 namespace forebay::daemon {
 namespace {
@@ -20,9 +19,7 @@ void AddPartition(const Layout& layout, const MemoryPlan& plan, uint32_t partiti
                   RankPlan& rank) {
   const uint64_t bytes = layout.partition_bytes(partition);
   rank.largest_partition = std::max(rank.largest_partition, bytes);
-  rank.sums +=
-      RoundUp(layout.partitions()[partition].gradient_elems * protocol::SizeBytes(plan.sum_dtype),
-              protocol::kCacheLineBytes);
+  rank.sums += SumBytes(layout.partitions()[partition], plan.sum_dtype);
   if (!plan.has_weights_on_swap() || !plan.weights_on_swap[partition]) {
     rank.weights += RoundUp(bytes, kPageBytes);
     return;

@@ -58,8 +58,7 @@ uint64_t PlaceSums(const Layout& layout, uint64_t offset_bytes, MemoryPlan& plan
   plan.accumulator_offsets.clear();
   for (const protocol::PartitionPlace& partition : layout.partitions()) {
     plan.accumulator_offsets.push_back(offset_bytes);
-    offset_bytes += RoundUp(partition.gradient_elems * protocol::SizeBytes(plan.sum_dtype),
-                            protocol::kCacheLineBytes);
+    offset_bytes += SumBytes(partition, plan.sum_dtype);
   }
   return RoundUp(offset_bytes, kPageBytes);
 }
@@ -577,6 +576,11 @@ SessionRequest SessionRequestOf(const AttachRequested& request) {
           .early_updates = request.early_updates};
 }
 
+uint64_t SumBytes(const protocol::PartitionPlace& partition, protocol::DType sum_dtype) {
+  return RoundUp(partition.gradient_elems * protocol::SizeBytes(sum_dtype),
+                 protocol::kCacheLineBytes);
+}
+
 uint64_t PieceBytes(const Layout& layout) {
   return std::min(layout.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
 }
@@ -671,6 +675,14 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   return plan;
 }
 
+absl::StatusOr<uint64_t> LimitWithoutSwap(const Layout& layout, const SessionRequest& request,
+                                          const NodeOptions& options, const NodeUse& use) {
+  MemoryPlan plan;
+  RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
+  return TakenBytes(options, use) + plan.fixed_bytes +
+         BlockMap::TotalBytes(layout, BlockElems(layout, options, plan));
+}
+
 absl::StatusOr<LeastLimits> LeastLimitsOf(const Layout& layout, const SessionRequest& request,
                                           const NodeOptions& options, const NodeUse& use) {
   const uint64_t taken_bytes = TakenBytes(options, use);
@@ -678,8 +690,6 @@ absl::StatusOr<LeastLimits> LeastLimitsOf(const Layout& layout, const SessionReq
   RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
   LeastLimits least;
   least.states_on_swap = taken_bytes + plan.fixed_bytes;
-  least.all_in_dram =
-      least.states_on_swap + BlockMap::TotalBytes(layout, BlockElems(layout, options, plan));
   least.weights_on_swap = least.gradients_on_swap = least.states_on_swap;
   if (layout.is_shared()) return least;
   PutWeightsOnSwap(layout, request, /*room=*/0, /*was_on_swap=*/{}, plan);

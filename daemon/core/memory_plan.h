@@ -145,6 +145,8 @@ SessionRequest SessionRequestOf(const AttachRequested& request);
 
 // Bytes of the largest range of a partition.
 uint64_t PieceBytes(const protocol::Layout& layout);
+// What the sum of a partition's gradients takes, up to the next one's.
+uint64_t SumBytes(const protocol::PartitionPlace& partition, protocol::DType sum_dtype);
 
 // Step region of a session that asked for `extra_state_bytes`.
 uint64_t StepRegionBytes(const protocol::Layout& layout, uint64_t extra_state_bytes);
@@ -173,10 +175,14 @@ absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRe
 absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionRequest& request,
                                    const NodeOptions& options, const NodeUse& use);
 
-// The smallest limits that a job fits in beside what the node holds. On swap, which has room: nothing; states; its
-// weights too; its gradients too. One that is of no use, as of shared attachment the last two, is the one before it.
+// The smallest limit in which all of a job is in DRAM, beside what the node holds. Errors: of LeastLimitsOf.
+absl::StatusOr<uint64_t> LimitWithoutSwap(const protocol::Layout& layout,
+                                          const SessionRequest& request, const NodeOptions& options,
+                                          const NodeUse& use);
+
+// The smallest limits that a job fits in beside what the node holds. On swap, which has room: states; its weights too;
+// its gradients too. One that is of no use, as of shared attachment the last two, is the one before it.
 struct LeastLimits {
-  uint64_t all_in_dram = 0;
   uint64_t states_on_swap = 0;
   uint64_t weights_on_swap = 0;
   uint64_t gradients_on_swap = 0;  // of more than kAdvisedBlocksMax blocks the one before it

@@ -37,13 +37,12 @@ absl::StatusOr<JobPlan> PlanOn(const protocol::Layout& layout, const SessionRequ
                                const NodeOptions& options, const NodeUse& use,
                                const OwnerUse& owner) {
   ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
-  ASSIGN_OR_RETURN(const LeastLimits least, LeastLimitsOf(layout, session, options, use));
   JobPlan view = JobPlanOf(layout, plan, plan.placement);
   view.node = options.node_bytes;
   view.others = use.jobs_dram_bytes + use.deleted_weights_bytes;
   view.limit = options.dram_limit_bytes;
   view.missing = plan.missing_bytes;
-  view.all_in_dram = least.all_in_dram;
+  ASSIGN_OR_RETURN(view.all_in_dram, LimitWithoutSwap(layout, session, options, use));
   return view;
 }
 
@@ -86,9 +85,8 @@ absl::StatusOr<JobPlan> NodeState::PlanOfJob(const JobName& name,
   view.limit = impl_->options.dram_limit_bytes;
   NodeUse others;
   others.jobs_dram_bytes = view.others;
-  ASSIGN_OR_RETURN(const LeastLimits least,
-                   LeastLimitsOf(layout, plan.session, impl_->options, others));
-  view.all_in_dram = least.all_in_dram;
+  ASSIGN_OR_RETURN(view.all_in_dram,
+                   LimitWithoutSwap(layout, plan.session, impl_->options, others));
   return view;
 }
 

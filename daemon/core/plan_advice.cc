@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
 namespace forebay::daemon {
@@ -60,19 +61,25 @@ std::string LimitsWithSwap(const LeastLimits& least) {
   return text;
 }
 
-std::string OtherLimits(ErrorId id, const LeastLimits& least, const SessionRequest& request,
-                        const NodeOptions& options) {
+// "": no other limit is known to do.
+absl::StatusOr<std::string> OtherLimits(ErrorId id, const Layout& layout,
+                                        const SessionRequest& request, const NodeOptions& options,
+                                        const NodeUse& use) {
   const bool has_swap = options.swap.capacity_bytes() > 0;
   const bool is_durable = request.durability.level != protocol::DurabilityLevel::kMemory;
   if (id == ErrorId::kDramLimit && !has_swap && options.staging_slots == 0) {
     return "; or start the daemon with swap (--swap, swap.paths) for what does not fit";
   }
-  if (!HasNoShares(options)) return {};
-  if (id == ErrorId::kDramLimit && !has_swap) return LimitsWithSwap(least);
-  if (id == ErrorId::kSwapNospc && !is_durable) {
-    return absl::StrCat("; with a limit of ", Bytes(least.all_in_dram), " nothing is on swap");
+  if (!HasNoShares(options)) return "";
+  if (id == ErrorId::kDramLimit && !has_swap) {
+    ASSIGN_OR_RETURN(const LeastLimits least, LeastLimitsOf(layout, request, options, use));
+    return LimitsWithSwap(least);
   }
-  return {};
+  if (id == ErrorId::kSwapNospc && !is_durable) {
+    ASSIGN_OR_RETURN(const uint64_t limit, LimitWithoutSwap(layout, request, options, use));
+    return absl::StrCat("; with a limit of ", Bytes(limit), " nothing is on swap");
+  }
+  return "";
 }
 
 }  // namespace
@@ -82,19 +89,23 @@ absl::Status WithAdvice(const absl::Status& refusal, const Layout& layout,
                         const NodeUse& use, FitsFn fits) {
   const ErrorId id = protocol::IdOf(refusal);
   if (id != ErrorId::kDramLimit && id != ErrorId::kSwapNospc) return refusal;
-  const absl::StatusOr<LeastLimits> least = LeastLimitsOf(layout, request, options, use);
-  if (!least.ok()) return refusal;
   const bool goes_to_swap = id == ErrorId::kDramLimit && options.swap.capacity_bytes() > 0;
-  const auto limit_of = [&](const LeastLimits& limits) {
-    return goes_to_swap ? limits.gradients_on_swap : limits.all_in_dram;
+  const auto limit_of = [&](const Layout& of,
+                            const SessionRequest& by) -> absl::StatusOr<uint64_t> {
+    if (!goes_to_swap) return LimitWithoutSwap(of, by, options, use);
+    ASSIGN_OR_RETURN(const LeastLimits least, LeastLimitsOf(of, by, options, use));
+    return least.gradients_on_swap;
   };
+  const absl::StatusOr<uint64_t> needed = limit_of(layout, request);
+  const absl::StatusOr<std::string> other_limits = OtherLimits(id, layout, request, options, use);
+  if (!needed.ok() || !other_limits.ok()) return refusal;
   std::vector<std::string> changes;
   const auto consider = [&](const std::string& what, const Layout& other_layout,
                             const SessionRequest& other_request) {
-    const auto other = LeastLimitsOf(other_layout, other_request, options, use);
-    if (!other.ok() || limit_of(*other) >= limit_of(*least)) return;
+    const absl::StatusOr<uint64_t> other = limit_of(other_layout, other_request);
+    if (!other.ok() || *other >= *needed) return;
     changes.push_back(absl::StrCat(
-        what, ": ", Bytes(limit_of(*least) - limit_of(*other)), " less, ",
+        what, ": ", Bytes(*needed - *other), " less, ",
         fits(other_layout, other_request) ? "which fits" : "which alone is not enough"));
   };
   const auto state_bytes = [&](protocol::Format format) {
@@ -108,8 +119,8 @@ absl::Status WithAdvice(const absl::Status& refusal, const Layout& layout,
     protocol::LayoutSpec spec = layout.spec();
     spec.format = format.format;
     const absl::StatusOr<Layout> other = Layout::Create(std::move(spec));
-    if (other.ok())
-      consider(absl::StrCat("format ", std::string(Name(format.format))), *other, request);
+    if (!other.ok()) continue;
+    consider(absl::StrCat("format ", std::string(Name(format.format))), *other, request);
   }
   SessionRequest other = request;
   other.activation_bytes = 0;
@@ -121,7 +132,7 @@ absl::Status WithAdvice(const absl::Status& refusal, const Layout& layout,
   if (!changes.empty()) {
     absl::StrAppend(&hint, "; or lower what the job takes: ", absl::StrJoin(changes, ", "));
   }
-  absl::StrAppend(&hint, OtherLimits(id, *least, request, options));
+  absl::StrAppend(&hint, *other_limits);
   return protocol::MakeError(id, std::string(refusal.message()), hint);
 }
 

@@ -30,6 +30,7 @@ using ::forebay::testing::HasError;
 using ::forebay::testing::LeastDramOf;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::NodeHarness;
+using ::forebay::testing::RequestOf;
 using ::forebay::testing::ShardedJob;
 using ::forebay::testing::ShardedParam;
 using ::forebay::testing::SwapPaths;
@@ -472,15 +473,6 @@ TEST(NodeStateWeightsPlan, WhatDoesNotFitEvenSoIsRefusedWithTheSum) {
 uint64_t DramOf(const JobPlan& plan) {
   return plan.weights + plan.weights_cache + plan.states + plan.sums + plan.extra_state +
          plan.sessions + plan.tables + plan.node + plan.others;
-}
-
-AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout) {
-  return {.uid = 1000,
-          .job = "job",
-          .world_size = kRanks,
-          .grad_arena_bytes = 4 * layout->largest_gradient_bytes(),
-          .extra_state_bytes = 64,
-          .layout = layout};
 }
 
 void ExpectSumOfRanks(const JobPlan& plan, const protocol::Layout& layout) {

@@ -23,6 +23,7 @@ namespace {
 
 using ::forebay::testing::HasError;
 using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::RequestOf;
 using ::forebay::testing::ShardedParam;
 using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
@@ -41,15 +42,6 @@ std::shared_ptr<const protocol::Layout> LayoutOf(Format format) {
   for (int i = 0; i < 12; ++i) groups.push_back({{.rows = 16000, .columns = 4}});
   return MakeShardedLayout(
       groups, {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = format});
-}
-
-AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout) {
-  return {.uid = 1000,
-          .job = "job",
-          .world_size = kRanks,
-          .grad_arena_bytes = 4 * layout->largest_gradient_bytes(),
-          .extra_state_bytes = 64,
-          .layout = layout};
 }
 
 NodeState::Options Options() {

@@ -232,6 +232,17 @@ void NodeHarness::Finish(TaskId task, const absl::Status& status) {
   Send(model_.Finish(task, status));
 }
 
+AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout,
+                          uint32_t world_size) {
+  const AttachRequest request;
+  return {.uid = request.uid,
+          .job = request.job,
+          .world_size = world_size,
+          .grad_arena_bytes = 4 * layout->largest_gradient_bytes(),
+          .extra_state_bytes = request.extra_state_bytes,
+          .layout = layout};
+}
+
 uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layout,
                                     const AttachRequest& request) {
   const uint64_t session = ++last_session_;

@@ -74,6 +74,10 @@ struct AttachRequest {
   uint64_t extra_state_bytes = 64;
 };
 
+// What a rank of such a job asks for where nothing else is said: for plans, which need no session.
+daemon::AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout,
+                                  uint32_t world_size = 2);
+
 class NodeHarness {
  public:
   explicit NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size = 2)
