@@ -105,18 +105,16 @@ class Trips {
   void Add(Clock::duration time) { microseconds_.push_back(Microseconds(time)); }
 
   // The median of the newest sample's.
-  Sample NewestSample() const { return {.value = Quantile(Newest(), 0.5)}; }
-  double P99() const { return Quantile(microseconds_, 0.99); }
+  Sample NewestSample() const {
+    return {.value = QuantileOf({microseconds_.end() - kTripsPerSample, microseconds_.end()}, 0.5)};
+  }
+  double P99() const { return QuantileOf(microseconds_, 0.99); }
 
  private:
-  static double Quantile(std::span<const double> of, double share) {
-    std::vector<double> sorted(of.begin(), of.end());
-    const auto at =
-        sorted.begin() + static_cast<ptrdiff_t>(share * static_cast<double>(of.size() - 1));
-    std::ranges::nth_element(sorted, at);
-    return *at;
+  static double QuantileOf(std::vector<double> trips, double q) {
+    std::ranges::sort(trips);
+    return Quantile(trips, q);
   }
-  std::span<const double> Newest() const { return std::span(microseconds_).last(kTripsPerSample); }
 
   std::vector<double> microseconds_;
 };

@@ -9,17 +9,12 @@
 #include "tools/forebay/table.h"
 
 namespace forebay::tools {
-namespace {
-
-// `sorted` is not empty; q in [0, 1].
 double Quantile(const std::vector<double>& sorted, double q) {
   const double place = q * static_cast<double>(sorted.size() - 1);
   const auto low = static_cast<size_t>(place);
   const size_t high = std::min(low + 1, sorted.size() - 1);
   return sorted[low] + (place - static_cast<double>(low)) * (sorted[high] - sorted[low]);
 }
-
-}  // namespace
 
 absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
                                         const Sampler& value, const Sampler& limit) {

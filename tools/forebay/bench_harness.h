@@ -29,6 +29,9 @@ struct Sample {
   uint64_t bytes_written = 0;
 };
 
+// Between two neighbours in proportion. `sorted` is not empty; q in [0, 1].
+double Quantile(const std::vector<double>& sorted, double q);
+
 using Sampler = std::function<absl::StatusOr<Sample>()>;
 
 // What runs in every round beside the measured side: a candidate for the limit, or something shown

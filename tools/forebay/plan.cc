@@ -96,14 +96,13 @@ struct DiskRates {
 };
 
 // What the caller says; else, of this node, what its paths were measured with.
-absl::StatusOr<DiskRates> RatesOf(const PlanOptions& options, client::AdminClient& admin) {
+DiskRates RatesOf(const PlanOptions& options, schema::NodeStatus::Reader status) {
   const bool is_given = options.read_rate > 0 && options.write_rate > 0;
   if (is_given || !options.dram.empty()) {
     return DiskRates{.read = options.read_rate, .write = options.write_rate};
   }
-  ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
   DiskRates rates{.is_measured = true};
-  for (const auto path : status->getSwap()) {
+  for (const auto path : status.getSwap()) {
     if (path.getReadRate() <= 0) return DiskRates{};
     rates.read += path.getReadRate() / kGb;
     rates.write += path.getWriteRate() / kGb;
@@ -272,7 +271,6 @@ absl::Status PlanOfJob(const PlanOptions& options, client::AdminClient& admin,
     Print(protocol::JsonOf(*plan) + "\n");
     return absl::OkStatus();
   }
-  ASSIGN_OR_RETURN(const DiskRates rates, RatesOf(options, admin));
   ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
   for (const auto job : status->getJobs()) {
     if (job.getName().cStr() != options.job) continue;
@@ -283,7 +281,7 @@ absl::Status PlanOfJob(const PlanOptions& options, client::AdminClient& admin,
     Print(absl::StrCat("job ", options.job, ": ", job.getParams(), " parameters, ",
                        job.getOptimizer().cStr(), ", ", job.getFormat().cStr(), ", ", ranks,
                        ranks == 1 ? " rank\n" : " ranks\n", DramText(*plan, job.getParams(), ranks),
-                       SwapText(of_job, *plan, rates), RanksText(*plan)));
+                       SwapText(of_job, *plan, RatesOf(options, *status)), RanksText(*plan)));
     return absl::OkStatus();
   }
   return MakeError(ErrorId::kJobName, absl::StrCat("job ", options.job, " was deleted"));
@@ -314,9 +312,10 @@ absl::Status Plan(const PlanOptions& options) {
   attach.layout = LayoutOf(model, choice);
   ASSIGN_OR_RETURN(const auto admin, connect());
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
-  ASSIGN_OR_RETURN(const DiskRates rates, RatesOf(options, *admin));
-  Print(options.as_json ? protocol::JsonOf(*plan) + "\n"
-                        : Text(options, model, attach.layout.dtype, *plan, rates));
+  ASSIGN_OR_RETURN(const client::NodeStatus status, admin->Status());
+  Print(options.as_json
+            ? protocol::JsonOf(*plan) + "\n"
+            : Text(options, model, attach.layout.dtype, *plan, RatesOf(options, *status)));
   return absl::OkStatus();
 }
 
