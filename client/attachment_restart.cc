@@ -60,7 +60,7 @@ bool Attachment::State::EndIfRestarting() {
 }
 
 absl::Status Attachment::State::ReattachIfRestarting(const WaitLimits& limits) {
-  port.Poll().IgnoreError();  // the control plane says it too
+  port.PollAlive().IgnoreError();  // the control plane says it too
   return port.is_restarting() ? Reattach(limits) : absl::OkStatus();
 }
 
@@ -104,15 +104,14 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
     }
     if (limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted,
-                       "the call was interrupted while the daemon was being restarted; its outcome "
+                       "the call was interrupted while there was no daemon; its outcome "
                        "is unknown");
     }
     if (restart_deadline->Expired()) {
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - restart_begin;
       return EndSession(
           MakeError(ErrorId::kDaemonGone,
-                    absl::StrCat("the daemon was to be restarted, and did not take this session "
-                                 "back within ",
+                    absl::StrCat("the daemon has ended, and none took this session back within ",
                                  waited.count(), " s: ", std::string(last.message())),
                     "see why forebayd does not start (systemctl status forebayd), then start the "
                     "trainer again; daemon_wait, or FOREBAY_DAEMON_WAIT in seconds, is how long a "
@@ -120,7 +119,7 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
     }
     if (limits.deadline.Expired()) {
       return MakeError(ErrorId::kTimeout,
-                       "the call's time ran out while the daemon was being restarted; its outcome "
+                       "the call's time ran out while there was no daemon; its outcome "
                        "is unknown",
                        "call again: the session goes on when the daemon is back");
     }
@@ -132,6 +131,9 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
 absl::Status Attachment::State::GoOnWith(GrantedSession granted, const WaitLimits& limits) {
   internal::SessionTerms expected = parts.terms;
   expected.committed_step = committed_step();
+  // A daemon that was killed may have published the step, and answered nobody.
+  const bool is_one_more = granted.terms.committed_step == expected.committed_step + 1;
+  if (is_one_more && port.IsPending(protocol::Op::kStep)) ++expected.committed_step;
   const std::string difference = internal::Difference(expected, granted.terms);
   if (!difference.empty()) {
     return EndSession(Gone(absl::StrCat("this session cannot go on: ", difference)));

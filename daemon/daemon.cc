@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -258,10 +259,15 @@ struct Daemon::State {
 };
 
 absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, DescriptorsByName left,
-                                                      Forget forget) {
+                                                      Forget forget, DescriptorStore store) {
   ASSIGN_OR_RETURN(Prepared prepared, Prepare(config));
   ExecutorOptions& options = prepared.executor;
   const DecodedLedger handed_over = ReadHandedOver(left);
+  // What was handed over is newer than what its daemon has recorded before.
+  std::vector<KilledJob> killed;
+  if (handed_over.node.jobs.empty()) killed = ReadRecords(left);
+  const bool has_slots =
+      std::ranges::any_of(killed, [](const KilledJob& one) { return !one.job.AllSlots().empty(); });
   auto state = std::make_unique<State>();
   state->config = config;
   state->config.dram_limit_bytes = options.state.dram_limit_bytes;
@@ -277,7 +283,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
     if (config.swap_life == nvme::FileLife::kKept) {
       prepared.swap->written_before = WrittenBefore(*prepared.swap);
     }
-    prepared.swap->keeps_slots = handed_over.sequence > 0;
+    prepared.swap->keeps_slots = handed_over.sequence > 0 || has_slots;
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
     options.state.swap = state->swap->free_slots();
     options.state.swap_rates = prepared.swap->rates;
@@ -293,13 +299,20 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
   std::vector<AdoptedArenas> adopted =
       AdoptJobs(handed_over, state->swap.get(), options.arenas, left, options.state);
+  std::set<std::string> kept;
+  for (AdoptedArenas& of_killed : AdoptKilled(std::move(killed), state->swap.get(), options.arenas,
+                                              left, options.state, kept)) {
+    adopted.push_back(std::move(of_killed));
+  }
+  options.state.keeps_jobs = store.keep != nullptr;
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
   state->executor =
       std::make_unique<Executor>(options, *state->engine, *state->runner, state->swap.get());
   state->executor->Adopt(std::move(adopted));
+  if (store.keep) state->executor->SetStore(std::move(store));
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
-  if (forget) RETURN_IF_ERROR(forget());
+  if (forget) RETURN_IF_ERROR(forget(kept));
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {

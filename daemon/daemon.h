@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 
 #include "absl/functional/any_invocable.h"
@@ -34,13 +35,15 @@ class Daemon {
   //         E_UNSUPPORTED                             jobs.durability without swap that is kept.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   //
-  // `left`: what the daemon before this one has handed over; its jobs go on. Where something of it cannot be used, the
-  // log says why, and those jobs come back from the disk if they are there. `forget` is called before a byte of it
-  // changes, so that nobody finds it again; its error is this call's.
-  using Forget = absl::AnyInvocable<absl::Status()>;
+  // `left`: what the daemon before this one has handed over, or had when it was killed; its jobs go on. Where something
+  // of it cannot be used, the log says why, and those jobs come back from the disk if they are there. `forget` is called
+  // before a byte of it changes, so that nobody finds it again but those of these names; its error is this call's.
+  // `store`: while the daemon runs, all that its jobs go on from where it is killed. Without it they end with it.
+  using Forget = absl::AnyInvocable<absl::Status(const std::set<std::string>& kept)>;
   static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config,
                                                        DescriptorsByName left = {},
-                                                       Forget forget = {});
+                                                       Forget forget = {},
+                                                       DescriptorStore store = {});
 
   // What Start() refuses before it touches the socket and the swap paths.
   static absl::Status Check(const Config& config);

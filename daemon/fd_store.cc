@@ -97,7 +97,12 @@ protocol::UniqueFd FdStore::Release(std::string_view name) {
   return fd;
 }
 
-absl::Status FdStore::Forget(std::chrono::microseconds timeout) {
+absl::Status FdStore::Forget(std::chrono::microseconds timeout, const std::set<std::string>& kept) {
+  std::erase_if(to_forget_, [&](const std::string& name) {
+    if (!kept.contains(name)) return false;
+    kept_.insert(name);
+    return true;
+  });
   if (to_forget_.empty()) return absl::OkStatus();
   for (const std::string& name : to_forget_) RETURN_IF_ERROR(Remove(name));
   RETURN_IF_ERROR(Flush(timeout));
@@ -125,6 +130,14 @@ absl::Status FdStore::Keep(std::string_view wanted_name, int fd) {
                        absl::StrCat("FDSTORE of ", name)));
   kept_.emplace(name);
   return absl::OkStatus();
+}
+
+absl::Status FdStore::Drop(std::string_view name) {
+  const auto found = kept_.find(name);
+  if (found == kept_.end()) return absl::OkStatus();
+  const std::string dropped = *found;
+  kept_.erase(found);
+  return Remove(dropped);
 }
 
 absl::Status FdStore::Flush(std::chrono::microseconds timeout) {

@@ -18,9 +18,9 @@
 
 namespace forebay::daemon {
 
-// Weights, states and step arena of a job; the gradient arena of a session, and of one of the daemon before that has
-// not come back; the ledger, and room. FileDescriptorStoreMax= of the unit is this sum.
-inline constexpr uint32_t kStoredFdsPerJob = 3;
+// Weights, states and step arena of a job, its record, and the next one; the gradient arena of a session, and of one of
+// the daemon before that has not come back; the ledger, and room. FileDescriptorStoreMax= of the unit is this sum.
+inline constexpr uint32_t kStoredFdsPerJob = 5;
 inline constexpr uint32_t kStoredFdsPerSession = 2;
 inline constexpr uint32_t kStoredFdsOfNode = 16;
 inline constexpr uint32_t kStoredFdsMax =
@@ -36,6 +36,7 @@ struct FdStoreEnvironment {
 // leave out; descriptors of other names (sockets that it listens on for us) are left alone.
 //
 //   start  Take(); the caller decodes; Forget(), before it changes a byte; Release() each.
+//   then   Keep() and Drop(), as memory comes and goes.
 //   end    Keep() each; Flush().
 //
 // Ownership  Of descriptors that were taken and not released: the destructor closes them.
@@ -61,11 +62,11 @@ class FdStore {
   // The caller owns it; not valid: none of that name.
   protocol::UniqueFd Release(std::string_view name);
 
-  // Removes from the store all that was taken, and waits until they are: a process that starts after
+  // Removes from the store all that was taken but `kept`, and waits until they are: a process that starts after
   // a crash of this one does not find them. Without any it does nothing.
   //
   // Errors  as Flush; some may be in the store still.
-  absl::Status Forget(std::chrono::microseconds timeout);
+  absl::Status Forget(std::chrono::microseconds timeout, const std::set<std::string>& kept = {});
 
   // Puts a descriptor into the store, in place of one with that name. The caller may close it
   // afterwards. A name is 1 to kNameBytesMax letters, digits, '.' and '-'. One open file description
@@ -75,6 +76,11 @@ class FdStore {
   //         E_LIMIT        fds_max() are there.
   //         E_INTERNAL     the name breaks its rule, or the message was not sent.
   absl::Status Keep(std::string_view name, int fd);
+
+  // Removes what Keep() has put there, or Forget() left; of another name nothing.
+  //
+  // Errors  E_INTERNAL  the message was not sent.
+  absl::Status Drop(std::string_view name);
 
   // Waits until the service manager has done all of the above.
   //

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -180,11 +181,22 @@ bool WaitForEnd(Daemon& daemon, int signals_fd) {
 }
 
 // A service manager that takes its time has the request all the same.
-absl::Status ForgetLeft(FdStore& store) {
-  const absl::Status status = store.Forget(kStoreLimit);
+absl::Status ForgetLeft(FdStore& store, const std::set<std::string>& kept) {
+  const absl::Status status = store.Forget(kStoreLimit, kept);
   if (forebay::protocol::IdOf(status) != forebay::protocol::ErrorId::kTimeout) return status;
   spdlog::warn("{}", forebay::protocol::FormatError(status));
   return absl::OkStatus();
+}
+
+// For the time that the daemon runs.
+forebay::daemon::DescriptorStore StoreOf(FdStore& store) {
+  if (!store.is_available()) return {};
+  return {.keep = [&store](const std::string& name, int fd) { return store.Keep(name, fd); },
+          .drop =
+              [&store](const std::string& name) {
+                const absl::Status status = store.Drop(name);
+                if (!status.ok()) spdlog::warn("{}", forebay::protocol::FormatError(status));
+              }};
 }
 
 bool ReadSignal(int signals_fd) {
@@ -223,7 +235,10 @@ int Serve(const Config& config, FdStore& store) {
 
   forebay::daemon::DescriptorsByName left;
   for (const std::string& name : store.names()) left.emplace(name, store.Release(name));
-  auto daemon = Daemon::Start(config, std::move(left), [&store] { return ForgetLeft(store); });
+  const auto forget = [&store](const std::set<std::string>& kept) {
+    return ForgetLeft(store, kept);
+  };
+  auto daemon = Daemon::Start(config, std::move(left), forget, StoreOf(store));
   if (!daemon.ok()) return Fail(daemon.status());
   // One line that scripts wait for, whatever the log level.
   std::fprintf(stderr, "forebayd ready socket=%s\n", config.socket_path.c_str());

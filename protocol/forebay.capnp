@@ -115,6 +115,7 @@ struct AttachReply {
   attempt @11 :UInt64;          # the newest one at the next step (wire.h): where this session begins
   traceBytes @12 :UInt64;       # at the end of the arena; 0: the job's first session did not ask for it
   weightsOnSwap @13 :Bool;      # of some partitions: the arena is a cache, and a lease alone says where they are
+  outlivesDaemon @14 :Bool;     # the job: where the daemon is killed, the session attaches again to the next one
 }
 
 interface Session {

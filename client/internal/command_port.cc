@@ -20,6 +20,8 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
+constexpr std::chrono::milliseconds kDeathLimit{2000};
+
 bool Readable(int fd) {
   pollfd entry{.fd = fd, .events = POLLIN, .revents = 0};
   return fd >= 0 && ::poll(&entry, 1, 0) > 0;
@@ -108,7 +110,12 @@ absl::Status CommandPort::PollAlive() {
   // Before the ring is read: what the daemon answered before its death still counts.
   const bool gone = DaemonGone();
   RETURN_IF_ERROR(Poll());
-  if (gone && !is_restarting_) broken_ = DaemonGoneError();
+  if (!gone || is_restarting_) return broken_;
+  if (options_.outlives_daemon && DaemonDied()) {
+    is_restarting_ = true;
+  } else {
+    broken_ = DaemonGoneError();
+  }
   return broken_;
 }
 
@@ -175,6 +182,19 @@ void CommandPort::Close(const absl::Status& reason) {
   broken_ = reason;
   pending_.clear();
   options_ = {};
+}
+
+bool CommandPort::IsPending(Op op) const {
+  return std::ranges::any_of(pending_, [op](const auto& pending) {
+    return pending.second.command.op == static_cast<uint16_t>(op);
+  });
+}
+
+// A process that dies closes its connections a moment before it counts as dead; one that lives has ended this session.
+bool CommandPort::DaemonDied() const {
+  if (options_.daemon_pidfd < 0) return true;
+  pollfd entry{.fd = options_.daemon_pidfd, .events = POLLIN, .revents = 0};
+  return ::poll(&entry, 1, static_cast<int>(kDeathLimit.count())) > 0;
 }
 
 bool CommandPort::DaemonGone() const {

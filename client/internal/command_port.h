@@ -17,7 +17,7 @@
 
 namespace forebay::client::internal {
 
-// Restart  Where the daemon has ended the channel to be restarted, commands are kept, and none of these calls
+// Restart  Where the daemon has ended the channel to be restarted, or has died and its job has not, commands are kept, and none of these calls
 //          fails, until Resume() sends them or Close() gives them up.
 // Threads  One at a time. Completions are handled on the thread that calls Poll.
 class CommandPort {
@@ -28,6 +28,8 @@ class CommandPort {
     int daemon_pidfd = -1;
     // Readable once the connection is lost; -1: unknown.
     int gone_fd = -1;
+    // The job: where the daemon dies, the session attaches again to the next one.
+    bool outlives_daemon = false;
     // Message and hint behind a failed completion, or (tag 0) why the session has ended; asks the daemon.
     std::function<absl::Status(const protocol::Completion&)> explain = {};
   };
@@ -62,6 +64,8 @@ class CommandPort {
 
   // The daemon is being restarted, and all that it sent was handled: the channel is used no more.
   bool is_restarting() const { return is_restarting_ && broken_.ok(); }
+  // A call of this kind has been sent, and not answered.
+  bool IsPending(protocol::Op op) const;
   // Goes on with the next daemon's channel: sends what was not answered, in order, under the same tags. Gives
   // the leases back that were to be. Errors as TrySend.
   absl::Status Resume(Options options);
@@ -82,6 +86,7 @@ class CommandPort {
 
   absl::Status Break(absl::Status status);
   bool DaemonGone() const;
+  bool DaemonDied() const;
   absl::StatusOr<bool> SendOrKeep(const protocol::Command& command);
   void Handle(const protocol::Completion& completion, const absl::Status& status, OnDone& on_done);
   // Of a daemon before this one. Ids of leases rise across a restart.

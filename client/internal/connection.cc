@@ -79,6 +79,7 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
            .completion_doorbell_fd = connection.completion_doorbell.get()}));
   granted.port.daemon_pidfd = control->daemon_pidfd();
   granted.port.gone_fd = control->thread().gone_fd();
+  granted.port.outlives_daemon = !call.reader && granted.reply->getOutlivesDaemon();
   granted.port.explain = [control](const protocol::Completion& completion) {
     return control->Explain(completion, {.deadline = Deadline::After(kExplainTimeout)});
   };

@@ -185,6 +185,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setAttempt(answer.attempt);
   reply.setTraceBytes(answer.trace_bytes);
   reply.setWeightsOnSwap(answer.weights_on_swap);
+  reply.setOutlivesDaemon(answer.outlives_daemon);
   auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));
   for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
 }

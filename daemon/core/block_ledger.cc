@@ -362,6 +362,15 @@ void BlockLedger::Recover(uint32_t entry, const Version& version, Home home) {
       home == Home::kSwap ? version : Version{.written_step = version.written_step};
 }
 
+void BlockLedger::RecoverKilled(uint32_t block, const Version& version) {
+  if (is_durable()) durable_[block].is_changed = true;
+  if (!version.slot) return;
+  blocks_[block].current = version;
+  const bool is_durable_too =
+      is_durable() && durable_[block].last && durable_[block].last->slot == version.slot;
+  FOREBAY_CHECK(is_durable_too || paths_[version.slot->path].free.erase(*version.slot) == 1);
+}
+
 void BlockLedger::PublishBlock(uint32_t block) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(!of.writing);

@@ -88,8 +88,15 @@ class BlockLedger {
 
   // One event: every pending version becomes current, the slots of those before are free.
   void Publish();
+  // Null: the running step has not made one.
+  const Version* pending(uint32_t block) const {
+    return blocks_[block].pending ? &*blocks_[block].pending : nullptr;
+  }
   // The same for one block, between steps: it was moved to swap.
   void PublishBlock(uint32_t block);
+  // The same, or on swap in this version, whatever is durable of it.
+  void RecoverKilled(uint32_t block, const Version& version);
+
   // Between steps: the block was moved to DRAM, its slot is free.
   void SetResident(uint32_t block);
 

@@ -14,7 +14,17 @@ std::vector<nvme::Slot> DurableJob::Slots() const {
     if (block) slots.push_back(block->slot);
   }
   for (const DurableBytes& part : weights) slots.push_back(part.slot);
+  if (!kept || kept->durable == nullptr) return slots;
+  const std::set<nvme::Slot> current(slots.begin(), slots.end());
+  for (const nvme::Slot& slot : kept->durable->Slots()) {
+    if (!current.contains(slot)) slots.push_back(slot);
+  }
   return slots;
+}
+
+std::shared_ptr<const DurableJob> InLedger(const std::shared_ptr<const DurableJob>& job) {
+  if (job == nullptr || job->durability.level == protocol::DurabilityLevel::kMemory) return nullptr;
+  return job->kept && job->kept->was_killed ? job->kept->durable : job;
 }
 
 std::vector<nvme::Slot> DurableJob::BlockSlots() const {
@@ -85,11 +95,7 @@ uint64_t LedgerBytes(const DurableJob& job) {
   return LedgerBytes(*job.layout, counts);
 }
 
-uint64_t DurableJob::slots() const {
-  const auto written = std::ranges::count_if(
-      blocks, [](const std::optional<DurableBytes>& block) { return block.has_value(); });
-  return static_cast<uint64_t>(written) + weights.size();
-}
+uint64_t DurableJob::slots() const { return Slots().size(); }
 
 std::string DescribeJobs(const DurableNode& node) {
   constexpr size_t kJobsNamedMax = 100;

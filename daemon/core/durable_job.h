@@ -25,8 +25,10 @@ struct DurableBytes {
   WeightsDigests weights_digests = {};  // of a block with a plane of weights
 };
 
-// Of a job that one daemon hands over to the next: its arenas stay as they are, and with them all that is not on
-// swap. Never written to a disk.
+struct DurableJob;
+
+// Of a job that goes on with the next daemon, because one hands it over or is killed: its arenas stay as they are, and
+// with them all that is not on swap. Never written to a disk.
 struct KeptMemory {
   // By block of BlockMap: its states are in the state arena; and the last step that has changed those.
   std::vector<bool> resident;
@@ -45,6 +47,13 @@ struct KeptMemory {
   // For blocks, and for pages of gradient sums; nothing is in them.
   std::vector<nvme::Slot> spare_slots;
   std::vector<nvme::Slot> sum_slots;
+  // Of a daemon that was killed: blocks on swap are where the job says, whatever is durable of it; and what is, null:
+  // nothing. Of one that hands over, what the job says is durable.
+  bool was_killed = false;
+  // Of a daemon that was killed: what calls of the published step are answered with.
+  double norm = 0;
+  bool clipped = false;
+  std::shared_ptr<const DurableJob> durable = {};
 
   bool operator==(const KeptMemory&) const = default;
 };
@@ -72,7 +81,7 @@ struct DurableJob {
   // `weights` is empty.
   std::optional<KeptMemory> kept = {};
 
-  // Those that it names.
+  // Those that it names, and what is durable of it.
   std::vector<nvme::Slot> Slots() const;
   uint64_t slots() const;
   // These and spare ones: all that are the job's for blocks and parts of the weights.
@@ -87,6 +96,9 @@ struct DurableJob {
 inline const KeptMemory* KeptOf(const DurableJob* job) {
   return job != nullptr && job->kept ? &*job->kept : nullptr;
 }
+
+// What a ledger says of a job that comes back; null: nothing.
+std::shared_ptr<const DurableJob> InLedger(const std::shared_ptr<const DurableJob>& job);
 
 // What a ledger says of a job, in numbers.
 struct LedgerCounts {

@@ -169,7 +169,9 @@ void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint
 // --------------------------------------------------------------------------------------- the way back
 
 void DurableSteps::StartRestore() {
-  if (spec_.plan.has_durable_steps()) last_ = spec_.recovered;
+  const KeptMemory* const kept = KeptOf(spec_.recovered.get());
+  const bool was_killed = kept != nullptr && kept->was_killed;
+  if (spec_.plan.has_durable_steps()) last_ = was_killed ? kept->durable : spec_.recovered;
   pipeline_.Recover(*spec_.recovered);
   if (spec_.recovered->kept) return;
   for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {

@@ -102,7 +102,8 @@ struct SegmentNorms {
 // What each rank committed beside a step, by rank.
 using ExtraStates = std::shared_ptr<const std::vector<std::vector<std::byte>>>;
 
-struct DurableNode;  // durable_job.h
+struct DurableJob;  // durable_job.h
+struct DurableNode;
 
 // XXH3-64 of each page of a block's plane of weights, in order: a fetch reads and verifies single pages.
 using WeightsDigests = std::shared_ptr<const std::vector<uint64_t>>;
@@ -260,9 +261,10 @@ struct AnswerAttach {
   // The same of rank 0; 0 bytes for rank 0 itself.
   uint64_t rank0_extra_state_bytes = 0;
   uint64_t rank0_extra_state_offset = 0;
-  uint64_t trace_bytes = 0;     // at the end of the grad arena
-  std::vector<uint32_t> trace;  // partitions; of a rank that is attached sharded: its own
-  uint64_t attempt = 0;         // the newest one at the next step
+  uint64_t trace_bytes = 0;      // at the end of the grad arena
+  std::vector<uint32_t> trace;   // partitions; of a rank that is attached sharded: its own
+  uint64_t attempt = 0;          // the newest one at the next step
+  bool outlives_daemon = false;  // the job: where the daemon is killed, another one goes on with it
 };
 
 // Puts one completion into the session's ring; a status that is not OK is kept for Session.explain.
@@ -684,6 +686,57 @@ struct HandedOver {
   std::vector<Session> sessions = {};  // that go on with the next daemon
 };
 
+// What another daemon finds of a job where this one is killed (KeptRecord), of a node that keeps its jobs so
+// (NodeOptions::keeps_jobs). Each is done at once, before the actions behind it.
+
+// The job as it is, between two steps. From here on the record follows what changes.
+struct RecordJob {
+  std::shared_ptr<const DurableJob> job;     // without extra_states
+  std::vector<StatePart> extra_states = {};  // in the step arena, by rank
+};
+
+// Where a block's bytes are that the newest published step has: another slot, or DRAM.
+struct RecordBlock {
+  JobId job = 0;
+  uint32_t block = 0;
+  std::optional<nvme::Slot> slot = {};  // empty: DRAM, or zeros that were never written
+  uint64_t checksum = 0;
+  uint64_t written_step = 0;
+  WeightsDigests weights_digests = {};
+};
+
+// A rank has delivered gradients to an attempt at the step behind the newest committed one, which this one follows: if
+// the daemon is killed now, older attempts are over.
+struct RecordAttempt {
+  JobId job = 0;
+  uint64_t step = 0;
+  uint64_t attempt = 0;
+};
+
+// The step is decided: bytes in DRAM change until it is published.
+struct RecordDecision {
+  JobId job = 0;
+  uint64_t step = 0;
+};
+
+// The step is published. Blocks on swap that it has changed are named, as RecordBlock does.
+struct RecordStep {
+  JobId job = 0;
+  uint64_t step = 0;
+  std::pmr::vector<RecordBlock> blocks = {};
+  std::pmr::vector<uint64_t> param_updates = {};  // by parameter
+  std::pmr::vector<uint32_t> trace = {};
+  std::pmr::vector<StatePart> extra_states = {};  // in the step arena, by rank
+  // What its calls are answered with.
+  double norm = 0;
+  bool clipped = false;
+};
+
+// The job cannot go on: it has failed.
+struct DropRecord {
+  JobId job = 0;
+};
+
 // A swap path has failed again and again (PathTable), or works again.
 struct SwapPathMarked {
   uint32_t path = 0;
@@ -696,6 +749,7 @@ using Action = std::variant<
     CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
     EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
     RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer,
-    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, SwapPathMarked>;
+    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob,
+    RecordBlock, RecordAttempt, RecordDecision, RecordStep, DropRecord, SwapPathMarked>;
 
 }  // namespace forebay::daemon

@@ -37,7 +37,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       initial_(spec_, io_),
       leases_(actions),
       pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, spec_.sum_slots, swap, path_table,
-                pool, leases_, spec_.options.workers),
+                pool, leases_, spec_.options.workers, spec_.options.keeps_jobs),
       weights_(io_, spec_.layout, spec_.plan, pipeline_, leases_),
       access_(io_, spec_.layout, pipeline_, weights_, leases_),
       residency_(io_, pipeline_, weights_, swap, spec_.plan.swap_slot_bytes),
@@ -165,6 +165,7 @@ void Job::TryChangeWorld() {
   step_.OnWorldChanged();
   has_room_ = false;
   has_step_arena_ = true;
+  is_recorded_ = false;
   ++making_tasks_;
   io_.Start(TaskKind::kStepArena, 0, std::move(action));
 }
@@ -174,38 +175,6 @@ void Job::OnStepArenaMade(const TaskDone& done) {
   if (done.status.ok()) return;
   has_step_arena_ = false;
   EvictWaiting(done.status);
-}
-
-// ---------------------------------------------------------------------------------- sums in float32
-
-bool Job::WantsFloatSums() const {
-  return float_sums_ == FloatSums::kNone && step_.needs_float_sums();
-}
-
-void Job::MakeFloatSums() {
-  float_sums_ = FloatSums::kMaking;
-  spec_.plan.fixed_bytes += spec_.plan.float_sums_bytes;
-  io_.Start(TaskKind::kFloatSums, 0,
-            PopulateStepArena{.offset_bytes = spec_.plan.float_sums_offset,
-                              .bytes = spec_.plan.float_sums_bytes});
-}
-
-void Job::OnFloatSumsMade(const TaskDone& done) {
-  if (done.status.ok()) {
-    float_sums_ = FloatSums::kMade;
-    return;
-  }
-  float_sums_ = FloatSums::kNone;
-  spec_.plan.fixed_bytes -= spec_.plan.float_sums_bytes;
-  RefuseFloatSums(done.status);
-}
-
-void Job::TryUseFloatSums() {
-  if (float_sums_ != FloatSums::kMade || !step_.MayUseFloatSums()) return;
-  float_sums_ = FloatSums::kInUse;
-  std::vector<uint64_t> narrow_offsets = spec_.plan.accumulator_offsets;
-  spec_.plan.UseFloatSums(*spec_.layout);
-  step_.OnFloatSums(std::move(narrow_offsets));
 }
 
 void Job::OnSessionMemoryMade(SessionId id, const absl::Status& status) {
@@ -379,7 +348,8 @@ void Job::AnswerAttachOk(Session& session) {
                    .rank0_extra_state_offset = step_.extra_state_offset(0),
                    .trace_bytes = spec_.plan.trace_bytes,
                    .trace = TraceOf(session.rank),
-                   .attempt = step_.attempt()});
+                   .attempt = step_.attempt(),
+                   .outlives_daemon = spec_.options.keeps_jobs});
 }
 
 std::vector<uint32_t> Job::TraceOf(uint32_t rank) const {
@@ -654,6 +624,7 @@ absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
 void Job::Fail(const absl::Status& first_error) {
   if (failed()) return;
   failed_ = first_error;
+  if (std::exchange(is_recorded_, false)) io_.actions().Emit(DropRecord{.job = spec_.id});
   step_.Fail(first_error);
   access_.Drop(0, first_error);
   durable_.Abandon();
@@ -727,6 +698,7 @@ void Job::Advance() {
   TryHandOver();
   if (is_at_rest()) return;
   TryChangeWorld();
+  TryRecord();
   AnswerAttaches();
   CloseEnded();
   FreeWhenUnused();

@@ -97,14 +97,16 @@ class Job {
   // The next ledger of the node is to be made; what it says of the job: null, nothing.
   bool WantsLedger() const { return durable_.is_gathered() && !is_deleted(); }
   std::shared_ptr<const DurableJob> ForLedger() const {
-    if (unrestored() != nullptr) return unrestored();
+    if (unrestored() != nullptr) return InLedger(unrestored());
     return is_deleted() ? nullptr : durable_.ForLedger();
   }
   // What the newest durable ledger says of it; null: nothing.
   std::shared_ptr<const DurableJob> durable() const {
-    if (unrestored() != nullptr) return unrestored();
+    if (unrestored() != nullptr) return InLedger(unrestored());
     return is_deleted() ? nullptr : durable_.durable();
   }
+  // A record names slots of the job: the volume is to be found again.
+  bool WantsVolume() const { return is_recorded_ && swap_bytes() > 0; }
   void OnLedger(const absl::Status& status);
   void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
     durable_.OnDoubted(slots, paths);
@@ -163,6 +165,9 @@ class Job {
   void TryHandOver();
   void OnExtraStatesKept(const TaskDone& done);
   void EndHandOver(DurableJob job);
+  KeptMemory KeptNow() const;
+  void ListBlocks(DurableJob& job) const;
+  void TryRecord();
   bool is_deleted() const { return deleting_ && !is_unrestored_; }
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
   void TryChangeWorld();
@@ -210,6 +215,8 @@ class Job {
   enum class HandOver : uint8_t { kNone, kWanted, kSaving, kDone };
   HandOver hand_over_ = HandOver::kNone;
   std::shared_ptr<const DurableJob> handed_over_;
+  bool is_recorded_ = false;  // and the record follows what changes
+  std::string recorded_run_;
   absl::Status failed_;  // of the making, or what the step failed of
 
   Membership members_;

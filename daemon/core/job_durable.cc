@@ -36,6 +36,10 @@ void Job::TryEndRestore() {
   }
   is_unrestored_ = false;
   initial_.Recover();
+  const KeptMemory* const kept = KeptOf(spec_.recovered.get());
+  const bool is_due =
+      durable_.IsDue(step_.published_step()) && durable_.durable_step() < step_.published_step();
+  if (kept != nullptr && kept->was_killed && is_due) durable_.Begin(step_.PublishedNow());
 }
 
 void Job::OnLedger(const absl::Status& status) {

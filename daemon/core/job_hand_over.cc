@@ -57,15 +57,17 @@ void Job::TryHandOver() {
 void Job::OnExtraStatesKept(const TaskDone& done) {
   DurableJob job = durable_.ValuesOf(step_.PublishedNow());
   job.extra_states = done.extra_states;
-  const BlockLedger& ledger = pipeline_.ledger();
-  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
-    job.blocks.push_back(BytesOf(ledger.current(block)));
-  }
+  ListBlocks(job);
   EndHandOver(std::move(job));
 }
 
-void Job::EndHandOver(DurableJob job) {
-  FOREBAY_CHECK(job.step == step_.published_step());
+void Job::ListBlocks(DurableJob& job) const {
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    job.blocks.push_back(BytesOf(pipeline_.ledger().current(block)));
+  }
+}
+
+KeptMemory Job::KeptNow() const {
   KeptMemory kept{.resident = {},
                   .written_steps = {},
                   .weights_bytes = spec_.plan.weights_bytes,
@@ -75,16 +77,42 @@ void Job::EndHandOver(DurableJob job) {
                   .early_weights_slots = spec_.plan.early_weights_slots,
                   .attempt = step_.open_attempt(),
                   .spare_slots = {},
-                  .sum_slots = {sum_slots().begin(), sum_slots().end()}};
+                  .sum_slots = {sum_slots().begin(), sum_slots().end()},
+                  .was_killed = false};
   for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
     kept.resident.push_back(pipeline_.is_resident(block));
     kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
   }
   kept.spare_slots = {swap_slots().begin(), swap_slots().end()};
+  return kept;
+}
+
+void Job::EndHandOver(DurableJob job) {
+  FOREBAY_CHECK(job.step == step_.published_step());
+  KeptMemory kept = KeptNow();
   job.RemoveOwn(kept.spare_slots);
   job.kept = std::move(kept);
   handed_over_ = std::make_shared<const DurableJob>(std::move(job));
   hand_over_ = HandOver::kDone;
+}
+
+// A record that is not the job's any more is made anew as soon as nothing of the job changes.
+void Job::TryRecord() {
+  if (recorded_run_ != members_.run()) is_recorded_ = false;
+  if (is_recorded_ || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
+  if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
+  if (access_.in_progress() || residency_.in_progress()) return;
+  if (spec_.options.loses_swap && swap_bytes() > 0) return;
+  DurableJob job = durable_.ValuesOf(step_.PublishedNow());
+  ListBlocks(job);
+  KeptMemory kept = KeptNow();
+  job.RemoveOwn(kept.spare_slots);
+  step_.Record(kept);
+  job.kept = std::move(kept);
+  is_recorded_ = true;
+  recorded_run_ = members_.run();
+  io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),
+                               .extra_states = step_.PublishedNow().extra_states});
 }
 
 std::vector<HandedOver::Session> Job::SessionsHandedOver() const {

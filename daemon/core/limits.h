@@ -89,6 +89,8 @@ struct NodeOptions {
   DurableNode recovered = {};
   // What is on swap is lost with the daemon: its files have no names.
   bool loses_swap = false;
+  // Arenas and records of jobs outlive a daemon that is killed.
+  bool keeps_jobs = false;
   // Of the ledger, at most.
   uint64_t ledger_bytes_max = 0;
   // A multiple of kStatesAlignElems.

@@ -1,5 +1,6 @@
 #include "daemon/core/node_ledger.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "daemon/core/job.h"
@@ -46,12 +47,15 @@ void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId l
   for (const auto& [id, job] : jobs) {
     if (job->WantsLedger()) in_ledger_.push_back(id);
   }
-  if (in_ledger_.empty() && retired_.empty() && last_ != Last::kWanted) return;
+  const bool is_wanted = !has_made_ && std::ranges::any_of(jobs, [](const auto& entry) {
+    return entry.second->WantsVolume();
+  });
+  if (in_ledger_.empty() && retired_.empty() && last_ != Last::kWanted && !is_wanted) return;
   if (last_ == Last::kWanted) last_ = Last::kMaking;
   auto node = std::make_shared<DurableNode>();
   node->last_job = last_job;
   for (const auto& [name, job] : parked_) {
-    if (job->durability.level != protocol::DurabilityLevel::kMemory) node->jobs.push_back(job);
+    if (auto durable = InLedger(job)) node->jobs.push_back(std::move(durable));
   }
   for (const auto& [id, job] : jobs) {
     if (auto of_job = job->ForLedger()) node->jobs.push_back(std::move(of_job));
@@ -64,6 +68,7 @@ void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId l
 std::vector<JobId> NodeLedger::Finish(const absl::Status& status, nvme::SlotMap& swap) {
   (void)actions_.FinishTask(std::exchange(task_, 0));
   has_failed_ = !status.ok();
+  if (status.ok()) has_made_ = true;
   if (last_ == Last::kMaking) last_ = status.ok() ? Last::kMade : Last::kWanted;
   for (Retired& retired : retired_) {
     if (std::exchange(retired.is_counted, false) && status.ok()) --retired.ledgers_left;

@@ -44,7 +44,7 @@ class NodeLedger {
   void WantLast() { last_ = Last::kWanted; }
   bool is_last_awaited() const { return last_ == Last::kWanted || last_ == Last::kMaking; }
 
-  // Emits CommitLedger where a step or retired slots wait for it.
+  // Emits CommitLedger where a step or retired slots wait for it, or a record names slots of a volume that has none.
   void Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job);
   bool Owns(TaskId task) const { return task_ != 0 && task == task_; }
   // Its outcome. Returns the jobs whose steps it has, for the caller to report. Slots that are free now go to
@@ -64,6 +64,7 @@ class NodeLedger {
   TaskId task_ = 0;               // 0: none is being made
   std::vector<JobId> in_ledger_;  // whose steps it makes durable
   bool has_failed_ = false;       // the newest one
+  bool has_made_ = false;         // any: the volume is found again
   Last last_ = Last::kNone;
 };
 

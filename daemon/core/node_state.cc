@@ -100,10 +100,10 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   }
   if (name.uid != request.uid) return NoJob(name, request.uid);
   if (request.reattach) {
-    return MakeError(
-        ErrorId::kJobName,
-        absl::StrCat("the daemon before this one has not handed job ", name.name, " over"),
-        "start the trainer again");
+    return MakeError(ErrorId::kJobName,
+                     absl::StrCat("the daemon before this one has left nothing that job ",
+                                  name.name, " could go on from"),
+                     "start the trainer again");
   }
   if (jobs.size() + ledger.parked().size() >= kJobsMax) {
     return MakeError(ErrorId::kLimit,

@@ -129,7 +129,7 @@ absl::Status Relocation::OnWritten(const TaskDone& done) {
 void Relocation::End() {
   const bool is_read = pipeline_.map().has_weights(*block_) && weights_.is_loading();
   if (phase_ == Phase::kWritten && is_read && !abandoned_) return;
-  pipeline_.ledger().PublishBlock(*block_);
+  pipeline_.PublishBlock(*block_);
   pipeline_.ReturnSurplusSlots();
   pipeline_.set_relocating(false);
   block_.reset();

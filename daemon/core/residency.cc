@@ -133,7 +133,7 @@ void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
   BlockLedger& ledger = pipeline_.ledger();
   if (done.status.ok()) {
     ledger.EndWrite(block, done.checksum, ledger.current(block).written_step);
-    ledger.PublishBlock(block);
+    pipeline_.PublishBlock(block);
     pipeline_.placement().FinishMove();
     pipeline_.OnSwapped(block);
     pipeline_.ReturnSurplusSlots();
@@ -157,7 +157,7 @@ void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
     pipeline_.OnSwapped(block);  // it is read ahead again
     return;
   }
-  pipeline_.ledger().SetResident(block);
+  pipeline_.SetResident(block);
   pipeline_.placement().FinishMove();
   pipeline_.ReturnSurplusSlots();
   ++counters_.promoted;

@@ -185,7 +185,7 @@ void StateAccess::OnWritten(const TaskDone& done) {
     }
   } else {
     ledger.EndWrite(block, checksum_, ledger.current(block).written_step, weights_digests_);
-    ledger.PublishBlock(block);
+    pipeline_.PublishBlock(block);
     weights_.ForgetBlock(block);
   }
   pipeline_.staged().Drop(block);

@@ -58,6 +58,8 @@ void Step::Recover(const DurableJob& job) {
   if (job.kept) {
     attempt_ = job.kept->attempt;
     io_.set_attempt(attempt_);
+    last_.norm = job.kept->norm;
+    last_.clipped = job.kept->clipped;
   }
   trace_.Recover(job.trace);
   pipeline_.FollowTrace(job.trace);
@@ -138,6 +140,7 @@ void Step::HandleGradient(Session& session, const Command& command) {
                              "deliver every gradient of a step before asking for norms"));
     return;
   }
+  if (gradients_.empty()) RecordOpenAttempt(attempt_ + 1);
   constexpr auto kFurther = static_cast<uint16_t>(protocol::GradKind::kReducedFurther);
   const uint64_t width = protocol::SizeBytes(spec_.layout->grad_dtype());
   gradients_.Deliver(command.step, {.rank = session.rank,
@@ -276,6 +279,7 @@ void Step::DropGradients(const absl::Status& status) {
 void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
   attempt_ = attempt;
   io_.set_attempt(attempt);
+  RecordOpenAttempt(attempt);
   for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, status);
   io_.NewEpoch();
   DropGradients(absl::OkStatus());
@@ -524,6 +528,9 @@ void Step::DecideWhenReduced() {
       announced_ && !last_.clipped &&
       DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty();
   if (announced_) announcement_was_kept_ = is_as_announced;
+  if (spec_.options.keeps_jobs) {
+    io_.actions().Emit(RecordDecision{.job = spec_.id, .step = order.step});
+  }
   pipeline_.Begin(std::move(order), is_as_announced);
   weights_.ForgetUpdated();
   ArmLeaseTimer();
@@ -559,7 +566,7 @@ void Step::Commit() {
   phase_ = Phase::kOpen;
   extra_slot_ = 1 - extra_slot_;
   DropGradients(absl::OkStatus());
-  attempt_ = 0;
+  attempt_ = recorded_attempt_ = 0;
   fault_ = absl::OkStatus();
   io_.set_attempt(attempt_);
   has_answered_early_ = false;
@@ -576,8 +583,11 @@ void Step::Commit() {
 }
 
 void Step::Publish() {
+  std::pmr::vector<RecordBlock> written(io_.memory());
+  if (spec_.options.keeps_jobs) written = pipeline_.Written();
   const uint64_t overflowed = pipeline_.Finish();
   published_step_ = committed_step_;
+  RecordPublished(std::move(written));
   io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
   if (overflowed > 0) {
     last_.status = MakeError(
@@ -704,6 +714,7 @@ void Step::OnRankFailed(const Session& lost, const absl::Status& status) {
   attempt_ = 0;  // every session of an older attempt is fenced
   fault_ = absl::OkStatus();
   io_.set_attempt(attempt_);
+  RecordOpenAttempt(attempt_);
   trace_.OnDropped();
 }
 

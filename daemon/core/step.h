@@ -89,6 +89,9 @@ class Step {
     return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
   }
 
+  // What it is to say of the step that is published; nothing is delivered to the next one without RecordAttempt.
+  void Record(KeptMemory& kept);
+
   // Sessions of its ranks.
   bool HasContributed(const Session& session) const;
   bool HasCalled(const Session& session) const {
@@ -174,6 +177,8 @@ class Step {
   void EndMasters();
   void AnswerInitialDone();
   void ArmLeaseTimer();
+  void RecordOpenAttempt(uint64_t attempt);
+  void RecordPublished(std::pmr::vector<RecordBlock> written);
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
   void Publish();
@@ -199,6 +204,7 @@ class Step {
   uint64_t attempt_ = 0;
   uint64_t faulty_attempt_ = 0;  // the last one that ended with a fault, and
   absl::Status fault_;           // that fault; OK: none
+  uint64_t recorded_attempt_ = 0;
   GradientAccumulator gradients_;
   std::optional<StepCall> announced_;  // of this attempt
   // Ranks have announced different scalars; or the newest announcement before was not kept, because of

@@ -22,13 +22,14 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
                            const std::vector<nvme::Slot>& sum_slots, nvme::SlotMap& swap,
                            PathTable& path_table, StagingPool& pool, const LeaseTable& leases,
-                           uint32_t workers)
+                           uint32_t workers, bool keeps_jobs)
     : io_(io),
       layout_(std::move(layout)),
       map_(layout_, plan.block_elems, plan.weights_on_swap),
       plan_(plan),
       leases_(leases),
       workers_(workers),
+      keeps_jobs_(keeps_jobs),
       staged_(
           pool, [this](uint32_t block) { return !running_ || IsLeased(block); },
           [this](uint32_t block) { return position_[block]; }),
@@ -671,8 +672,11 @@ void StepPipeline::OnMastersSet(const ElementRun& elems) {
 }
 
 void StepPipeline::Recover(const DurableJob& job) {
-  FOREBAY_CHECK(job.blocks.size() == map_.blocks() && job.weights.size() == plan_.weights_parts &&
+  const bool was_killed = job.kept && job.kept->was_killed;
+  const DurableJob* const durable = was_killed ? job.kept->durable.get() : &job;
+  FOREBAY_CHECK(job.blocks.size() == map_.blocks() &&
                 job.param_updates.size() == param_updates_.size());
+  FOREBAY_CHECK(durable == nullptr || durable->weights.size() == plan_.weights_parts);
   param_updates_ = job.param_updates;
   const auto version = [](const DurableBytes& bytes) {
     return BlockLedger::Version{.slot = bytes.slot,
@@ -680,16 +684,23 @@ void StepPipeline::Recover(const DurableJob& job) {
                                 .written_step = bytes.written_step,
                                 .weights_digests = bytes.weights_digests};
   };
-  for (uint32_t block = 0; block < map_.blocks(); ++block) {
-    if (!job.blocks[block]) continue;
-    ledger_.Recover(block, version(*job.blocks[block]),
+  for (uint32_t block = 0; durable != nullptr && block < map_.blocks(); ++block) {
+    if (!durable->blocks[block]) continue;
+    ledger_.Recover(block, version(*durable->blocks[block]),
                     is_resident(block) ? BlockLedger::Home::kDram : BlockLedger::Home::kSwap);
+  }
+  for (uint32_t part = 0; durable != nullptr && part < plan_.weights_parts; ++part) {
+    ledger_.Recover(map_.blocks() + part, version(durable->weights[part]),
+                    BlockLedger::Home::kDram);
   }
   for (uint32_t block = 0; job.kept && block < map_.blocks(); ++block) {
     if (is_resident(block)) ledger_.RecoverInPlace(block, job.kept->written_steps[block]);
+    if (was_killed)
+      ledger_.RecoverKilled(
+          block, job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
   }
-  for (uint32_t part = 0; part < plan_.weights_parts; ++part) {
-    ledger_.Recover(map_.blocks() + part, version(job.weights[part]), BlockLedger::Home::kDram);
+  for (uint32_t part = 0; was_killed && part < plan_.weights_parts; ++part) {
+    ledger_.SetChanged(map_.blocks() + part);
   }
 }
 

@@ -82,7 +82,7 @@ class StepPipeline {
   StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
                const std::vector<nvme::Slot>& swap_slots, const std::vector<nvme::Slot>& sum_slots,
                nvme::SlotMap& swap, PathTable& path_table, StagingPool& pool,
-               const LeaseTable& leases, uint32_t workers);
+               const LeaseTable& leases, uint32_t workers, bool keeps_jobs);
 
   // Reads ahead while no step is applied.
   void Prefetch();
@@ -127,6 +127,11 @@ class StepPipeline {
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
+  // What the step that is done() has written to swap.
+  std::pmr::vector<RecordBlock> Written() const;
+  // BlockLedger::PublishBlock and SetResident, with its RecordBlock.
+  void PublishBlock(uint32_t block);
+  void SetResident(uint32_t block);
   // Whether the running step updates the partition.
   bool Updates(uint32_t partition) const { return running_ && partition_has_gradient_[partition]; }
   // No update of the running step touches the partition any more; of one on swap, it is written.
@@ -267,6 +272,7 @@ class StepPipeline {
   bool AreAllPathsBusy() const;
   void Sort();
   void SetWeightsChanged();
+  RecordBlock RecordOf(uint32_t block, const BlockLedger::Version& version) const;
   void SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems);
   void ReturnFreeSlots();
   uint32_t slots_wanted(uint32_t block) const;
@@ -292,6 +298,7 @@ class StepPipeline {
   const MemoryPlan& plan_;
   const LeaseTable& leases_;
   uint32_t workers_;
+  bool keeps_jobs_;
   StagedBlocks staged_;
   BlockLedger ledger_;
   Placement placement_;

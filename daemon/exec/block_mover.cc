@@ -20,11 +20,12 @@ void LogError(const absl::Status& status) {
 }  // namespace
 
 BlockMover::BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_transfers, Raise raise,
-                       std::pmr::memory_resource* memory)
+                       std::pmr::memory_resource* memory, Evicted evicted)
     : runner_(runner),
       swap_(swap),
       end_transfers_(std::move(end_transfers)),
       raise_(std::move(raise)),
+      evicted_(std::move(evicted)),
       next_(memory) {}
 
 bool BlockMover::OnTransferred(const SwapDone& done, uint64_t end_ns) {
@@ -104,6 +105,14 @@ void BlockMover::Write(const Moved& moved, uint64_t checksum) {
 }
 
 void BlockMover::FreeWritten(const Moved& moved, uint64_t checksum) {
+  if (evicted_) {
+    evicted_({.job = moved.identity.job,
+              .block = static_cast<uint32_t>(moved.identity.block),
+              .slot = moved.place.slot,
+              .checksum = checksum,
+              .written_step = moved.identity.written_step,
+              .weights_digests = nullptr});
+  }
   runner_.Post(PoolId::kUpdate, [this, moved, checksum]() -> TaskRunner::Then {
     const absl::Status freed = moved.arena->FreePart(moved.part);
     return [this, task = moved.task, checksum, freed] {

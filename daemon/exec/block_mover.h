@@ -27,10 +27,13 @@ class BlockMover {
   // Called with the transfers that a call has ended.
   using EndTransfers = std::function<void(std::vector<SwapDone>&)>;
   using Raise = std::function<void(TaskDone)>;
+  // Called when an evicted block is whole in its slot, before it loses its memory.
+  using Evicted = std::function<void(const RecordBlock&)>;
 
   // `runner`, `swap` and `memory`, for what follows transfers, outlive the mover; without swap nothing is moved.
   BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_transfers, Raise raise,
-             std::pmr::memory_resource* memory = std::pmr::get_default_resource());
+             std::pmr::memory_resource* memory = std::pmr::get_default_resource(),
+             Evicted evicted = nullptr);
 
   // `state`: of the action's job.
   void Evict(const EvictBlock& action, const ArenaRegistry::Arena& state);
@@ -80,6 +83,7 @@ class BlockMover {
   SwapSpace* swap_;
   EndTransfers end_transfers_;
   Raise raise_;
+  Evicted evicted_;
   // What follows a transfer, by task.
   std::pmr::map<TaskId, Next> next_;
 };

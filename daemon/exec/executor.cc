@@ -56,7 +56,8 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
       jobs_(options.arenas, registry_, runner, [this](Event event) { Raise(std::move(event)); }),
       mover_(
           runner, swap, [this](std::vector<SwapDone>& done) { EndTransfers(done); },
-          [this](TaskDone done) { Raise(std::move(done)); }, &memory_),
+          [this](TaskDone done) { Raise(std::move(done)); }, &memory_,
+          [this](const RecordBlock& evicted) { SetRecord(evicted); }),
       scrub_(
           runner, swap, [this] { return state_.DurableJobs(); },
           [this](std::vector<SwapDone>& done) { EndTransfers(done); }),

@@ -98,6 +98,8 @@ class Executor {
   void HandOverDue();
   // Of jobs that the state machine was made with: before the loop runs.
   void Adopt(std::vector<AdoptedArenas> all);
+  // Of a node that keeps its jobs: before the loop runs.
+  void SetStore(DescriptorStore store) { store_ = std::move(store); }
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
     return MakeSnapshot({start_ns_, state_, registry_, jobs_, swap_, runner_, engine_,
@@ -137,6 +139,7 @@ class Executor {
   struct Session {
     AttachRequested request;
     JobName job;
+    JobId job_id = 0;  // once it is attached
     AttachCallbacks callbacks;
     std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
     // What the rank's extra_state was at attach.
@@ -200,6 +203,12 @@ class Executor {
   void Run(EarlyUpdatesDropped& action);
   void Run(StepPublished& action);
   void Run(HandedOver& action);
+  void Run(RecordJob& action);
+  void Run(RecordBlock& action) { SetRecord(action); }
+  void Run(RecordAttempt& action) { SetRecord(action); }
+  void Run(RecordDecision& action) { SetRecord(action); }
+  void Run(RecordStep& action) { SetRecord(action); }
+  void Run(DropRecord& action) { EndRecord(action.job); }
   void Run(SwapPathMarked& action);
 
   // Work on a worker, a function of nothing, that ends with its TaskDone; where `timed` is given the
@@ -234,6 +243,18 @@ class Executor {
   // The arena of the rank that the daemon before has left, where the session goes on with it; null: it makes one.
   ArenaRegistry::Arena KeptGradientsFor(JobId job, const AttachRequested& request, uint64_t bytes);
   void DropKeptGradients(JobId job);
+  // A job without a record is not concerned.
+  template <typename Record>
+  void SetRecord(const Record& record) {
+    const auto found = records_.find(record.job);
+    if (found != records_.end()) found->second.record->Set(record);
+  }
+  void EndRecord(JobId job);
+  // Where the store of descriptors has it already, nothing is done.
+  absl::Status Store(const std::string& name, const ArenaRegistry::Arena& arena);
+  void DropStored(const std::string& name);
+  void DropStored(const std::string& name, const ArenaRegistry::Arena& arena);  // if it is that one
+  absl::Status StoreArenas(JobId id);
   absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
@@ -274,6 +295,15 @@ class Executor {
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
   std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;  // by job and rank
+  // From which another daemon goes on where this one is killed, and their descriptors' names.
+  struct Record {
+    std::unique_ptr<KeptRecord> record;
+    std::string name;
+  };
+  std::map<JobId, Record> records_;
+  uint64_t last_record_ = 0;
+  DescriptorStore store_;
+  std::map<std::string, std::weak_ptr<pinned_mem::PinnedArena>> stored_;  // by name
   KeepDescriptors keep_;
   absl::AnyInvocable<void(const absl::Status&)> handed_over_;
 };

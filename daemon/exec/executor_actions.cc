@@ -120,12 +120,17 @@ void Executor::Run(CreateJobMemory& action) {
   for (const JobView& view : state_.Jobs()) {
     if (view.id != action.job) continue;
     if (!action.keeps_gradients) DropKeptGradients(action.job);
-    return jobs_.Create(action, {.uid = view.uid, .name = view.name}, view.layout);
+    const bool has_step = jobs_.Create(action, {.uid = view.uid, .name = view.name}, view.layout);
+    if (!has_step) EndRecord(action.job);  // what it says of extra_state is gone
+    return;
   }
   FOREBAY_CHECK(false);
 }
 
-void Executor::Run(ReplaceStepArena& action) { jobs_.Replace(action); }
+void Executor::Run(ReplaceStepArena& action) {
+  EndRecord(action.job);
+  jobs_.Replace(action);
+}
 
 void Executor::Run(PopulateStepArena& action) { jobs_.Populate(action); }
 
@@ -190,6 +195,12 @@ void Executor::Run(AnswerAttach& action) {
   AttachResult result{.answer = std::move(action), .fds = {}};
   if (result.answer.status.ok()) {
     session.trace_bytes = result.answer.trace_bytes;
+    session.job_id = result.answer.job;
+    if (!session.request.reader) {
+      const absl::Status stored =
+          Store(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
+      if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
+    }
     auto fds = FdsFor(session, result.answer);
     if (fds.ok()) {
       result.fds = *std::move(fds);
@@ -227,6 +238,9 @@ void Executor::Run(CloseSession& action) {
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
     poller_.Remove(action.session);
+    if (session.job_id != 0 && !session.request.reader && !session.is_handed_over) {
+      DropStored(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
+    }
     if (!session.is_handed_over) session.io->channel().Close(protocol::ChannelState::kEnded);
     Retire(std::move(session.io));
   }
@@ -236,7 +250,13 @@ void Executor::Run(CloseSession& action) {
 }
 
 void Executor::Run(FreeJob& action) {
-  if (!action.keeps_arenas) DropKeptGradients(action.job);
+  EndRecord(action.job);
+  if (!action.keeps_arenas) {
+    DropStored(WeightsDescriptor(action.job));
+    DropStored(StatesDescriptor(action.job));
+    DropStored(StepDescriptor(action.job));
+    DropKeptGradients(action.job);
+  }
   jobs_.Free(action);
 }
 

@@ -1,5 +1,6 @@
 // The jobs of a daemon that ends go on with the next: what it leaves, and what it finds.
 
+#include <algorithm>
 #include <utility>
 
 #include "daemon/exec/executor.h"
@@ -29,10 +30,69 @@ void Executor::Adopt(std::vector<AdoptedArenas> all) {
     for (auto& [rank, arena] : job.gradients) {
       own(arena);
       registry_.Register({ArenaKind::kGrad, job.name, static_cast<int32_t>(rank)}, arena);
+      if (job.record != nullptr) stored_[GradientsDescriptor(job.id, rank)] = arena;
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
+    }
+    if (job.record != nullptr) {
+      stored_[WeightsDescriptor(job.id)] = job.weights;
+      if (job.state != nullptr) stored_[StatesDescriptor(job.id)] = job.state;
+      if (job.step != nullptr) stored_[StepDescriptor(job.id)] = job.step;
+      records_[job.id] = {.record = std::move(job.record),
+                          .name = RecordDescriptor(job.id, job.record_number)};
+      last_record_ = std::max(last_record_, job.record_number);
     }
     jobs_.Adopt(std::move(job));
   }
+}
+
+// ------------------------------------------------------------- what is found where the daemon is killed
+
+absl::Status Executor::Store(const std::string& name, const ArenaRegistry::Arena& arena) {
+  if (arena == nullptr || !store_.keep) return absl::OkStatus();
+  std::weak_ptr<pinned_mem::PinnedArena>& stored = stored_[name];
+  if (stored.lock() == arena) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const protocol::UniqueFd fd, arena->DuplicateFd());
+  RETURN_IF_ERROR(store_.keep(name, fd.get()));
+  stored = arena;
+  return absl::OkStatus();
+}
+
+void Executor::DropStored(const std::string& name) {
+  if (stored_.erase(name) > 0) store_.drop(name);
+}
+
+void Executor::DropStored(const std::string& name, const ArenaRegistry::Arena& arena) {
+  const auto found = stored_.find(name);
+  if (found != stored_.end() && found->second.lock() == arena) DropStored(name);
+}
+
+absl::Status Executor::StoreArenas(JobId id) {
+  const JobMemory& memory = jobs_.at(id);
+  RETURN_IF_ERROR(Store(WeightsDescriptor(id), memory.weights));
+  RETURN_IF_ERROR(Store(StatesDescriptor(id), memory.state));
+  return Store(StepDescriptor(id), memory.step);
+}
+
+void Executor::EndRecord(JobId job) {
+  const auto record = records_.extract(job);
+  if (!record.empty()) store_.drop(record.mapped().name);
+}
+
+void Executor::Run(RecordJob& action) {
+  const DurableJob& job = *action.job;
+  const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
+  absl::Status status = StoreArenas(job.id);
+  if (status.ok()) {
+    absl::StatusOr<std::unique_ptr<KeptRecord>> made = KeptRecord::Make(action, nonce);
+    status = made.status();
+    const std::string name = RecordDescriptor(job.id, ++last_record_);
+    if (status.ok()) status = store_.keep(name, (*made)->fd());
+    EndRecord(job.id);  // the new one is there
+    if (status.ok()) records_[job.id] = {.record = *std::move(made), .name = name};
+  }
+  if (status.ok()) return;
+  spdlog::warn("job {} ends with the daemon where that is killed: {}", job.name,
+               protocol::FormatError(status));
 }
 
 ArenaRegistry::Arena Executor::KeptGradientsFor(JobId job, const AttachRequested& request,
@@ -42,6 +102,7 @@ ArenaRegistry::Arena Executor::KeptGradientsFor(JobId job, const AttachRequested
   if (node.empty()) return nullptr;
   ArenaRegistry::Arena arena = std::move(node.mapped());
   if (request.reattach && arena->capacity_bytes() == bytes) return arena;
+  DropStored(GradientsDescriptor(job, request.rank), arena);
   Retire(std::move(arena));
   return nullptr;
 }
@@ -49,6 +110,7 @@ ArenaRegistry::Arena Executor::KeptGradientsFor(JobId job, const AttachRequested
 void Executor::DropKeptGradients(JobId job) {
   for (auto next = kept_gradients_.lower_bound({job, 0});
        next != kept_gradients_.end() && next->first.first == job;) {
+    DropStored(GradientsDescriptor(job, next->first.second), next->second);
     Retire(std::move(next->second));
     next = kept_gradients_.erase(next);
   }

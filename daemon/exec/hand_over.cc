@@ -7,9 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/killed_jobs.h"
 #include "daemon/core/placement.h"
+#include "daemon/exec/clock.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/swap_space.h"
 #include "nvme/slot_map.h"
@@ -20,11 +23,18 @@
 
 namespace forebay::daemon {
 
+namespace {
+constexpr char kRecordPrefix[] = "record.";
+}  // namespace
+
 std::string WeightsDescriptor(JobId job) { return absl::StrCat("weights.", job); }
 std::string StatesDescriptor(JobId job) { return absl::StrCat("states.", job); }
 std::string StepDescriptor(JobId job) { return absl::StrCat("step.", job); }
 std::string GradientsDescriptor(JobId job, uint32_t rank) {
   return absl::StrCat("gradients.", job, ".", rank);
+}
+std::string RecordDescriptor(JobId job, uint64_t number) {
+  return absl::StrCat(kRecordPrefix, job, ".", number);
 }
 
 namespace {
@@ -104,14 +114,6 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   return adopted;
 }
 
-// Of the jobs of the disk.
-std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const DurableJob& job) {
-  for (const auto& other : node.jobs) {
-    if (other->uid == job.uid && other->name == job.name) return other;
-  }
-  return nullptr;
-}
-
 bool HasNumber(const DurableNode& node, JobId id) {
   return std::ranges::any_of(node.jobs, [id](const auto& job) { return job->id == id; });
 }
@@ -163,7 +165,97 @@ absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
   return adopted;
 }
 
+absl::StatusOr<KilledJob> ReadRecord(const std::string& name, UniqueFd fd,
+                                     const DescriptorsByName& left) {
+  ASSIGN_OR_RETURN(std::unique_ptr<KeptRecord> record, KeptRecord::Adopt(std::move(fd)));
+  // record.JOB.NUMBER
+  JobId id = 0;
+  uint64_t number = 0;
+  const std::string job = name.substr(sizeof(kRecordPrefix) - 1);
+  const size_t point = std::min(job.find('.'), job.size() - 1);
+  if (!absl::SimpleAtoi(job.substr(0, point), &id) ||
+      !absl::SimpleAtoi(job.substr(point + 1), &number)) {
+    return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is no name of a record"));
+  }
+  const auto step = left.find(StepDescriptor(id));
+  ASSIGN_OR_RETURN(DurableJob read, record->Read(step == left.end() ? -1 : step->second.get()));
+  if (read.id != id) return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is of another job"));
+  const uint64_t nonce = record->nonce();
+  return KilledJob{
+      .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
+}
+
+void AddKept(const AdoptedArenas& adopted, std::set<std::string>& kept) {
+  kept.insert(WeightsDescriptor(adopted.id));
+  kept.insert(RecordDescriptor(adopted.id, adopted.record_number));
+  if (adopted.state != nullptr) kept.insert(StatesDescriptor(adopted.id));
+  if (adopted.step != nullptr) kept.insert(StepDescriptor(adopted.id));
+  for (const auto& [rank, arena] : adopted.gradients) {
+    kept.insert(GradientsDescriptor(adopted.id, rank));
+  }
+}
+
 }  // namespace
+
+std::vector<KilledJob> ReadRecords(DescriptorsByName& left) {
+  std::map<JobId, KilledJob> jobs;  // of each the newest record that is whole
+  for (auto next = left.begin(); next != left.end();) {
+    const auto it = next++;
+    if (!it->first.starts_with(kRecordPrefix)) continue;
+    auto node = left.extract(it);
+    absl::StatusOr<KilledJob> read = ReadRecord(node.key(), std::move(node.mapped()), left);
+    if (!read.ok()) {
+      spdlog::warn("{}", protocol::FormatError(read.status()));
+      continue;
+    }
+    const auto found = jobs.find(read->job.id);
+    const bool is_newer = found == jobs.end() || found->second.number < read->number;
+    if (is_newer) jobs.insert_or_assign(read->job.id, *std::move(read));
+  }
+  std::vector<KilledJob> all;
+  for (auto& [id, job] : jobs) all.push_back(std::move(job));
+  return all;
+}
+
+std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
+                                       const ArenaPolicy& arenas, DescriptorsByName& left,
+                                       NodeOptions& node, std::set<std::string>& kept) {
+  std::vector<AdoptedArenas> adopted;
+  std::vector<DurableJob> going_on;
+  for (KilledJob& killed : jobs) {
+    DurableJob& job = killed.job;
+    const bool is_same_volume = swap != nullptr && swap->nonce() == killed.nonce;
+    absl::Status status = CheckHandedOver(job, swap, is_same_volume, node.recovered);
+    if (status.ok() && HasNumber(node.recovered, job.id) &&
+        FindNamed(node.recovered, job) == nullptr) {
+      status = MakeError(ErrorId::kConfig, "swap has another job with its number",
+                         "restart the daemon with the swap.paths that it had");
+    }
+    if (status.ok()) {
+      absl::StatusOr<AdoptedArenas> taken = AdoptArenas(job, arenas, left);
+      status = taken.status();
+      if (status.ok()) status = ReserveKilled(job, node);
+      if (status.ok()) {
+        taken->record = std::move(killed.record);
+        taken->record_number = killed.number;
+        AddKept(*taken, kept);
+        adopted.push_back(*std::move(taken));
+        going_on.push_back(std::move(job));
+      }
+    }
+    if (status.ok()) continue;
+    spdlog::error("job {} does not go on after the daemon before was killed: {}", job.name,
+                  protocol::FormatError(status));
+  }
+  for (const DurableJob& job : going_on) {
+    spdlog::info("job {} goes on at step {}, after the daemon before was killed", job.name,
+                 job.step);
+  }
+  AddKilled(std::move(going_on), node);
+  // Numbers of leases grow by far fewer than one a nanosecond.
+  if (!adopted.empty()) node.recovered.last_lease = MonotonicNs();
+  return adopted;
+}
 
 absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t sequence,
                            DescriptorsByName& to) {

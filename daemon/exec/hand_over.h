@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -13,6 +15,7 @@
 #include "daemon/core/limits.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/job_memory.h"
+#include "daemon/exec/kept_record.h"
 #include "daemon/exec/ledger_codec.h"
 #include "protocol/os/unique_fd.h"
 
@@ -24,10 +27,18 @@ using DescriptorsByName = std::map<std::string, protocol::UniqueFd>;
 // Of whoever keeps them for the next daemon.
 using KeepDescriptors = absl::AnyInvocable<absl::Status(DescriptorsByName kept)>;
 
+// The same while the daemon runs, so that another one finds them where this one is killed. Both on the loop thread.
+struct DescriptorStore {
+  absl::AnyInvocable<absl::Status(const std::string& name, int fd)> keep;
+  absl::AnyInvocable<void(const std::string& name)> drop;
+};
+
 std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
 std::string StepDescriptor(JobId job);
 std::string GradientsDescriptor(JobId job, uint32_t rank);
+// Each record of a job has another number: the newest one that is whole counts.
+std::string RecordDescriptor(JobId job, uint64_t number);
 
 // Writes the ledger of `node` into `to`, of swap with this nonce and sequence (0 without swap).
 //
@@ -45,5 +56,22 @@ DecodedLedger ReadHandedOver(const DescriptorsByName& from);
 std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpace* swap,
                                      const ArenaPolicy& arenas, DescriptorsByName& left,
                                      NodeOptions& node);
+
+// A job of a daemon that was killed, as its record says.
+struct KilledJob {
+  DurableJob job;
+  uint64_t nonce = 0;  // of the swap that its slots are of
+  std::unique_ptr<KeptRecord> record;
+  uint64_t number = 0;  // of its descriptor
+};
+
+// Takes records out of `left`. Those that no job can go on from are left out, and the log says why.
+std::vector<KilledJob> ReadRecords(DescriptorsByName& left);
+
+// As AdoptJobs. What is durable of a job, on the disk of `node`, stays so. Names of descriptors that are to be kept on
+// go to `kept`.
+std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
+                                       const ArenaPolicy& arenas, DescriptorsByName& left,
+                                       NodeOptions& node, std::set<std::string>& kept);
 
 }  // namespace forebay::daemon

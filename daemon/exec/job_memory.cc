@@ -72,7 +72,7 @@ JobMemory& JobMemoryTable::at(JobId id) {
   return found->second;
 }
 
-void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
+bool JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
                             std::shared_ptr<const protocol::Layout> layout) {
   JobMemory& job = jobs_[action.job];
   job.name = std::move(name);
@@ -92,7 +92,8 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
       StepOptions(policy_, job.name, action.step_bytes,
                   std::max(action.step_bytes, action.step_capacity_bytes));
   ArenaRegistry::Arena old_step;
-  if (!HasStepArena(job, step)) {
+  const bool has_step = HasStepArena(job, step);
+  if (!has_step) {
     to_make[2] = step;
     old_step = std::exchange(job.step, nullptr);
   }
@@ -119,6 +120,7 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
                    raise_(TaskDone{.task = action.task, .status = status});
                  };
                });
+  return has_step;
 }
 
 void JobMemoryTable::SetArenas(JobMemory& job, ArenaRegistry::Arena weights,

@@ -13,6 +13,7 @@
 #include "daemon/core/job_name.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
+#include "daemon/exec/kept_record.h"
 #include "daemon/exec/task_runner.h"
 #include "daemon/exec/timeline.h"
 #include "protocol/layout.h"
@@ -39,6 +40,9 @@ struct AdoptedArenas {
   ArenaRegistry::Arena state;
   ArenaRegistry::Arena step;
   std::map<uint32_t, ArenaRegistry::Arena> gradients = {};  // by rank
+  // Of a daemon that was killed: it holds on, and all of these are in the store of descriptors; its number there.
+  std::unique_ptr<KeptRecord> record = {};
+  uint64_t record_number = 0;
 };
 
 // What the executor keeps of a job.
@@ -70,8 +74,8 @@ class JobMemoryTable {
 
   // Arenas that are there before the job is. Create() finds them.
   void Adopt(AdoptedArenas arenas);
-  // Ends with TaskDone.
-  void Create(const CreateJobMemory& action, JobName name,
+  // Ends with TaskDone. Whether the step arena stays that was there.
+  bool Create(const CreateJobMemory& action, JobName name,
               std::shared_ptr<const protocol::Layout> layout);
   // Ends with TaskDone. No task uses the step arena.
   void Replace(const ReplaceStepArena& action);

@@ -66,6 +66,7 @@ struct Kept {
   sumSlotBytes @13 :UInt64;
   writtenSteps @14 :List(UInt64);   # by block
   stepBytes @15 :UInt64;
+  wasKilled @16 :Bool;
 }
 
 struct Bytes {

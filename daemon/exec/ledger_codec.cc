@@ -116,6 +116,7 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   to.setEarlyUpdates(kept.session.early_updates);
   to.setEarlyWeightsSlots(kept.early_weights_slots);
   to.setAttempt(kept.attempt);
+  to.setWasKilled(kept.was_killed);
   WriteSlots(kept.spare_slots, to.initSpareSlots(static_cast<unsigned>(kept.spare_slots.size())));
   WriteSlots(kept.sum_slots, to.initSumSlots(static_cast<unsigned>(kept.sum_slots.size())));
   if (!kept.sum_slots.empty()) to.setSumSlotBytes(kept.sum_slots.front().size_bytes);
@@ -333,7 +334,8 @@ class JobReader {
 
   // Its arenas have what no slot has.
   bool IsInMemoryAlone() const {
-    return from_.hasKept() && job_.durability.level == protocol::DurabilityLevel::kMemory;
+    return from_.hasKept() && (from_.getKept().getWasKilled() ||
+                               job_.durability.level == protocol::DurabilityLevel::kMemory);
   }
 
   absl::StatusOr<nvme::Slot> ReadSlot(schema::Bytes::Reader from, uint64_t size_bytes) const {
@@ -433,7 +435,8 @@ class JobReader {
                     .early_weights_slots = from.getEarlyWeightsSlots(),
                     .attempt = from.getAttempt(),
                     .spare_slots = {},
-                    .sum_slots = {}};
+                    .sum_slots = {},
+                    .was_killed = from.getWasKilled()};
     const auto resident = from.getResident();
     if (resident.size() != job_.blocks.size()) {
       return WrongCount("blocks with a place", resident.size(), job_.blocks.size());

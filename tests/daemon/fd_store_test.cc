@@ -145,15 +145,15 @@ TEST_F(FdStoreTest, IsThereWhereTheServiceManagerSaysHowMuchItKeeps) {
   const auto fds_max = [](const char* notify_socket, const char* fdstore) {
     return FdStore::Take({.notify_socket = notify_socket, .fdstore = fdstore}).fds_max();
   };
-  EXPECT_EQ(fds_max("/run/systemd/notify", "5136"), 5136u);
+  EXPECT_EQ(fds_max("/run/systemd/notify", "7184"), 7184u);
   EXPECT_EQ(fds_max("@abstract", "1"), 1u);
   EXPECT_EQ(fds_max("/run/systemd/notify", nullptr), 0u) << "nobody knows";
   EXPECT_EQ(fds_max("/run/systemd/notify", "0"), 0u);
   EXPECT_EQ(fds_max("/run/systemd/notify", ""), 0u);
   EXPECT_EQ(fds_max("/run/systemd/notify", "-1"), 0u);
   EXPECT_EQ(fds_max("/run/systemd/notify", "many"), 0u);
-  EXPECT_EQ(fds_max(nullptr, "5136"), 0u) << "nobody listens";
-  EXPECT_EQ(fds_max("", "5136"), 0u);
+  EXPECT_EQ(fds_max(nullptr, "7184"), 0u) << "nobody listens";
+  EXPECT_EQ(fds_max("", "7184"), 0u);
   EXPECT_TRUE(FdStore::Take(keeps_two_).is_available());
   EXPECT_FALSE(FdStore::Take({}).is_available());
 }
@@ -308,6 +308,24 @@ TEST_F(FdStoreTest, ForgetsWhatItTookAndNothingElse) {
   EXPECT_THAT(manager.messages(), ElementsAre(Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.a"},
                                               Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.b"},
                                               Message{.text = "BARRIER=1"}));
+}
+
+// Those of jobs that go on stay where they are, and are removed when the jobs are no more.
+TEST_F(FdStoreTest, ForgetsAllButWhatIsKeptOnAndDropsThatLater) {
+  ServiceManager manager(socket_, Barriers::kAnswered);
+  const UniqueFd one = Memfd("one"), other = Memfd("other");
+  const int result = RunAsService({one.get(), other.get()}, "forebay.a:forebay.b", [&] {
+    FdStore store = FdStore::Take(keeps_two_);
+    if (!store.Forget(kPatience, {"b"}).ok()) return 10;
+    if (!store.Drop("a").ok()) return 11;  // it is not there
+    if (!store.Drop("b").ok()) return 12;
+    return store.Drop("b").ok() ? 0 : 13;
+  });
+  EXPECT_EQ(result, 0);
+  EXPECT_THAT(manager.messages(),
+              ElementsAre(Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.a"},
+                          Message{.text = "BARRIER=1"},
+                          Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.b"}));
 }
 
 TEST_F(FdStoreTest, TheUnitAsksForAsMuchAsTheDaemonMayKeep) {

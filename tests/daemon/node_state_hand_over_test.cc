@@ -20,6 +20,7 @@
 #include "tests/support/job_cases.h"
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
+#include "tests/support/turned_training.h"
 
 namespace forebay::daemon {
 namespace {
@@ -38,155 +39,14 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+using ::forebay::testing::kEpoch;
+using ::forebay::testing::kMemory;
+using ::forebay::testing::kStep;
+using ::forebay::testing::kUnanswered;
+using ::forebay::testing::RequestOf;
+using ::forebay::testing::Training;
+
 constexpr uint32_t kRanks = testing::kCaseRanks;
-constexpr Durability kMemory{.level = DurabilityLevel::kMemory, .steps = 1};
-constexpr Durability kStep{.level = DurabilityLevel::kStep, .steps = 1};
-constexpr Durability kEpoch{.level = DurabilityLevel::kEpoch, .steps = 2};
-
-AttachRequest RequestOf(uint32_t rank, const JobCase& with, bool reattach) {
-  AttachRequest request = testing::RequestOf(rank, with);
-  request.resume = request.reattach = reattach;
-  return request;
-}
-
-// The ranks of one job, which train on whatever daemon there is.
-class Training {
- public:
-  Training(const JobCase& with, const NodeState::Options& options)
-      : with_(with),
-        options_(options),
-        layout_(LayoutOf(with)),
-        node_(std::make_unique<NodeHarness>(options, kRanks)) {}
-
-  void AttachAll(bool reattach = false) {
-    sessions_.clear();
-    for (uint32_t rank = 0; rank < kRanks; ++rank) {
-      sessions_.push_back(node_->Attach(layout_, RequestOf(rank, with_, reattach)));
-    }
-    for (const uint64_t session : sessions_) {
-      const AnswerAttach* answer = node_->attached(session);
-      ASSERT_NE(answer, nullptr);
-      ASSERT_OK(answer->status);
-      ASSERT_FALSE(reattach && answer->writes_initial);
-      ASSERT_EQ(answer->committed_step, answered_);
-      ASSERT_EQ(answer->extra_state_bytes, answered_ > 0 ? 32U : 0U);
-    }
-    Begin();
-  }
-
-  // The next thing of the current step, a fetch before it; else ends the oldest task.
-  void Turn() {
-    if (fetches_.empty()) waits_for_fetches_ = false;
-    if (!to_do_.empty() && !waits_for_fetches_ && turn_++ % 2 == 0) {
-      const auto next = to_do_.front();
-      to_do_.erase(to_do_.begin());
-      next();
-      return;
-    }
-    if (!node_->model().running().empty()) FinishOldest();
-    ReleaseAnswered();
-    const bool is_answered =
-        !calls_.empty() && to_do_.empty() && std::ranges::all_of(calls_, [this](uint64_t call) {
-          return node_->ErrorOf(call) != kUnanswered;
-        });
-    if (!is_answered) return;
-    for (const uint64_t call : calls_) EXPECT_EQ(node_->ErrorOf(call), ErrorId::kNone);
-    ++answered_;
-    Begin();
-  }
-  void TrainTo(uint64_t step) {
-    for (int turn = 0; turn < 4000 && answered_ < step; ++turn) Turn();
-    ASSERT_EQ(answered_, step);
-  }
-
-  // The flushes of so many commits fail.
-  void FailFlushes(int count) { failing_ = count; }
-  int failing() const { return failing_; }
-
-  bool is_handed_over() const { return !node_->Logged<HandedOver>().empty(); }
-  HandedOver handed_over() const { return node_->Logged<HandedOver>().at(0); }
-  // Turns go on until the job is at rest, then the next daemon has it.
-  void HandOver() {
-    node_->Send(HandOverRequested{});
-    for (int turn = 0; turn < 4000 && !is_handed_over(); ++turn) Turn();
-    ASSERT_TRUE(is_handed_over());
-    ASSERT_THAT(handed_over().node->jobs, SizeIs(1));
-    ASSERT_EQ(handed_over().node->jobs[0]->step, answered_);
-    ASSERT_THAT(handed_over().sessions, SizeIs(kRanks));
-    NextDaemon();
-  }
-  void NextDaemon() {
-    EXPECT_EQ(node_->fault(), "");
-    node_ = NodeHarness::GoOn(*node_, options_);
-  }
-
-  JobView View() const { return *node_->FindJob("job"); }
-
-  const JobCase with_;
-  const NodeState::Options options_;
-  const std::shared_ptr<const protocol::Layout> layout_;
-  std::unique_ptr<NodeHarness> node_;
-  std::vector<uint64_t> sessions_;
-  uint64_t answered_ = 0;  // the newest step that every rank was answered
-
- private:
-  void FinishOldest() {
-    const auto& [task, action] = *node_->model().running().begin();
-    const bool fails = failing_ > 0 && std::holds_alternative<CommitLedger>(action);
-    if (!fails) return node_->Finish(task);
-    --failing_;
-    node_->FailFlush();
-  }
-
-  int failing_ = 0;
-  uint64_t OwnerOf(uint32_t partition) const {
-    return sessions_[layout_->is_shared() ? 0 : layout_->partitions()[partition].owner];
-  }
-  void Begin() {
-    calls_.clear();
-    to_do_.clear();
-    fetches_.clear();
-    waits_for_fetches_ = false;
-    const uint64_t step = answered_ + 1;
-    const auto partitions = static_cast<uint32_t>(layout_->partitions().size());
-    for (uint32_t i = 0; i < partitions; ++i) {
-      to_do_.push_back([=, this] {
-        fetches_.push_back({OwnerOf(i), node_->Fetch(OwnerOf(i), i)});
-      });
-    }
-    for (const uint64_t session : sessions_) {
-      if (with_.early_updates) to_do_.push_back([=, this] { node_->Announce(session, step); });
-    }
-    for (uint32_t i = partitions; i-- > 0;) {
-      for (const uint64_t session : sessions_) {
-        if (!layout_->is_shared() && session != OwnerOf(i)) continue;
-        to_do_.push_back([=, this] { node_->Gradient(session, i, step); });
-      }
-    }
-    to_do_.push_back([this] { waits_for_fetches_ = true; });
-    for (const uint64_t session : sessions_) {
-      to_do_.push_back([=, this] {
-        calls_.push_back(node_->Step(session, step, 0.1, 0, /*extra_state_bytes=*/32));
-      });
-    }
-  }
-  // No lease is held at a step call.
-  void ReleaseAnswered() {
-    std::erase_if(fetches_, [this](const auto& fetch) {
-      const AnswerCommand* answer = node_->answer(fetch.second);
-      if (answer == nullptr) return false;
-      node_->Release(fetch.first, answer->completion.lease_id);
-      return true;
-    });
-  }
-
-  uint64_t turn_ = 0;
-  bool waits_for_fetches_ = false;
-  std::vector<std::function<void()>> to_do_;
-  std::vector<uint64_t> calls_;
-  std::vector<std::pair<uint64_t, uint64_t>> fetches_;  // session and tag
-};
 
 class NodeStateHandOver : public ::testing::TestWithParam<JobCase> {};
 

@@ -12,6 +12,7 @@
 
 #include "daemon/core/events.h"
 #include "daemon/core/node_state.h"
+#include "daemon/exec/kept_record.h"
 #include "nvme/slot_map.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
@@ -95,6 +96,10 @@ class NodeHarness {
 
   // The daemon of `before`, which has said HandedOver, has ended: the next one.
   static std::unique_ptr<NodeHarness> GoOn(NodeHarness& before, daemon::NodeState::Options options);
+
+  // The daemon of `before`, of a node that keeps its jobs, was killed: the next one. Null: no record was whole.
+  static std::unique_ptr<NodeHarness> AfterKill(NodeHarness& before,
+                                                daemon::NodeState::Options options);
 
   daemon::NodeState& state() { return state_; }
   // The oldest of that name, whoever owns it.
@@ -231,6 +236,7 @@ class NodeHarness {
   };
 
   void Observe(const daemon::Action& action);
+  void Record(const daemon::Action& action);
   SessionInfo& InfoOf(uint64_t session) { return sessions_.at(session); }
   uint64_t AllocateOffset(uint64_t session, uint64_t bytes);
   uint64_t SendStepRequest(uint64_t session, protocol::Op op, daemon::StepRequestCopied copied);
@@ -238,6 +244,7 @@ class NodeHarness {
   daemon::NodeState state_;
   uint32_t world_size_;
   NodeModel model_;
+  std::map<uint64_t, std::unique_ptr<daemon::KeptRecord>> records_;  // by job
   std::vector<daemon::Action> log_;
   std::map<uint64_t, SessionInfo> sessions_;
   std::map<uint64_t, daemon::AnswerAttach> attached_;

@@ -30,8 +30,10 @@ BlockToken TokenOf(const BlockIdentity& identity, uint64_t checksum) {
           .checksum = checksum};
 }
 
+// Of a plane of weights.
 WeightsDigests DigestsOf(uint64_t checksum, uint64_t bytes) {
-  return std::make_shared<const std::vector<uint64_t>>(bytes / protocol::kPageBytes, checksum);
+  const uint64_t pages = protocol::RoundUp(bytes, protocol::kPageBytes) / protocol::kPageBytes;
+  return std::make_shared<const std::vector<uint64_t>>(pages, checksum);
 }
 
 }  // namespace
@@ -592,7 +594,10 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   }
   done.count = std::exchange(masters_overflow_, 0);
   done.checksum = a.place.resident ? 0 : ++checksums_;
-  done.weights_digests = DigestsOf(done.checksum, a.bytes);
+  const uint64_t width = protocol::SizeBytes(job.layout->spec().dtype);
+  const bool has_weights = std::ranges::any_of(
+      a.segments, [](const UpdateSegment& segment) { return segment.weights.in_block; });
+  if (has_weights) done.weights_digests = DigestsOf(done.checksum, a.block_elems * width);
   block = TokenOf(a.identity_after, done.checksum);
   BlockUpdate made;
   for (const UpdateSegment& segment : a.segments) {
@@ -707,7 +712,11 @@ void NodeModel::Apply(const SetMasters& a, TaskDone& done) {
     Fault("masters were set in a slot that does not hold its block");
   }
   done.checksum = ++checksums_;
-  done.weights_digests = DigestsOf(done.checksum, block.block_bytes);
+  const uint64_t width = protocol::SizeBytes(jobs_[a.job].layout->spec().dtype);
+  if (a.weights.in_block) {
+    done.weights_digests = DigestsOf(
+        done.checksum, block.states_elems > 0 ? block.states_elems * width : block.block_bytes);
+  }
   staged = TokenOf(block.identity, done.checksum);
   jobs_[a.job].masters_set.insert(block.identity.block);
 }
@@ -781,17 +790,6 @@ void NodeModel::Published(const StepPublished& a) {
     auto& committed = job.committed[param];
     committed.insert(committed.end(), tokens.begin(), tokens.end());
   }
-}
-
-std::map<uint64_t, uint64_t> NodeModel::WrittenSteps(uint64_t id) {
-  std::map<uint64_t, uint64_t> steps;
-  for (const auto& [offset, block] : jobs_[id].resident) steps[block.block] = block.written_step;
-  for (const auto& [block, slot] : jobs_[id].published) {
-    if (disk_[slot].block != block) Fault("a published block is not in its slot");
-    if (steps.contains(block)) Fault("a block is in DRAM and on swap");
-    steps[block] = disk_[slot].written_step;
-  }
-  return steps;
 }
 
 }  // namespace forebay::testing

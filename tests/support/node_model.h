@@ -98,6 +98,8 @@ class NodeModel {
   void LoseDoubted();
   // What the next node finds when this one has handed these jobs over: their arenas too.
   NodeModel HandedOver(const daemon::DurableNode& node);
+  // The same where it was killed; with what tasks had begun, of which nobody knows how far they came.
+  NodeModel Killed(const daemon::DurableNode& node);
   // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
@@ -272,6 +274,7 @@ class NodeModel {
   bool NamesDoubted(const daemon::CommitLedger& a) const;
   void CheckDurable(const daemon::DurableJob& job);
   void Recover(const daemon::DurableJob& job);
+  NodeModel GoOn(const daemon::DurableNode& node);
   static BlockToken WeightsToken(const daemon::BlockIdentity& identity, uint64_t checksum);
   template <typename Other>
   void Apply(const Other&, daemon::TaskDone&) {

@@ -229,10 +229,46 @@ void NodeModel::CheckKept(const JobMemory& job, const StatePart& part) {
   if (at < end) Fault("a job is made with states in DRAM that were not kept");
 }
 
+std::map<uint64_t, uint64_t> NodeModel::WrittenSteps(uint64_t id) {
+  std::map<uint64_t, uint64_t> steps;
+  for (const auto& [offset, block] : jobs_[id].resident) steps[block.block] = block.written_step;
+  for (const auto& [block, slot] : jobs_[id].published) {
+    if (disk_[slot].block != block) Fault("a published block is not in its slot");
+    if (steps.contains(block)) Fault("a block is in DRAM and on swap");
+    steps[block] = disk_[slot].written_step;
+  }
+  return steps;
+}
+
 NodeModel NodeModel::HandedOver(const DurableNode& node) {
   if (!running_.empty()) Fault("a node is handed over while tasks run");
+  return GoOn(node);
+}
+
+NodeModel NodeModel::Killed(const DurableNode& node) {
+  NodeModel next = GoOn(node);
+  for (const auto& [task, action] : running_) {
+    if (const auto* update = std::get_if<UpdateBlock>(&action)) {
+      const bool is_in_place =
+          update->place.resident || std::ranges::any_of(update->segments, [](const auto& segment) {
+            return !segment.weights.in_block && !segment.weights.new_offset_bytes;
+          });
+      if (is_in_place && next.jobs_.contains(update->job)) {
+        next.Fault("a job goes on that was killed in the middle of an update");
+      }
+    }
+    if (const auto* promote = std::get_if<PromoteBlock>(&action)) {
+      next.FreeStateMemory(promote->job, promote->place.state_offset_bytes, promote->bytes);
+    }
+  }
+  next.fault_ += fault_;
+  return next;
+}
+
+NodeModel NodeModel::GoOn(const DurableNode& node) {
   NodeModel next = Restarted();
   for (const auto& job : node.jobs) {
+    if (!job->kept) continue;
     JobMemory& kept = next.jobs_[job->id] = jobs_.at(job->id);
     if (kept.committed_step != job->step || kept.is_updating) {
       Fault("a job is handed over in the middle of a step");
@@ -255,9 +291,10 @@ NodeModel NodeModel::HandedOver(const DurableNode& node) {
     kept.early.clear();
     kept.loaded.clear();
     const std::vector<nvme::Slot> slots = job->AllSlots();
-    if (kept.slots != std::set<nvme::Slot>(slots.begin(), slots.end())) {
+    if (!job->kept->was_killed && kept.slots != std::set<nvme::Slot>(slots.begin(), slots.end())) {
       Fault("a job is handed over with other slots than it has");
     }
+    kept.slots = {slots.begin(), slots.end()};
   }
   return next;
 }

@@ -2,15 +2,19 @@
 each rank meets: ["attached", rank, step, extra_state], ["answered", rank, step], ["ended", rank, code of the
 error], ["digests", rank, step, SHA-256 of weights and states, that of the same training in a job at durability memory].
 
-usage: durable_ranks.py shared|sharded LEVEL on | MORE
+usage: durable_ranks.py shared|sharded LEVEL on | MORE [HOLD]
 
-on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests.
+on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests. HOLD: while there
+is a file of this name, the ranks wait where they are next, ["held", rank, "backward" or "step", its text], behind that. A step
+whose gradients were lost with a daemon that was killed is repeated: ["repeated", rank, step].
 """
 
 import json
 import os
+import pathlib
 import sys
 import tempfile
+import time
 
 import torch
 
@@ -49,16 +53,37 @@ def attached(mode, job, rank, level):
     return model, forebay.attach(model, adamw, job=job, run="one", durability=level, **options)
 
 
-def train(model, opt, rank, last):
+def held(rank, behind, hold):
+    try:
+        text = hold.read_text()
+    except (FileNotFoundError, AttributeError):
+        return
+    say("held", rank, behind, text)
+    while hold.exists():
+        time.sleep(0.002)  # house: allow sleep: until the test goes on
+
+
+def train(model, opt, rank, last, hold=None):
     """Until step `last`: yields each."""
-    for step in range(opt.committed_step + 1, last + 1):
+    step = opt.committed_step + 1
+    while step <= last:
         loss_of(model, batch(RANKS * step + rank)).backward()
-        opt.step(extra_state=extra_state(rank, step))
+        held(rank, "backward", hold)
+        try:
+            opt.step(extra_state=extra_state(rank, step))
+        except forebay.ForebayError as error:
+            if error.code != "E_GRAD_DROPPED":
+                raise
+            say("repeated", rank, step)
+            opt.zero_grad()
+            continue
         opt.zero_grad()
         yield step
+        held(rank, "step", hold)
+        step += 1
 
 
-def run(rank, mode, level, more, folder):
+def run(rank, mode, level, more, folder, hold):
     if mode == "sharded":
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=RANKS)
     model, opt = attached(mode, "durable", rank, level)
@@ -71,7 +96,7 @@ def run(rank, mode, level, more, folder):
             say("ended", rank, getattr(error, "code", ""))
         os._exit(0)
     last = opt.committed_step + more
-    for step in train(model, opt, rank, last):
+    for step in train(model, opt, rank, last, hold):
         say("answered", rank, step)
     digest = opt.state_sha256()
     opt.detach()
@@ -84,8 +109,9 @@ def run(rank, mode, level, more, folder):
 
 
 if __name__ == "__main__":
-    how, level, goal = sys.argv[1:]
+    how, level, goal, *rest = sys.argv[1:]
     more = None if goal == "on" else int(goal)
+    hold = pathlib.Path(rest[0]) if rest else None
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (how, level, more, folder)
+        arguments = (how, level, more, folder, hold)
         processes.start_processes(run, arguments, nprocs=RANKS, start_method="fork")

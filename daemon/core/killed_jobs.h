@@ -1,0 +1,25 @@
+// Jobs of a daemon that was killed, as their records say (KeptRecord): the next one's swap has them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/durable_job.h"
+#include "daemon/core/limits.h"
+
+namespace forebay::daemon {
+
+// What is durable of the job, by `node.recovered`, becomes part of it, and slots that it names its own.
+//
+// Errors  E_CORRUPT  another one has some of them; nothing has changed.
+absl::Status ReserveKilled(DurableJob& job, NodeOptions& node);
+
+// After ReserveKilled() of all of them: slots that hold nothing are the jobs' where nobody else has them, and
+// `node.recovered` has the jobs.
+void AddKilled(std::vector<DurableJob> jobs, NodeOptions& node);
+
+// Of the jobs of a node.
+std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const DurableJob& job);
+
+}  // namespace forebay::daemon

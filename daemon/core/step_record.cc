@@ -1,0 +1,75 @@
+// What a step says to the record of its job, from which another daemon goes on where this one is killed.
+
+#include <algorithm>
+#include <utility>
+
+#include "daemon/core/step.h"
+#include "daemon/core/step_pipeline.h"
+
+namespace forebay::daemon {
+
+RecordBlock StepPipeline::RecordOf(uint32_t block, const BlockLedger::Version& version) const {
+  return {.job = io_.job(),
+          .block = block,
+          .slot = version.slot,
+          .checksum = version.checksum,
+          .written_step = version.written_step,
+          .weights_digests = version.weights_digests};
+}
+
+std::pmr::vector<RecordBlock> StepPipeline::Written() const {
+  std::pmr::vector<RecordBlock> blocks(io_.memory());
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    const BlockLedger::Version* const pending = ledger_.pending(block);
+    if (pending != nullptr && pending->slot) blocks.push_back(RecordOf(block, *pending));
+  }
+  return blocks;
+}
+
+void StepPipeline::PublishBlock(uint32_t block) {
+  ledger_.PublishBlock(block);
+  if (keeps_jobs_) io_.actions().Emit(RecordOf(block, ledger_.current(block)));
+}
+
+void StepPipeline::SetResident(uint32_t block) {
+  ledger_.SetResident(block);
+  if (keeps_jobs_) io_.actions().Emit(RecordOf(block, ledger_.current(block)));
+}
+
+void Step::Record(KeptMemory& kept) {
+  const uint64_t open = open_attempt();
+  recorded_attempt_ = gradients_.empty() ? open : std::max(open, attempt_ + 1);
+  kept.attempt = recorded_attempt_;
+  kept.was_killed = true;
+  kept.norm = last_.norm;
+  kept.clipped = last_.clipped;
+}
+
+void Step::RecordOpenAttempt(uint64_t attempt) {
+  if (!spec_.options.keeps_jobs || attempt == recorded_attempt_) return;
+  recorded_attempt_ = attempt;
+  io_.actions().Emit(
+      RecordAttempt{.job = spec_.id, .step = committed_step_ + 1, .attempt = attempt});
+}
+
+void Step::RecordPublished(std::pmr::vector<RecordBlock> written) {
+  if (!spec_.options.keeps_jobs) return;
+  RecordStep record{.job = spec_.id,
+                    .step = published_step_,
+                    .blocks = std::move(written),
+                    .param_updates = std::pmr::vector<uint64_t>(io_.memory()),
+                    .trace = std::pmr::vector<uint32_t>(io_.memory()),
+                    .extra_states = std::pmr::vector<StatePart>(io_.memory()),
+                    .norm = last_.norm,
+                    .clipped = last_.clipped};
+  const auto copy = [](const auto& from, auto& to) { to.assign(from.begin(), from.end()); };
+  copy(pipeline_.updates(), record.param_updates);
+  copy(trace_.committed(), record.trace);
+  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
+    record.extra_states.push_back(
+        {.offset_bytes = extra_state_offset(rank), .bytes = extra_bytes_[rank]});
+  }
+  io_.actions().Emit(std::move(record));
+}
+
+}  // namespace forebay::daemon

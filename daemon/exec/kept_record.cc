@@ -1,0 +1,361 @@
+#include "daemon/exec/kept_record.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/block_map.h"
+#include "daemon/exec/ledger_codec.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
+constexpr uint64_t kRecordVersion = 1;
+constexpr uint64_t kAlignment = 64;
+constexpr uint64_t kNoSlot = UINT64_MAX;
+constexpr int kAttemptBits = 16;
+constexpr uint64_t kAttemptMax = (uint64_t{1} << kAttemptBits) - 1;
+
+absl::Status Corrupt(const std::string& what) {
+  return MakeError(ErrorId::kCorrupt, absl::StrCat("the record of a job: ", what));
+}
+
+uint64_t Aligned(uint64_t bytes) { return protocol::RoundUp(bytes, kAlignment); }
+
+uint64_t DigestsMax(const BlockMap& map) {
+  uint64_t pages = 0;
+  for (uint32_t i = 0; i < map.blocks(); ++i) {
+    if (!map.has_weights(i)) continue;
+    pages = std::max(pages, (map.bytes(i) - map.weights_plane_offset(i)) / protocol::kPageBytes);
+  }
+  return pages;
+}
+
+}  // namespace
+
+// Where everything else is; those of a step have two places, that of step % 2.
+struct KeptRecord::Header {
+  uint64_t magic = 0;
+  uint64_t version = 0;
+  uint64_t file_bytes = 0;
+  uint64_t nonce = 0;
+  uint64_t job_bytes = 0;
+  uint64_t params = 0;
+  uint64_t partitions = 0;
+  uint64_t ranks = 0;
+  uint64_t blocks = 0;
+  uint64_t digests = 0;  // of a block, at most
+  uint64_t job_offset = 0;
+  uint64_t values_offset = 0;
+  uint64_t values_bytes = 0;  // of one step
+  uint64_t blocks_offset = 0;
+  uint64_t digests_offset = 0;
+  std::atomic<uint64_t> is_valid = 0;
+  std::atomic<uint64_t> published = 0;
+  std::atomic<uint64_t> decided = 0;
+  // Step, then kAttemptBits of the attempt.
+  std::atomic<uint64_t> attempt = 0;
+};
+
+struct KeptRecord::Version {
+  uint64_t path = kNoSlot;
+  uint64_t offset_bytes = 0;
+  uint64_t size_bytes = 0;
+  uint64_t checksum = 0;
+  uint64_t written_step = 0;
+  uint64_t digests = 0;
+  uint64_t is_resident = 0;
+};
+
+// `state`: which version is meant, and the step (or 0) from whose publication on it is the other one: step << 1 | copy.
+struct KeptRecord::Block {
+  std::atomic<uint64_t> state = 0;
+  std::array<Version, 2> versions;
+};
+
+// Then updates of each parameter, extra_state of each rank, the trace.
+struct KeptRecord::Values {
+  uint64_t step = 0;
+  uint64_t ranks = 0;
+  uint64_t traced = 0;
+  double norm = 0;
+  uint64_t clipped = 0;
+};
+
+KeptRecord::KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes)
+    : fd_(std::move(fd)), bytes_(bytes) {}
+
+KeptRecord::~KeptRecord() {
+  Drop();
+  ::munmap(bytes_.data(), bytes_.size());
+}
+
+KeptRecord::Header& KeptRecord::header() const { return *reinterpret_cast<Header*>(bytes_.data()); }
+
+uint64_t KeptRecord::nonce() const { return header().nonce; }
+
+KeptRecord::Values& KeptRecord::values(uint64_t step) const {
+  const Header& at = header();
+  return *reinterpret_cast<Values*>(bytes_.data() + at.values_offset +
+                                    (step % 2) * at.values_bytes);
+}
+
+uint64_t* KeptRecord::param_updates(uint64_t step) const {
+  return reinterpret_cast<uint64_t*>(&values(step) + 1);
+}
+
+StatePart* KeptRecord::extra_states(uint64_t step) const {
+  return reinterpret_cast<StatePart*>(param_updates(step) + header().params);
+}
+
+uint32_t* KeptRecord::trace(uint64_t step) const {
+  return reinterpret_cast<uint32_t*>(extra_states(step) + header().ranks);
+}
+
+KeptRecord::Block& KeptRecord::block(uint32_t index) const {
+  FOREBAY_CHECK(index < header().blocks);
+  return reinterpret_cast<Block*>(bytes_.data() + header().blocks_offset)[index];
+}
+
+uint64_t* KeptRecord::digests(uint32_t index, uint64_t copy) const {
+  return reinterpret_cast<uint64_t*>(bytes_.data() + header().digests_offset) +
+         (2 * uint64_t{index} + copy) * header().digests;
+}
+
+absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& record,
+                                                             uint64_t nonce) {
+  const DurableJob& job = *record.job;
+  FOREBAY_CHECK(job.kept.has_value());
+  ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
+                   EncodeHandedOver({.last_job = job.id, .last_lease = 0, .jobs = {record.job}},
+                                    nonce, /*sequence=*/0));
+  const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
+  Header sizes{.magic = kMagic,
+               .version = kRecordVersion,
+               .nonce = nonce,
+               .job_bytes = encoded.size(),
+               .params = job.param_updates.size(),
+               .partitions = job.layout->partitions().size(),
+               .ranks = job.world_size,
+               .blocks = job.blocks.size(),
+               .digests = DigestsMax(map)};
+  sizes.job_offset = Aligned(sizeof(Header));
+  sizes.values_offset = Aligned(sizes.job_offset + sizes.job_bytes);
+  sizes.values_bytes =
+      Aligned(sizeof(Values) + sizes.params * sizeof(uint64_t) + sizes.ranks * sizeof(StatePart) +
+              sizes.partitions * sizeof(uint32_t));
+  sizes.blocks_offset = sizes.values_offset + 2 * sizes.values_bytes;
+  sizes.digests_offset = Aligned(sizes.blocks_offset + sizes.blocks * sizeof(Block));
+  const uint64_t bytes =
+      protocol::RoundUp(sizes.digests_offset + 2 * sizes.blocks * sizes.digests * sizeof(uint64_t),
+                        protocol::kPageBytes);
+  sizes.file_bytes = bytes;
+
+  protocol::UniqueFd fd(::memfd_create("forebay-record", MFD_CLOEXEC));
+  // Memory that cannot be had is an error here, not a signal at a store.
+  if (!fd.valid() || ::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0) {
+    return MakeError(ErrorId::kLimit,
+                     protocol::ErrnoText("a memfd for the record of a job", errno));
+  }
+  void* const mapped =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), /*offset=*/0);
+  if (mapped == MAP_FAILED) {
+    return MakeError(ErrorId::kLimit, protocol::ErrnoText("map the record of a job", errno));
+  }
+  auto* const begin = static_cast<std::byte*>(mapped);
+  std::memcpy(begin, &sizes, sizeof(sizes));
+  std::memcpy(begin + sizes.job_offset, encoded.data(), encoded.size());
+  std::unique_ptr<KeptRecord> made(new KeptRecord(std::move(fd), {begin, bytes}));
+  made->header().published = made->header().decided = job.step;
+  for (uint32_t i = 0; i < job.blocks.size(); ++i) {
+    RecordBlock one{.job = job.id, .block = i};
+    if (job.blocks[i]) {
+      one.slot = job.blocks[i]->slot;
+      one.checksum = job.blocks[i]->checksum;
+      one.written_step = job.blocks[i]->written_step;
+      one.weights_digests = job.blocks[i]->weights_digests;
+    } else {
+      one.written_step = job.kept->written_steps[i];
+    }
+    made->Write(one, 0);
+    made->block(i).versions[0].is_resident = job.kept->resident[i] ? 1 : 0;
+  }
+  RecordStep values{
+      .job = job.id, .step = job.step, .norm = job.kept->norm, .clipped = job.kept->clipped};
+  values.param_updates.assign(job.param_updates.begin(), job.param_updates.end());
+  values.trace.assign(job.trace.begin(), job.trace.end());
+  values.extra_states.assign(record.extra_states.begin(), record.extra_states.end());
+  made->WriteValues(values);
+  made->Set(RecordAttempt{.job = job.id, .step = job.step + 1, .attempt = job.kept->attempt});
+  made->header().is_valid = 1;
+  return made;
+}
+
+absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd fd) {
+  struct stat info = {};
+  if (::fstat(fd.get(), &info) != 0) return Corrupt(protocol::ErrnoText("fstat", errno));
+  const auto bytes = static_cast<uint64_t>(info.st_size);
+  if (bytes < sizeof(Header)) return Corrupt(absl::StrCat("only ", bytes, " bytes"));
+  void* const mapped =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), /*offset=*/0);
+  if (mapped == MAP_FAILED) return Corrupt(protocol::ErrnoText("mmap", errno));
+  const auto* const header = static_cast<const Header*>(mapped);
+  const bool is_ours = header->magic == kMagic && header->version == kRecordVersion;
+  if (is_ours && header->file_bytes == bytes) {
+    return std::unique_ptr<KeptRecord>(
+        new KeptRecord(std::move(fd), {static_cast<std::byte*>(mapped), bytes}));
+  }
+  const absl::Status status =
+      is_ours ? Corrupt(absl::StrCat(bytes, " bytes of ", header->file_bytes))
+              : Corrupt(absl::StrCat("version ", header->version, "; this forebayd reads version ",
+                                     kRecordVersion));
+  ::munmap(mapped, bytes);  // whoever wrote it may still read it
+  return status;
+}
+
+// Of the newest published step.
+uint64_t KeptRecord::CurrentCopy(uint32_t index) const {
+  const uint64_t state = block(index).state;
+  const uint64_t step = state >> 1;
+  const bool is_other = step != 0 && step <= header().published;
+  return (state & 1) ^ (is_other ? 1 : 0);
+}
+
+void KeptRecord::Write(const RecordBlock& record, uint64_t copy) {
+  Version& to = block(record.block).versions[copy];
+  to = {.path = record.slot ? record.slot->path : kNoSlot,
+        .offset_bytes = record.slot ? record.slot->offset_bytes : 0,
+        .size_bytes = record.slot ? record.slot->size_bytes : 0,
+        .checksum = record.checksum,
+        .written_step = record.written_step,
+        .digests = record.weights_digests ? record.weights_digests->size() : 0,
+        .is_resident = record.slot ? 0U : 1U};
+  if (to.digests == 0) return;
+  FOREBAY_CHECK(to.digests <= header().digests);
+  std::ranges::copy(*record.weights_digests, digests(record.block, copy));
+}
+
+void KeptRecord::Set(const RecordBlock& record) {
+  const uint64_t current = CurrentCopy(record.block);
+  block(record.block).state = current;  // the step of the other one is over
+  Write(record, 1 - current);
+  block(record.block).state = 1 - current;
+}
+
+void KeptRecord::Set(const RecordAttempt& record) {
+  header().attempt = record.step << kAttemptBits | std::min(record.attempt, kAttemptMax);
+}
+
+void KeptRecord::Set(const RecordDecision& record) { header().decided = record.step; }
+
+void KeptRecord::WriteValues(const RecordStep& record) {
+  Values& to = values(record.step);
+  const uint64_t ranks = std::min<uint64_t>(record.extra_states.size(), header().ranks);
+  to = {.step = record.step,
+        .ranks = ranks,
+        .traced = record.trace.size(),
+        .norm = record.norm,
+        .clipped = record.clipped ? 1U : 0U};
+  FOREBAY_CHECK(record.param_updates.size() == header().params &&
+                record.trace.size() <= header().partitions);
+  std::ranges::copy(record.param_updates, param_updates(record.step));
+  std::copy_n(record.extra_states.begin(), ranks, extra_states(record.step));
+  std::ranges::copy(record.trace, trace(record.step));
+}
+
+void KeptRecord::Set(const RecordStep& record) {
+  FOREBAY_CHECK(record.step == header().published + 1);
+  for (const RecordBlock& one : record.blocks) {
+    const uint64_t current = CurrentCopy(one.block);
+    block(one.block).state = current;
+    Write(one, 1 - current);
+    block(one.block).state = record.step << 1 | current;
+  }
+  WriteValues(record);
+  header().published = record.step;
+}
+
+void KeptRecord::Drop() { header().is_valid = 0; }
+
+absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
+  const Header& at = header();
+  ASSIGN_OR_RETURN(const DecodedLedger decoded,
+                   DecodeLedger(bytes_.subspan(at.job_offset, at.job_bytes)));
+  if (decoded.node.jobs.size() != 1 || !decoded.node.jobs[0]->kept) return Corrupt("of no job");
+  DurableJob job = *decoded.node.jobs[0];
+  std::vector<nvme::Slot> slots = job.BlockSlots();
+  KeptMemory kept = *std::exchange(job.kept, std::nullopt);
+  if (job.blocks.size() != at.blocks || job.world_size != at.ranks) return Corrupt("other sizes");
+  const uint64_t published = at.published;
+  const auto failed = [&](const std::string& what) {
+    return MakeError(ErrorId::kJobFailed, absl::StrCat("job ", job.name, ": ", what));
+  };
+  if (at.is_valid == 0) return failed("nothing was recorded of it when the daemon was killed");
+  if (at.decided > published) {
+    return failed(absl::StrCat("the daemon was killed while it updated step ", at.decided.load()));
+  }
+  job.step = published;
+  job.param_updates.assign(param_updates(published), param_updates(published) + at.params);
+  const Values& of_step = values(published);
+  job.trace.assign(trace(published), trace(published) + of_step.traced);
+  std::vector<std::vector<std::byte>> extra;
+  for (uint64_t rank = 0; rank < of_step.ranks; ++rank) {
+    const StatePart part = extra_states(published)[rank];
+    std::vector<std::byte>& bytes = extra.emplace_back(part.bytes);
+    if (part.bytes == 0) continue;
+    const ssize_t got =
+        ::pread(step_arena, bytes.data(), part.bytes, static_cast<off_t>(part.offset_bytes));
+    if (got != static_cast<ssize_t>(part.bytes)) return Corrupt("its step arena is cut short");
+  }
+  job.extra_states = std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(extra));
+  for (uint32_t i = 0; i < at.blocks; ++i) {
+    const uint64_t copy = CurrentCopy(i);
+    const Version& version = block(i).versions[copy];
+    job.blocks[i].reset();
+    kept.resident[i] = version.is_resident != 0;
+    kept.written_steps[i] = kept.resident[i] ? published : version.written_step;
+    if (version.path == kNoSlot) continue;
+    DurableBytes& bytes = job.blocks[i].emplace();
+    bytes.slot = {.path = static_cast<uint32_t>(version.path),
+                  .offset_bytes = version.offset_bytes,
+                  .size_bytes = version.size_bytes};
+    bytes.checksum = version.checksum;
+    bytes.written_step = version.written_step;
+    if (version.digests == 0) continue;
+    const uint64_t* const from = digests(i, copy);
+    bytes.weights_digests =
+        std::make_shared<const std::vector<uint64_t>>(from, from + version.digests);
+  }
+  kept.norm = of_step.norm;
+  kept.clipped = of_step.clipped != 0;
+  const uint64_t attempt = at.attempt;
+  kept.attempt = attempt >> kAttemptBits == published + 1 ? attempt & kAttemptMax : 0;
+  // That it had when it was recorded: others may have some of them now.
+  job.RemoveOwn(slots);
+  kept.spare_slots = std::move(slots);
+  job.kept = std::move(kept);
+  return job;
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,78 @@
+// A job as it is now, in a memfd that outlives the daemon: from it another daemon goes on where this one is killed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/core/durable_job.h"
+#include "daemon/core/events.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::daemon {
+
+// What it says is whole at every moment, whenever the process ends: what changes has two copies, and one store of 8
+// bytes says which of them is meant. With RecordStep one such store takes all blocks of the step.
+//
+// Ownership  Of the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
+//            bytes; a process that is killed does not come that far.
+// Threads    One.
+class KeptRecord {
+ public:
+  // Of a RecordJob; slots of the swap that has this nonce (SwapSpace).
+  //
+  // Errors  of EncodeHandedOver. E_LIMIT  no memory or descriptor for it.
+  static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce);
+  // That another process has left.
+  //
+  // Errors  E_CORRUPT  it is none, or of another version.
+  static absl::StatusOr<std::unique_ptr<KeptRecord>> Adopt(protocol::UniqueFd fd);
+
+  KeptRecord(const KeptRecord&) = delete;
+  KeptRecord& operator=(const KeptRecord&) = delete;
+  ~KeptRecord();
+
+  int fd() const { return fd_.get(); }
+  uint64_t nonce() const;
+
+  void Set(const RecordBlock& record);
+  void Set(const RecordAttempt& record);
+  void Set(const RecordDecision& record);
+  void Set(const RecordStep& record);
+  // The job cannot go on from it.
+  void Drop();
+
+  // The job, with `kept`, and its extra_state out of `step_arena` (a descriptor; -1: there is none). What is durable of
+  // it, and which of its slots are free, the record does not know.
+  //
+  // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
+  //         E_JOB_FAILED  it was dropped, or the daemon was killed in the middle of an update: which step.
+  absl::StatusOr<DurableJob> Read(int step_arena) const;
+
+ private:
+  struct Header;
+  struct Version;
+  struct Block;
+  struct Values;
+
+  KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes);
+
+  Header& header() const;
+  Values& values(uint64_t step) const;
+  uint64_t* param_updates(uint64_t step) const;
+  StatePart* extra_states(uint64_t step) const;
+  uint32_t* trace(uint64_t step) const;
+  Block& block(uint32_t index) const;
+  uint64_t* digests(uint32_t index, uint64_t copy) const;
+  uint64_t CurrentCopy(uint32_t index) const;
+  void Write(const RecordBlock& record, uint64_t copy);
+  void WriteValues(const RecordStep& record);
+
+  protocol::UniqueFd fd_;
+  std::span<std::byte> bytes_;
+};
+
+}  // namespace forebay::daemon

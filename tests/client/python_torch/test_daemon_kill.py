@@ -1,0 +1,122 @@
+# Goal    A daemon that is killed and started again under a training run costs it no committed step and no bit, as long as
+#         it does not die in the middle of an update: ranks go on by themselves; where gradients were under way, each rank
+#         gets E_GRAD_DROPPED and repeats its batch.
+# Method  Two ranks on a real daemon, which a stand-in for the service manager kills with SIGKILL and starts again several
+#         times: between two steps, or behind backward, where the ranks are held meanwhile. Then SHA-256 of weights and states
+#         beside the same training in a job that saw no kill.
+
+import json
+import random
+import subprocess
+import sys
+import threading
+
+import forebay
+import pytest
+from daemon_process import missing
+from test_daemon_restart import (
+    DEADLINE_S,
+    RANKS,
+    SEED,
+    Service,
+    folder,  # noqa: F401
+    room_without_states,
+)
+from test_processes import HERE
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+KILLS = 4
+STEPS = 24
+
+CASES = [
+    ("shared", "memory", "dram"),
+    ("shared", "step", "swap"),
+    ("sharded", "memory", "swap"),
+    ("sharded", "epoch=3", "dram"),
+]
+
+
+class Ranks:
+    """The ranks' process, and what it says."""
+
+    def __init__(self, service, mode, level, steps, hold):
+        self.hold = hold
+        command = [sys.executable, str(HERE / "durable_ranks.py"), mode, level, str(steps), str(hold)]
+        self.process = subprocess.Popen(
+            command, env=service.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.watchdog = threading.Timer(DEADLINE_S, self.process.kill)
+        self.watchdog.start()
+        self.lines = []
+
+    def until(self, is_last):
+        """Reads lines until one is the last; None: there are no more."""
+        for text in self.process.stdout:
+            self.lines.append(json.loads(text))
+            if is_last(self.lines[-1]):
+                return self.lines[-1]
+        return None
+
+
+    def of(self, what):
+        return [line for line in self.lines if line[0] == what]
+
+    def end(self):
+        self.until(lambda _: False)
+        error = self.process.stderr.read()
+        status = self.process.wait(DEADLINE_S)
+        self.watchdog.cancel()
+        return status, error
+
+
+def await_published(service):
+    """A call of step may be answered before its blocks are updated."""
+    while True:
+        [job] = [job for job in forebay.status(f"{service.folder}/s")["jobs"] if job["name"] == "durable"]
+        if job["published_step"] == job["committed_step"]:
+            return
+
+
+@pytest.mark.parametrize(("mode", "level", "place"), CASES)
+def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place, tmp_path):  # noqa: F811
+    chance = random.Random(f"{SEED} {mode} {level} {place}")
+    room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level)
+    service = Service(folder, *room)
+    hold = tmp_path / "hold"
+    where = []
+    with service.manager as manager:
+        manager.start()
+        ranks = Ranks(service, mode, level, STEPS, hold)
+        for kill in range(KILLS):
+            step = chance.randrange(1 + kill * STEPS // KILLS, (kill + 1) * STEPS // KILLS)
+            # Behind the step, or behind the backward of the next one.
+            last = ["answered", 0, step]
+            if ranks.until(lambda line, last=last: line == last) is None:
+                break
+            (tmp_path / "next").write_text(str(kill))
+            (tmp_path / "next").rename(hold)
+            # The other one is held too, or waits for this one, or is still under way.
+            held = ranks.until(lambda line, kill=kill: line[0] == "held" and line[3] == str(kill))
+            if held is None:
+                break
+            where.append(held)
+            await_published(service)
+            manager.kill()
+            hold.unlink()
+        status, error = ranks.end()
+        assert status == 0, f"seed {SEED}: {error}\n{service.log()}"
+        [job] = [job for job in forebay.status(f"{folder}/s")["jobs"] if job["name"] == "durable"]
+        log = service.log()
+    assert len(where) == KILLS and log.count("job durable goes on at step") == KILLS, log
+    assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
+    for rank in range(RANKS):
+        assert [line[2] for line in ranks.of("answered") if line[1] == rank] == list(range(1, STEPS + 1))
+    # Where one had delivered something, all repeat the step.
+    repeated = [line[2] for line in ranks.of("repeated")]
+    assert all(repeated.count(step) == RANKS for step in repeated), repeated
+    assert len(repeated) >= RANKS * sum(line[2] == "backward" for line in where), where
+    digests = ranks.of("digests")
+    assert len(digests) == RANKS
+    for _, _, step, digest, uninterrupted in digests:
+        assert step == STEPS and digest == uninterrupted, f"seed {SEED}"

@@ -1,0 +1,189 @@
+// Goal    A record says what its job was at the last change that is whole, whatever came behind it, and nothing where the
+//         job cannot go on; what is no record is refused.
+// Method  A record of a job of the ledger's tests is changed in every way and adopted again by its descriptor, as after the
+//         death of a process, before and behind each store that makes a change count.
+
+#include "daemon/exec/kept_record.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/os/unique_fd.h"
+#include "tests/support/durable_jobs.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::UniqueFd;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using testing::HasError;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr uint64_t kNonce = 77;
+constexpr nvme::Slot kSlot{.path = 0, .offset_bytes = uint64_t{3} << 40, .size_bytes = 4096};
+
+class KeptRecordTest : public ::testing::Test {
+ protected:
+  // A job at step 6 whose blocks are all in DRAM but those that have slots already.
+  void SetUp() override {
+    const DurableNode node = testing::MakeDurableNode(1 << 20);
+    job_ = *node.jobs.back();
+    job_.step = 6;
+    job_.weights.clear();
+    job_.extra_states = nullptr;
+    for (auto& block : job_.blocks) {
+      if (block) block->written_step = 6;
+    }
+    for (uint64_t& updates : job_.param_updates) updates = 6;
+    KeptMemory kept;
+    for (const auto& block : job_.blocks) {
+      kept.resident.push_back(!block);
+      kept.written_steps.push_back(6);
+    }
+    kept.session.world_size = job_.world_size;
+    kept.session.durability = job_.durability;
+    kept.attempt = 2;
+    kept.was_killed = true;
+    kept.spare_slots = {SlotOf(1)};
+    job_.kept = kept;
+    step_arena_ = UniqueFd(::memfd_create("step", MFD_CLOEXEC));
+    ASSERT_EQ(::pwrite(step_arena_.get(), "zeroone.", 8, 0), 8);
+    RecordJob record{.job = std::make_shared<const DurableJob>(job_), .extra_states = {}};
+    record.extra_states = {{.offset_bytes = 0, .bytes = 4}};
+    ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Make(record, kNonce));
+  }
+  nvme::Slot SlotOf(uint64_t index) const {
+    nvme::Slot slot = kSlot;
+    slot.size_bytes = job_.slot_bytes;
+    slot.offset_bytes += index * job_.slot_bytes;
+    return slot;
+  }
+  // As another process finds it.
+  absl::StatusOr<DurableJob> Found() {
+    UniqueFd fd(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0));
+    auto adopted = KeptRecord::Adopt(std::move(fd));
+    if (!adopted.ok()) return adopted.status();
+    EXPECT_EQ((*adopted)->nonce(), kNonce);
+    absl::StatusOr<DurableJob> job = (*adopted)->Read(step_arena_.get());
+    adopted->release();  // its end would drop the record
+    return job;
+  }
+  std::string ExtraStateOf(const DurableJob& job, size_t rank) {
+    const std::vector<std::byte>& bytes = job.extra_states->at(rank);
+    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  }
+  // Of a block that has none yet.
+  uint32_t InDram() const {
+    uint32_t block = 0;
+    while (job_.blocks[block]) ++block;
+    return block;
+  }
+
+  DurableJob job_;
+  UniqueFd step_arena_;
+  std::unique_ptr<KeptRecord> record_;
+};
+
+TEST_F(KeptRecordTest, SaysTheJobAsItWasMade) {
+  ASSERT_OK_AND_ASSIGN(const DurableJob found, Found());
+  EXPECT_EQ(found.name, job_.name);
+  EXPECT_EQ(found.step, 6U);
+  EXPECT_EQ(found.param_updates, job_.param_updates);
+  EXPECT_EQ(found.trace, job_.trace);
+  EXPECT_EQ(found.kept->resident, job_.kept->resident);
+  EXPECT_EQ(found.kept->attempt, 2U);
+  EXPECT_TRUE(found.kept->was_killed);
+  EXPECT_THAT(found.kept->spare_slots, ElementsAre(SlotOf(1)));
+  EXPECT_EQ(ExtraStateOf(found, 0), "zero");
+  for (size_t i = 0; i < job_.blocks.size(); ++i) {
+    ASSERT_EQ(found.blocks[i].has_value(), job_.blocks[i].has_value());
+    if (!found.blocks[i]) continue;
+    EXPECT_EQ(found.blocks[i]->slot, job_.blocks[i]->slot);
+    EXPECT_EQ(found.blocks[i]->checksum, job_.blocks[i]->checksum);
+  }
+}
+
+TEST_F(KeptRecordTest, ABlockThatMovesIsInOnePlaceAlone) {
+  const uint32_t block = InDram();
+  record_->Set(RecordBlock{.block = block, .slot = SlotOf(1), .checksum = 5, .written_step = 6});
+  ASSERT_OK_AND_ASSIGN(const DurableJob evicted, Found());
+  EXPECT_FALSE(evicted.kept->resident[block]);
+  ASSERT_TRUE(evicted.blocks[block].has_value());
+  EXPECT_EQ(evicted.blocks[block]->slot, SlotOf(1));
+  EXPECT_THAT(evicted.kept->spare_slots, IsEmpty());
+  record_->Set(RecordBlock{.block = block, .written_step = 6});
+  ASSERT_OK_AND_ASSIGN(const DurableJob back, Found());
+  EXPECT_TRUE(back.kept->resident[block]);
+  EXPECT_FALSE(back.blocks[block].has_value());
+  EXPECT_THAT(back.kept->spare_slots, ElementsAre(SlotOf(1)));
+}
+
+TEST_F(KeptRecordTest, AStepTakesAllOfItsBlocksAtOnceAndSoOn) {
+  const uint32_t block = InDram();
+  for (uint64_t step = 7; step < 12; ++step) {
+    record_->Set(RecordDecision{.step = step});
+    EXPECT_THAT(Found(), HasError(ErrorId::kJobFailed));
+    RecordStep record{.step = step, .norm = 0.5 * static_cast<double>(step), .clipped = true};
+    record.blocks.push_back(
+        {.block = block, .slot = SlotOf(step), .checksum = step, .written_step = step});
+    record.param_updates.assign(job_.param_updates.size(), step);
+    record.extra_states = {{.offset_bytes = 4, .bytes = 3}};
+    record_->Set(record);
+    ASSERT_OK_AND_ASSIGN(const DurableJob found, Found());
+    EXPECT_EQ(found.step, step);
+    EXPECT_THAT(found.param_updates, Each(step));
+    EXPECT_THAT(found.trace, IsEmpty());
+    EXPECT_EQ(ExtraStateOf(found, 0), "one");
+    EXPECT_EQ(found.blocks[block]->slot, SlotOf(step));
+    EXPECT_EQ(found.kept->norm, 0.5 * static_cast<double>(step));
+    EXPECT_TRUE(found.kept->clipped);
+    EXPECT_EQ(found.kept->attempt, 0U) << "of the step before";
+  }
+}
+
+TEST_F(KeptRecordTest, AnAttemptIsThatOfItsStep) {
+  record_->Set(RecordAttempt{.step = 7, .attempt = 3});
+  ASSERT_OK_AND_ASSIGN(const DurableJob found, Found());
+  EXPECT_EQ(found.kept->attempt, 3U);
+  record_->Set(RecordAttempt{.step = 8, .attempt = 4});
+  ASSERT_OK_AND_ASSIGN(const DurableJob other, Found());
+  EXPECT_EQ(other.kept->attempt, 0U);
+}
+
+TEST_F(KeptRecordTest, OneThatWasDroppedSaysNothing) {
+  record_->Drop();
+  EXPECT_THAT(Found(), HasError(ErrorId::kJobFailed));
+}
+
+TEST_F(KeptRecordTest, AStepArenaThatIsTooShortIsSaid) {
+  step_arena_ = UniqueFd(::memfd_create("short", MFD_CLOEXEC));
+  EXPECT_THAT(Found(), HasError(ErrorId::kCorrupt));
+}
+
+TEST_F(KeptRecordTest, OtherBytesAreNoRecord) {
+  for (const size_t bytes : {0, 100, 100'000}) {
+    UniqueFd fd(::memfd_create("other", MFD_CLOEXEC));
+    ASSERT_EQ(::ftruncate(fd.get(), static_cast<off_t>(bytes)), 0);
+    EXPECT_THAT(KeptRecord::Adopt(std::move(fd)), HasError(ErrorId::kCorrupt));
+  }
+  ASSERT_EQ(::ftruncate(record_->fd(), 2048), 0);
+  UniqueFd cut(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0));
+  EXPECT_THAT(KeptRecord::Adopt(std::move(cut)), HasError(ErrorId::kCorrupt));
+}
+
+}  // namespace
+}  // namespace forebay::daemon
