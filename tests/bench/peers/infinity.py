@@ -8,6 +8,8 @@ handle on its own pinned memory beside `forebay bench swap`. Then, with one rank
 a GPT of 110 M parameters in bf16: each setting of DeepSpeed's beside Forebay with as much on swap, and
 beside `compute`: FSDP2's forward and backward of the same model, all of it in memory and without an
 optimizer. That is the limit: nothing that trains is faster beside DeepSpeed than `deepspeed-over-compute`.
+For each side also the CPU seconds of a step: over the cores, they are what a step takes at least. They and the bytes
+need neither a quiet machine nor DeepSpeed: `--sides forebay,compute --python .venv/bin/python` uses what is built.
 Writes OUT/infinity.jsonl and prints a table. docs/benchmarks.md says what the figures mean.
 """
 
@@ -19,6 +21,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import environment
 import figures
@@ -27,6 +30,7 @@ import quiet
 import sharded
 
 HERE = pathlib.Path(__file__).resolve().parent
+SIDES = ("deepspeed", "forebay", "compute")
 CLIP = 10.0  # of the gradient's norm, which is 5.2 here
 STEPS = 4  # a turn: the first is not timed, and the turn ends when all are done
 OPTIMIZER = {"device": "nvme", "pin_memory": True, "fast_init": False}
@@ -65,6 +69,8 @@ SETTINGS = {
     # Weights, and new weights of early updates, have room; states have none.
     "optimizer, one group": Setting(PLAIN, "800MiB"),
     "optimizer, pipelined": Setting(PIPELINED, "800MiB"),
+    "optimizer, one group; bf16": Setting(PLAIN, "800MiB", "bf16"),
+    "optimizer, one group; int8": Setting(PLAIN, "800MiB", "int8"),
     # Neither has.
     "optimizer and parameters": Setting(ALL, "320MiB"),
     # Half of Forebay's states have room; DeepSpeed has no such setting.
@@ -89,22 +95,30 @@ def with_folder(zero, folder):
     }
 
 
-def disk_bytes(root):
-    """Read and written by a process and its descendants since they began, by the kernel's count."""
-    read = written = 0
+def counted(root):
+    """Of a process and its descendants since they began, as the kernel counts: bytes of the disk, and CPU seconds (all,
+    and those spent in the kernel) of the daemon and of the others, which train."""
+    names = ("read_bytes", "written_bytes", "trainers_s", "trainers_kernel_s", "daemon_s", "daemon_kernel_s")
+    found = dict.fromkeys(names, 0)
     for pid in quiet.tree([root]):
         with contextlib.suppress(OSError):  # ended meanwhile
             text = pathlib.Path(f"/proc/{pid}/io").read_text(encoding="ascii")
             fields = dict(line.split(": ") for line in text.splitlines())
-            read, written = read + int(fields["read_bytes"]), written + int(fields["write_bytes"])
-    return read, written
+            found["read_bytes"] += int(fields["read_bytes"])
+            found["written_bytes"] += int(fields["write_bytes"])
+            text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+            head, _, tail = text.rpartition(")")
+            user, kernel = (int(field) / quiet.TICKS for field in tail.split()[11:13])
+            of = "daemon" if head.endswith("(forebayd") else "trainers"
+            found[f"{of}_s"] += user + kernel
+            found[f"{of}_kernel_s"] += kernel
+    return found
 
 
 def turn(side):
-    before = disk_bytes(side.process.pid)
+    before = counted(side.process.pid)
     taken = side.turn()
-    read, written = (now - then for now, then in zip(disk_bytes(side.process.pid), before))
-    return taken | {"read_bytes": read, "written_bytes": written}
+    return taken | {name: count - before[name] for name, count in counted(side.process.pid).items()}
 
 
 def start(place, args, ranks, name):
@@ -124,10 +138,10 @@ def start(place, args, ranks, name):
     if ranks > 1:  # each rank would bind its threads to the same CPU
         variables = {name: value for name, value in variables.items() if name != "OMP_PLACES"}
         variables["OMP_PROC_BIND"] = "false"
-    for by, command in commands.items():
+    for by in args.sides:
         log = args.out / f"infinity-{ranks}-{by}-{re.sub('[ ,;]+', '-', name)}.log"
         print(f"starting {by}, ranks: {ranks}, on the disk: {name}", flush=True)
-        yield by, phase.Side(by, command, variables, log)
+        yield by, phase.Side(by, commands[by], variables, log)
 
 
 def compare(place, args, ranks, name):
@@ -149,6 +163,9 @@ def rows_of(rounds, peaks, facts, case):
         seconds = {
             by: [sum(one[by][name] for name in names) for one in rounds.kept] for by in peaks
         }
+        if "deepspeed" not in peaks:
+            yield from sharded.compared_rows(f"{case}/part={part}", seconds, ("forebay", "compute"), "s")
+            continue
         goal = GOALS.get(part)
         over = ("deepspeed", "forebay")
         yield from sharded.compared_rows(f"{case}/part={part}", seconds, over, "s", goal)
@@ -156,9 +173,11 @@ def rows_of(rounds, peaks, facts, case):
             yield sharded.ratio_row(f"{case}/part={part}/limit", seconds, ("deepspeed", "compute"))
     for by, peak in peaks.items():
         yield {"case": f"{case}/peak/by={by}", "unit": "MiB", "value": peak.bytes / 2**20}
-    share = peaks["forebay"].bytes / peaks["deepspeed"].bytes
-    yield {"case": f"{case}/peak/forebay-over-deepspeed", "unit": "times", "value": share}
+    if "deepspeed" in peaks:
+        share = peaks["forebay"].bytes / peaks["deepspeed"].bytes
+        yield {"case": f"{case}/peak/forebay-over-deepspeed", "unit": "times", "value": share}
     for by in peaks:
+        yield from cpu_rows(rounds.kept, case, by)
         for name in ("read_bytes", "written_bytes"):
             counts = [one[by][name] / params / STEPS for one in rounds.kept]
             row = {"case": f"{case}/{name}/by={by}", "unit": "bytes a parameter"}
@@ -166,6 +185,15 @@ def rows_of(rounds, peaks, facts, case):
     names = ("blocks", "blocks_in_dram")
     kept = {"params": params, "rejected": rounds.rejected}
     yield {"case": f"{case}/facts"} | kept | {name: facts["forebay"][name] for name in names}
+
+
+def cpu_rows(kept, case, by):
+    """CPU seconds of a step, and the median of those that were spent in the kernel."""
+    for of in ("trainers", "daemon"):
+        seconds, kernel = ([one[by][name] / STEPS for one in kept] for name in (f"{of}_s", f"{of}_kernel_s"))
+        if of == "trainers" or by == "forebay":
+            row = {"case": f"{case}/cpu/of={of}/by={by}", "unit": "s"} | figures.spread(seconds)
+            yield row | {"kernel": figures.spread(kernel)["value"]}
 
 
 def bench_swap(args):
@@ -205,15 +233,22 @@ def add_options(parser):
     parser.add_argument("--settings", default="/".join(SETTINGS), help="by name, a / between two")
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     parser.add_argument("--as-is", action="store_true", help="install and build nothing")
+    parser.add_argument("--python", help="that has torch and forebay: with it nothing is installed or built")
+    parser.add_argument("--sides", default=",".join(SIDES), help="of the steps: without deepspeed too")
 
 
 def main():
     args = sharded.parse_args(__doc__, add_options)
+    args.sides = args.sides.split(",")
+    if not {"forebay", "compute"} <= set(args.sides) <= set(SIDES):
+        sys.exit(f"--sides: forebay, compute, and deepspeed or not; not {args.sides}")
     place = environment.Environment(args.folder)
-    if not args.as_is:
+    if args.python:
+        place.python = pathlib.Path(args.python).absolute()
+    elif not args.as_is:
         place.make(args.build, with_aio=True)
     rows = []
-    if args.only != "step":
+    if args.only != "step" and "deepspeed" in args.sides:
         rows += transfers(place, args)
     if args.only != "transfers":
         for ranks in map(int, args.ranks.split(",")):

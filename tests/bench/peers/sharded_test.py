@@ -75,8 +75,10 @@ def test_the_side_that_only_computes_takes_its_turns(tmp_path, ranks):
 
 def test_the_rows_beside_deepspeed_name_the_limit_of_a_step():
     seconds = {"deepspeed": (0.4, 0.6, 1.0), "forebay": (0.4, 0.5, 0.1), "compute": (0.3, 0.45, 0.05)}
-    swap = {"read_bytes": 8000, "written_bytes": 4000}
-    one = {by: dict(zip(figures.PARTS["all"], taken)) | swap for by, taken in seconds.items()}
+    counted = {"read_bytes": 8000, "written_bytes": 4000, "trainers_s": 2.0, "trainers_kernel_s": 0.4}
+    counted |= {"daemon_s": 0, "daemon_kernel_s": 0}
+    one = {by: dict(zip(figures.PARTS["all"], taken)) | counted for by, taken in seconds.items()}
+    one["forebay"] |= {"daemon_s": 1.0, "daemon_kernel_s": 0.8}
     peaks = {by: types.SimpleNamespace(bytes=2**30) for by in one}
     facts = {"forebay": {"params": 1000, "blocks": 4, "blocks_in_dram": 1}}
     rounds = types.SimpleNamespace(kept=[one] * 3, rejected=0)
@@ -85,3 +87,24 @@ def test_the_rows_beside_deepspeed_name_the_limit_of_a_step():
     assert rows["infinity/part=all/limit/deepspeed-over-compute"]["value"] == pytest.approx(2.5)
     assert rows["infinity/part=all/by=compute"]["value"] == pytest.approx(0.8)
     assert rows["infinity/read_bytes/by=forebay"]["value"] == 8000 / 1000 / infinity.STEPS
+    trainers, daemon = (rows[f"infinity/cpu/of={of}/by=forebay"] for of in ("trainers", "daemon"))
+    assert (trainers["value"], trainers["kernel"]) == (2.0 / infinity.STEPS, 0.4 / infinity.STEPS)
+    assert (daemon["value"], daemon["kernel"]) == (1.0 / infinity.STEPS, 0.8 / infinity.STEPS)
+    assert "infinity/cpu/of=daemon/by=deepspeed" not in rows
+
+
+def test_the_cpu_seconds_of_a_step_are_counted_without_deepspeed(tmp_path):
+    name = "optimizer, one group"
+    options = ["--smoke", "--sides", "forebay,compute", "--python", sys.executable, "--ranks", "1"]
+    options += ["--settings", name, "--build", BIN.parent, "--out", tmp_path]
+    run(sys.executable, HERE / "infinity.py", *options)
+    lines = (tmp_path / "infinity.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = {row["case"]: row for row in map(json.loads, lines)}
+    case = f"infinity/ranks=1/on_disk={name}"
+    assert f"{case}/part=all/by=deepspeed" not in rows
+    assert rows[f"{case}/part=all/forebay-over-compute"]["value"] > 0
+    for of in ("trainers", "daemon"):
+        row = rows[f"{case}/cpu/of={of}/by=forebay"]
+        assert 0 <= row["kernel"] <= row["value"]  # of so few bytes they may be less than a tick
+    assert rows[f"{case}/cpu/of=trainers/by=compute"]["value"] > 0
+    assert f"{case}/cpu/of=daemon/by=compute" not in rows
