@@ -1,6 +1,7 @@
 // forebayd: the service.
 
 #include <capnp/message.h>
+#include <malloc.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/signalfd.h>
@@ -257,6 +258,9 @@ int Serve(const Config& config, FdStore& store) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Fixed: by default glibc raises it to the largest piece that was ever freed, and keeps what a layout took that
+  // came with an attach: megabytes that dram.limit does not count.
+  (void)::mallopt(M_MMAP_THRESHOLD, 128 << 10);
   CommandLine line;
   if (const std::optional<int> exit_status = Parse(argc, argv, line)) return *exit_status;
   const char* const target = std::getenv("FOREBAY_CPU_TARGET");
