@@ -97,9 +97,9 @@ def with_folder(zero, folder):
 
 def counted(root):
     """Of a process and its descendants since they began, as the kernel counts: bytes of the disk, and CPU seconds (all,
-    and those spent in the kernel) of the daemon and of the others, which train."""
+    and those spent in the kernel) of the daemon and of the others, which train; and page faults of the latter."""
     names = ("read_bytes", "written_bytes", "trainers_s", "trainers_kernel_s", "daemon_s", "daemon_kernel_s")
-    found = dict.fromkeys(names, 0)
+    found = dict.fromkeys((*names, "trainers_faults"), 0)
     for pid in quiet.tree([root]):
         with contextlib.suppress(OSError):  # ended meanwhile
             text = pathlib.Path(f"/proc/{pid}/io").read_text(encoding="ascii")
@@ -108,10 +108,12 @@ def counted(root):
             found["written_bytes"] += int(fields["write_bytes"])
             text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
             head, _, tail = text.rpartition(")")
-            user, kernel = (int(field) / quiet.TICKS for field in tail.split()[11:13])
+            fields = tail.split()
+            user, kernel = (int(field) / quiet.TICKS for field in fields[11:13])
             of = "daemon" if head.endswith("(forebayd") else "trainers"
             found[f"{of}_s"] += user + kernel
             found[f"{of}_kernel_s"] += kernel
+            found["trainers_faults"] += int(fields[7]) if of == "trainers" else 0
     return found
 
 
@@ -178,11 +180,13 @@ def rows_of(rounds, peaks, facts, case):
         yield {"case": f"{case}/peak/forebay-over-deepspeed", "unit": "times", "value": share}
     for by in peaks:
         yield from cpu_rows(rounds.kept, case, by)
+        faults = [one[by]["trainers_faults"] / STEPS for one in rounds.kept]
+        yield {"case": f"{case}/faults/of=trainers/by={by}", "unit": "pages"} | figures.spread(faults)
         for name in ("read_bytes", "written_bytes"):
             counts = [one[by][name] / params / STEPS for one in rounds.kept]
             row = {"case": f"{case}/{name}/by={by}", "unit": "bytes a parameter"}
             yield row | figures.spread(counts)
-    names = ("blocks", "blocks_in_dram")
+    names = ("threads", "blocks", "blocks_in_dram")
     kept = {"params": params, "rejected": rounds.rejected}
     yield {"case": f"{case}/facts"} | kept | {name: facts["forebay"][name] for name in names}
 

@@ -76,11 +76,11 @@ def test_the_side_that_only_computes_takes_its_turns(tmp_path, ranks):
 def test_the_rows_beside_deepspeed_name_the_limit_of_a_step():
     seconds = {"deepspeed": (0.4, 0.6, 1.0), "forebay": (0.4, 0.5, 0.1), "compute": (0.3, 0.45, 0.05)}
     counted = {"read_bytes": 8000, "written_bytes": 4000, "trainers_s": 2.0, "trainers_kernel_s": 0.4}
-    counted |= {"daemon_s": 0, "daemon_kernel_s": 0}
+    counted |= {"daemon_s": 0, "daemon_kernel_s": 0, "trainers_faults": 800}
     one = {by: dict(zip(figures.PARTS["all"], taken)) | counted for by, taken in seconds.items()}
     one["forebay"] |= {"daemon_s": 1.0, "daemon_kernel_s": 0.8}
     peaks = {by: types.SimpleNamespace(bytes=2**30) for by in one}
-    facts = {"forebay": {"params": 1000, "blocks": 4, "blocks_in_dram": 1}}
+    facts = {"forebay": {"params": 1000, "threads": 2, "blocks": 4, "blocks_in_dram": 1}}
     rounds = types.SimpleNamespace(kept=[one] * 3, rejected=0)
     rows = {row["case"]: row for row in infinity.rows_of(rounds, peaks, facts, "infinity")}
     assert rows["infinity/part=all/deepspeed-over-forebay"]["value"] == pytest.approx(2.0)
@@ -91,6 +91,7 @@ def test_the_rows_beside_deepspeed_name_the_limit_of_a_step():
     assert (trainers["value"], trainers["kernel"]) == (2.0 / infinity.STEPS, 0.4 / infinity.STEPS)
     assert (daemon["value"], daemon["kernel"]) == (1.0 / infinity.STEPS, 0.8 / infinity.STEPS)
     assert "infinity/cpu/of=daemon/by=deepspeed" not in rows
+    assert rows["infinity/faults/of=trainers/by=compute"]["value"] == 800 / infinity.STEPS
 
 
 def test_the_cpu_seconds_of_a_step_are_counted_without_deepspeed(tmp_path):
@@ -108,3 +109,4 @@ def test_the_cpu_seconds_of_a_step_are_counted_without_deepspeed(tmp_path):
         assert 0 <= row["kernel"] <= row["value"]  # of so few bytes they may be less than a tick
     assert rows[f"{case}/cpu/of=trainers/by=compute"]["value"] > 0
     assert f"{case}/cpu/of=daemon/by=compute" not in rows
+    assert rows[f"{case}/facts"]["threads"] == 2, "bound to a core each"

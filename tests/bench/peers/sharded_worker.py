@@ -185,7 +185,9 @@ def train(rank, store, args, messages):
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks
     )
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.ranks))
+    # Where OpenMP binds its threads, this one has a single CPU left to count.
+    threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)) // args.ranks
+    torch.set_num_threads(max(1, int(threads)))
     size = gpt.SIZES[args.size]
     torch.manual_seed(0)
     model = gpt.Gpt(size)
