@@ -39,7 +39,8 @@ def sharded(model, mesh, args):
     reduced in it. Both sides wrap alike."""
     options = {"mesh": mesh}
     if args.dtype == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        # The latter said, since torch 2.15 reduces in the parameter's own type otherwise.
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if args.by == "fsdp2":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for layer in model.layers:
