@@ -170,8 +170,13 @@ def train(rank, ranks, steps, seed, options, folder):
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    numbers = [int(argument) for argument in sys.argv[1:4]]
+def main(arguments):
+    numbers = [int(argument) for argument in arguments[:3]]
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(train, (*numbers, sys.argv[4:], folder), nprocs=numbers[0])
+        # Forked, not spawned: each rank would import torch anew.
+        processes.start_processes(train, (*numbers, arguments[3:], folder), nprocs=numbers[0], start_method="fork")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
     os._exit(0)

@@ -9,18 +9,17 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 
 import pytest
 from daemon_process import Daemon, missing
-from test_processes import HERE
-from test_weights_on_swap import environment_on
+from preloaded import Preloaded
+from test_processes import environment
 
 # A daemon's binary is all it needs: tools/test builds one first, pytest by itself may find none.
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
+SCRIPT = Preloaded("early_updates", environment)
 STEPS = int(os.environ.get("FOREBAY_STEPS", "24"))
 SEED = int(os.environ.get("FOREBAY_SEED", "7"))
 # Than the smallest limit, or than that and all gradients.
@@ -36,7 +35,7 @@ def smallest_limit(*arguments):
 
 @functools.cache
 def run(dram_bytes, ranks, seed, *options):
-    """(What the script prints, or None; what it writes to stderr.)"""
+    """(What the script prints, or None; what it writes to stderr.) `options` are sorted, so that no run is made twice."""
     with tempfile.TemporaryDirectory(prefix="fb", dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
         daemon = Daemon(
             folder,
@@ -46,16 +45,9 @@ def run(dram_bytes, ranks, seed, *options):
             "swap.staging=2MiB",
             "update.block_elems=16384",
         )
-        command = [sys.executable, str(HERE / "early_updates.py"), str(ranks), str(STEPS), str(seed)]
+        arguments = [str(ranks), str(STEPS), str(seed), *options]
         try:
-            done = subprocess.run(
-                [*command, *options],
-                env=environment_on(daemon),
-                capture_output=True,
-                text=True,
-                timeout=60 + STEPS,
-                check=False,
-            )
+            done = SCRIPT.run(arguments, {"FOREBAY_SOCKET": daemon.socket}, 60 + STEPS)
         finally:
             daemon.stop()
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
@@ -70,7 +62,7 @@ def train(place, options):
         spilled, error = run(smallest_limit(2, SEED, *both), 2, SEED, *both)
         assert spilled is not None, error
         limit += spilled[2]["gradients_on_swap_bytes"]
-    made, error = run(limit, 2, SEED, *options)
+    made, error = run(limit, 2, SEED, *sorted(options))
     assert made is not None, error
     return made
 

@@ -8,26 +8,20 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 
 import pytest
 from daemon_process import Daemon, missing
 from forebay._report import size
-from test_processes import HERE, environment
+from preloaded import Preloaded
+from test_processes import environment
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
+SCRIPT = Preloaded("weights_on_swap", environment)
 FULL_SIZE = "FOREBAY_FULL_SIZE" in os.environ
 DEADLINE_S = 3600 if FULL_SIZE else 200
 STEPS = 4
-
-
-def environment_on(daemon):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOREBAY_SOCKET", daemon.socket)
-        return environment()
 
 
 @functools.cache
@@ -44,16 +38,9 @@ def run(dram_bytes, ranks, format, dtype, *more):
             "swap.staging=6MiB",
             "update.block_elems=131072",
         )
-        command = [sys.executable, str(HERE / "weights_on_swap.py"), str(ranks), str(STEPS)]
+        arguments = [str(ranks), str(STEPS), format, dtype, *more]
         try:
-            done = subprocess.run(
-                [*command, format, dtype, *more],
-                env=environment_on(daemon),
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
+            done = SCRIPT.run(arguments, {"FOREBAY_SOCKET": daemon.socket}, DEADLINE_S)
         finally:
             daemon.stop()
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]

@@ -178,13 +178,14 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
 
 def launch(*arguments):
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(train, (*arguments, folder), nprocs=arguments[0])
+        # Forked, not spawned: each rank would import torch anew.
+        processes.start_processes(train, (*arguments, folder), nprocs=arguments[0], start_method="fork")
 
 
-if __name__ == "__main__":
-    ranks, steps, format = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dtype = getattr(torch, sys.argv[4])
-    way = sys.argv[5] if len(sys.argv) > 5 else ""
+def main(arguments):
+    ranks, steps, format = int(arguments[0]), int(arguments[1]), arguments[2]
+    dtype = getattr(torch, arguments[3])
+    way = arguments[4] if len(arguments) > 4 else ""
     if way.isdigit():
         try:
             launch(ranks, steps, format, dtype, int(way), way)
@@ -193,4 +194,8 @@ if __name__ == "__main__":
         else:
             sys.exit("no rank was killed")
     launch(ranks, steps, format, dtype, None, way)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
     os._exit(0)
