@@ -200,22 +200,23 @@ forebay::daemon::DescriptorStore StoreOf(FdStore& store) {
               }};
 }
 
-bool ReadSignal(int signals_fd) {
+// The next signal that has come; 0: none.
+int ReadSignal(int signals_fd) {
   signalfd_siginfo info{};
-  return ::read(signals_fd, &info, sizeof(info)) == sizeof(info);
+  if (::read(signals_fd, &info, sizeof(info)) != sizeof(info)) return 0;
+  return static_cast<int>(info.ssi_signo);
 }
 
 // The jobs stay in memory for the next daemon, where the service manager keeps descriptors for it. A second signal
 // ends the wait for jobs that are in the middle of a step.
 void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
-  (void)ReadSignal(signals_fd);
   const auto keep = [&store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
     for (const auto& [name, fd] : kept) RETURN_IF_ERROR(store.Keep(name, fd.get()));
     return store.Flush(kStoreLimit);
   };
   const auto on_wait = [&daemon, signals_fd] {
     if (daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
-    return !ReadSignal(signals_fd);
+    return ReadSignal(signals_fd) == 0;
   };
   const absl::Status status = daemon.HandOver(keep, kHandOverLimit, on_wait);
   if (!status.ok()) spdlog::error("{}", forebay::protocol::FormatError(status));
@@ -249,7 +250,9 @@ int Serve(const Config& config, FdStore& store) {
   forebay::daemon::NotifyStopping();
   // The loop thread has ended: a clean stop would wait for it permanently.
   if (!asked) std::_Exit(kExitError);
-  if (store.is_available()) HandOver(**daemon, store, signals_fd.get());
+  // SIGINT ends the jobs: nobody is to go on with them.
+  const int signal = ReadSignal(signals_fd.get());
+  if (signal == SIGTERM && store.is_available()) HandOver(**daemon, store, signals_fd.get());
   (*daemon)->Stop();
   spdlog::info("stopped");
   return 0;
