@@ -10,12 +10,15 @@
 
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <cstdlib>
 #include <fstream>
 #include <memory>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "protocol/error.h"
 #include "protocol/os/pidfd.h"
 #include "protocol/os/status_macros.h"
@@ -28,6 +31,10 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
+
+constexpr int kPassedFdsStart = 3;  // SD_LISTEN_FDS_START
+constexpr std::string_view kListenPid = "LISTEN_PID=";
+constexpr size_t kPidDigitsMax = 10;
 
 std::vector<char*> Pointers(std::vector<std::string>& words) {
   std::vector<char*> pointers;
@@ -50,10 +57,43 @@ std::vector<std::string> Environment(const std::vector<std::string>& extra) {
   return all;
 }
 
+// What sd_listen_fds(3) reads. The child writes its own id behind LISTEN_PID=.
+std::vector<std::string> ListenVariables(const std::vector<PassedDescriptor>& passed) {
+  const auto name = [](std::string* out, const PassedDescriptor& one) { *out += one.name; };
+  return {std::string(kListenPid) + std::string(kPidDigitsMax, '\0'),
+          absl::StrCat("LISTEN_FDS=", passed.size()),
+          absl::StrCat("LISTEN_FDNAMES=", absl::StrJoin(passed, ":", name))};
+}
+
+// What the child needs and cannot make: memory is not allocated between fork and exec.
+struct Launch {
+  std::vector<char*> arguments;
+  std::vector<char*> environment;
+  std::vector<int> passed_fds = {};
+  char* listen_pid = nullptr;  // where its id goes; null: no descriptor is passed
+  int errno_fd = -1;           // where the errno of a failed exec goes
+};
+
+// In the child. Numbers are free from kPassedFdsStart on once everything there is moved out of the way.
+int PassDescriptors(Launch& launch) {
+  const int end = kPassedFdsStart + static_cast<int>(launch.passed_fds.size());
+  for (int& fd : launch.passed_fds) {
+    if ((fd = ::fcntl(fd, F_DUPFD_CLOEXEC, end)) < 0) return errno;
+  }
+  const int errno_fd = ::fcntl(launch.errno_fd, F_DUPFD_CLOEXEC, end);
+  if (errno_fd < 0) return errno;
+  launch.errno_fd = errno_fd;
+  for (int number = kPassedFdsStart; number < end; ++number) {
+    const int fd = launch.passed_fds[static_cast<size_t>(number - kPassedFdsStart)];
+    if (::dup2(fd, number) < 0) return errno;
+  }
+  *std::to_chars(launch.listen_pid, launch.listen_pid + kPidDigitsMax, ::getpid()).ptr = '\0';
+  return 0;
+}
+
 // In the child, between fork and exec: async-signal-safe calls alone. Returns the errno of what
 // failed.
-int BecomeProgram(const ProcessOptions& options, pid_t parent, char* const* arguments,
-                  char* const* environment) {
+int BecomeProgram(const ProcessOptions& options, pid_t parent, Launch& launch) {
   if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
   if (::getppid() != parent) ::_exit(127);  // it died before prctl
   if (options.own_group && ::setpgid(0, 0) != 0) return errno;
@@ -66,7 +106,10 @@ int BecomeProgram(const ProcessOptions& options, pid_t parent, char* const* argu
   if (options.signal_mask.has_value()) {
     ::sigprocmask(SIG_SETMASK, &*options.signal_mask, nullptr);
   }
-  ::execvpe(arguments[0], arguments, environment);
+  if (launch.listen_pid != nullptr) {
+    if (const int error = PassDescriptors(launch); error != 0) return error;
+  }
+  ::execvpe(launch.arguments[0], launch.arguments.data(), launch.environment.data());
   return errno;
 }
 
@@ -105,9 +148,20 @@ Process::~Process() {
 
 absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
   std::vector<std::string> words = options.arguments;
-  std::vector<std::string> environment = Environment(options.environment);
-  const std::vector<char*> word_pointers = Pointers(words);
-  const std::vector<char*> environment_pointers = Pointers(environment);
+  std::vector<std::string> added = options.environment;
+  if (!options.passed.empty()) {
+    for (std::string& variable : ListenVariables(options.passed)) {
+      added.push_back(std::move(variable));
+    }
+  }
+  std::vector<std::string> environment = Environment(added);
+  Launch launch{.arguments = Pointers(words), .environment = Pointers(environment)};
+  for (const PassedDescriptor& one : options.passed) launch.passed_fds.push_back(one.fd);
+  for (std::string& variable : environment) {
+    if (!options.passed.empty() && variable.starts_with(kListenPid)) {
+      launch.listen_pid = variable.data() + kListenPid.size();
+    }
+  }
   std::array<int, 2> pipe_ends;  // tells the errno of a failed exec; closed by a good one
   if (::pipe2(pipe_ends.data(), O_CLOEXEC) != 0) {
     return MakeError(ErrorId::kLimit, ErrnoText("pipe", errno));
@@ -118,9 +172,9 @@ absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
   const pid_t pid = ::fork();
   if (pid < 0) return MakeError(ErrorId::kLimit, ErrnoText("fork", errno));
   if (pid == 0) {
-    const int error =
-        BecomeProgram(options, parent, word_pointers.data(), environment_pointers.data());
-    const ssize_t sent = ::write(write_end.get(), &error, sizeof(error));
+    launch.errno_fd = write_end.get();
+    const int error = BecomeProgram(options, parent, launch);
+    const ssize_t sent = ::write(launch.errno_fd, &error, sizeof(error));
     ::_exit(sent == sizeof(error) ? 127 : 126);
   }
   write_end.Reset();
@@ -162,7 +216,8 @@ std::string DescribeWaitStatus(int wait_status) {
   return absl::StrCat("exit status ", WEXITSTATUS(wait_status));
 }
 
-void EndDescendants(pid_t spared, std::chrono::milliseconds grace) {
+void EndDescendants(pid_t spared, std::chrono::milliseconds grace,
+                    const std::function<void()>& on_wait) {
   const Clock::time_point hard = Clock::now() + grace;
   for (bool asked = false;; asked = true) {
     std::vector<pid_t> left;
@@ -178,6 +233,7 @@ void EndDescendants(pid_t spared, std::chrono::milliseconds grace) {
     const UniqueFd pidfd = protocol::OpenPidfd(left.front());
     pollfd watched{.fd = pidfd.get(), .events = POLLIN, .revents = 0};
     ::poll(&watched, 1, 20);
+    on_wait();
   }
 }
 

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,13 +16,21 @@
 
 namespace forebay::tools {
 
+// One that a child gets. Borrowed.
+struct PassedDescriptor {
+  std::string name;
+  int fd = -1;
+};
+
 struct ProcessOptions {
   std::vector<std::string> arguments;    // the first one is looked up in PATH
   std::vector<std::string> environment;  // "NAME=value", on top of this process's own
   bool own_group = false;                // out of reach of the terminal's signals
   std::optional<pid_t> group = {};       // a process group of this session to join
   bool null_stdin = false;
-  std::optional<int> stdout_fd = {};    // in the place of this process's own
+  std::optional<int> stdout_fd = {};  // in the place of this process's own
+  // From number 3 on, their names in the variables LISTEN_*, as sd_listen_fds(3) has it.
+  std::vector<PassedDescriptor> passed = {};
   std::optional<sigset_t> signal_mask;  // of the child; this thread's where absent
 };
 
@@ -59,7 +68,8 @@ std::string DescribeWaitStatus(int wait_status);
 
 // Kills every descendant of this process, `spared` and its children aside, and reaps it. This
 // process must be a subreaper (PR_SET_CHILD_SUBREAPER), so that none escapes. First SIGTERM, after
-// `grace` SIGKILL.
-void EndDescendants(pid_t spared, std::chrono::milliseconds grace);
+// `grace` SIGKILL. `on_wait` is called at least every 20 ms.
+void EndDescendants(
+    pid_t spared, std::chrono::milliseconds grace, const std::function<void()>& on_wait = [] {});
 
 }  // namespace forebay::tools
