@@ -1,7 +1,9 @@
 """The forebay command of build/bin, for tests of it."""
 
+import contextlib
 import os
 import pathlib
+import select
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -29,3 +31,70 @@ def make_folders(tmp_path, name):
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
     environment.pop("FOREBAY_SOCKET", None)
     return environment, runtime, swap
+
+
+@contextlib.contextmanager
+def folders_of_run(tmp_path, name):
+    """(environment, runtime folder, swap folder); both folders must be empty again at the end."""
+    environment, runtime, swap = make_folders(tmp_path, name)
+    yield environment, runtime, swap
+    left = [*runtime.iterdir(), *swap.iterdir()]
+    for folder in (runtime, swap):
+        for path in folder.iterdir():
+            subprocess.run(["rm", "-rf", path], check=True)
+    swap.rmdir()
+    assert left == [], "left behind"
+
+
+def run_flags(swap):
+    return ["run", "--dram", "256MiB", "--swap", swap, "--swap-size", "64MiB", "--"]
+
+
+def await_end(pid):
+    """Returns once the process has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([pidfd], [], [], DEADLINE_S)[0], f"process {pid} still runs"
+    finally:
+        os.close(pidfd)
+
+
+def parent_of(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+    return int(fields.split()[1])
+
+
+class Started:
+    """A `forebay run` whose command has begun: it prints its own pid, then runs permanently. `flags` are for run,
+    the other options for Popen."""
+
+    def __init__(
+        self, folders, script="echo $$; while :; do read -r line || exit 5; done", flags=(), **options
+    ):
+        environment, _, swap = folders
+        self.process = subprocess.Popen(
+            [FOREBAY, *map(str, (*run_flags(swap)[:-1], *flags, "--")), "sh", "-c", script],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        self.pids = [int(word) for word in self.process.stdout.readline().split()]
+        self.supervisor = parent_of(self.pids[0])
+        self.daemon = self.daemons()[0]
+
+    def daemons(self):
+        """Process ids: one, or none where it has ended and was waited for."""
+        children = pathlib.Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
+        pids = map(int, children.read_text(encoding="ascii").split())
+        return [pid for pid in pids if pid not in self.pids]
+
+    def wait(self):
+        status = self.process.wait(timeout=DEADLINE_S)
+        self.process.stdout.close()
+        self.process.stdin.close()
+        return status

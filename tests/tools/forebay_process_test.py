@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import re
-import select
 import shlex
 import signal
 import socket
@@ -16,7 +15,16 @@ import subprocess
 import tempfile
 
 import pytest
-from forebay_command import DEADLINE_S, FOREBAY, ROOT, forebay, make_folders
+from forebay_command import (
+    DEADLINE_S,
+    FOREBAY,
+    ROOT,
+    Started,
+    await_end,
+    folders_of_run,
+    forebay,
+    run_flags,
+)
 
 BENCH_KEYS = [
     *("bench", "case", "value", "unit", "limit", "limit_what", "share", "samples", "spread"),
@@ -31,67 +39,8 @@ TRAIN = ("sh", "-c", f'"{FOREBAY.parent.parent}/tests/held_client" "$FOREBAY_SOC
 
 @pytest.fixture
 def folders(tmp_path):
-    """(environment, runtime folder, swap folder); both folders must be empty again at the end."""
-    environment, runtime, swap = make_folders(tmp_path, "swap")
-    yield environment, runtime, swap
-    left = [*runtime.iterdir(), *swap.iterdir()]
-    for folder in (runtime, swap):
-        for path in folder.iterdir():
-            subprocess.run(["rm", "-rf", path], check=True)
-    swap.rmdir()
-    assert left == [], "left behind"
-
-
-def run_flags(swap):
-    return ["run", "--dram", "256MiB", "--swap", swap, "--swap-size", "64MiB", "--"]
-
-
-def await_end(pid):
-    """Returns once the process has ended."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([pidfd], [], [], DEADLINE_S)[0], f"process {pid} still runs"
-    finally:
-        os.close(pidfd)
-
-
-def parent_of(pid):
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-    return int(fields.split()[1])
-
-
-class Started:
-    """A `forebay run` whose command has begun: it prints its own pid, then runs permanently."""
-
-    def __init__(
-        self, folders, script="echo $$; while :; do read -r line || exit 5; done", new_group=False
-    ):
-        environment, _, swap = folders
-        self.process = subprocess.Popen(
-            [FOREBAY, *map(str, run_flags(swap)), "sh", "-c", script],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=new_group,
-        )
-        self.pids = [int(word) for word in self.process.stdout.readline().split()]
-        self.supervisor = parent_of(self.pids[0])
-        children = pathlib.Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
-        self.daemon = next(
-            pid
-            for pid in map(int, children.read_text(encoding="ascii").split())
-            if pid not in self.pids
-        )
-
-    def wait(self):
-        status = self.process.wait(timeout=DEADLINE_S)
-        self.process.stdout.close()
-        self.process.stdin.close()
-        return status
+    with folders_of_run(tmp_path, "swap") as made:
+        yield made
 
 
 def test_no_daemon_says_how_to_start_one_and_exits_3(folders):
@@ -414,7 +363,7 @@ def test_nothing_is_left_after_a_kill_of_run(folders):
 
 
 def test_nothing_is_left_after_a_kill_of_its_process_group(folders):
-    started = Started(folders, new_group=True)
+    started = Started(folders, start_new_session=True)
     os.killpg(started.process.pid, signal.SIGKILL)
     assert started.wait() == -signal.SIGKILL
     for pid in (*started.pids, started.daemon, started.supervisor):
@@ -427,6 +376,33 @@ def test_nothing_is_left_after_a_kill_of_the_second_process(folders):
     assert started.wait() == 1
     for pid in (*started.pids, started.daemon):
         await_end(pid)
+
+
+def test_what_a_kill_of_both_processes_leaves_is_removed_by_the_next_run(folders):
+    environment, runtime, swap = folders
+    started = Started(folders)
+    both = (started.process.pid, started.supervisor)
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # neither is to clean up behind the other
+        for pid in both:
+            os.kill(pid, number)
+    assert started.wait() == -signal.SIGKILL
+    for pid in (*started.pids, started.daemon, started.supervisor):
+        await_end(pid)
+    assert len([*swap.iterdir()]) == len([*runtime.iterdir()]) == 1
+    assert forebay(*run_flags(swap), "true", env=environment).returncode == 0
+    assert [*swap.iterdir(), *runtime.iterdir()] == []
+
+
+def test_a_run_leaves_what_another_one_uses(folders):
+    environment, runtime, swap = folders
+    started = Started(folders)
+    before = {*swap.iterdir(), *runtime.iterdir()}
+    assert forebay(*run_flags(swap), "true", env=environment).returncode == 0
+    assert {*swap.iterdir(), *runtime.iterdir()} == before
+    (at,) = runtime.glob("*/forebay.sock")
+    assert forebay("status", "--socket", at, env=environment).returncode == 0
+    started.process.stdin.close()
+    assert started.wait() == 5
 
 
 def test_what_the_command_leaves_running_ends_with_it(folders):

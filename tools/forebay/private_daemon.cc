@@ -89,23 +89,6 @@ absl::StatusOr<std::string> DaemonPath() {
   return beside.string();
 }
 
-PrivateFolder::PrivateFolder(fs::path path) : path_(std::make_unique<fs::path>(std::move(path))) {}
-
-PrivateFolder::~PrivateFolder() {
-  if (path_ == nullptr) return;
-  std::error_code ignored;
-  fs::remove_all(*path_, ignored);
-}
-
-absl::StatusOr<PrivateFolder> PrivateFolder::Create(const fs::path& parent) {
-  std::string pattern = (parent / "forebay-run-XXXXXX").string();
-  if (::mkdtemp(pattern.data()) == nullptr) {  // mode 0700
-    return MakeError(ErrorId::kOption,
-                     ErrnoText(absl::StrCat("make a folder in ", parent.string()), errno));
-  }
-  return PrivateFolder(pattern);
-}
-
 PrivateDaemon::PrivateDaemon(PrivateFolder folder) : folder_(std::move(folder)) {
   socket_ = (folder_.path() / "forebay.sock").string();
 }

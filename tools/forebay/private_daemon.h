@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "tools/forebay/private_folder.h"
 #include "tools/forebay/process.h"
 
 namespace forebay::tools {
@@ -28,24 +29,6 @@ std::string QuotedPath(std::string_view path);
 
 // "swap.paths=[...]", for --set.
 std::string SwapPathsSetting(const std::vector<std::string>& paths);
-
-// A new folder that this user alone can enter; its destructor removes it with all that is in it.
-class PrivateFolder {
- public:
-  // Errors  E_OPTION  it cannot be made inside `parent`.
-  static absl::StatusOr<PrivateFolder> Create(const std::filesystem::path& parent);
-
-  PrivateFolder(PrivateFolder&&) = default;
-  PrivateFolder& operator=(PrivateFolder&&) = default;
-  ~PrivateFolder();
-
-  const std::filesystem::path& path() const { return *path_; }
-
- private:
-  explicit PrivateFolder(std::filesystem::path path);
-
-  std::unique_ptr<std::filesystem::path> path_;
-};
 
 struct PrivateDaemonOptions {
   // Where the private folder goes: XDG_RUNTIME_DIR; empty or unusable: /tmp.
