@@ -2,13 +2,10 @@
 
 #include <poll.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <array>
-#include <cerrno>
-#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -16,37 +13,27 @@
 #include "absl/strings/str_join.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
-#include "protocol/os/unique_fd.h"
 
 namespace forebay::tools {
 namespace {
 
 namespace fs = std::filesystem;
-using protocol::ErrnoText;
 using protocol::ErrorId;
 using protocol::MakeError;
-using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
 // Populating hundreds of GiB of staging takes a while
 constexpr std::chrono::seconds kReadyLimit(60);
 constexpr std::chrono::seconds kStopLimit(10);
 
-// The socket of sd_notify(3).
-absl::StatusOr<UniqueFd> BindNotifySocket(const std::string& path) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof(address.sun_path)) {
-    return MakeError(ErrorId::kOption, absl::StrCat("socket path is too long: ", path),
-                     "set XDG_RUNTIME_DIR to a shorter path");
-  }
-  std::memcpy(address.sun_path, path.c_str(), path.size());
-  UniqueFd fd(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd.valid() ||
-      ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
-    return MakeError(ErrorId::kOption, ErrnoText(absl::StrCat("bind ", path), errno));
-  }
-  return fd;
+// How many descriptors of a daemon are kept, of three a job and two a rank: no more than this process may have,
+// and a child that gets them has each twice for a moment.
+uint32_t StoreCapacity() {
+  constexpr rlim_t kOthers = 64;
+  constexpr rlim_t kCapacityMax = 4096;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur <= 2 * kOthers) return 0;
+  return static_cast<uint32_t>(std::min((limit.rlim_cur - kOthers) / 2, kCapacityMax));
 }
 
 absl::StatusOr<PrivateFolder> RuntimeFolder(const std::string& wanted) {
@@ -89,7 +76,8 @@ absl::StatusOr<std::string> DaemonPath() {
   return beside.string();
 }
 
-PrivateDaemon::PrivateDaemon(PrivateFolder folder) : folder_(std::move(folder)) {
+PrivateDaemon::PrivateDaemon(PrivateFolder folder, DescriptorStore store)
+    : folder_(std::move(folder)), store_(std::move(store)) {
   socket_ = (folder_.path() / "forebay.sock").string();
 }
 
@@ -124,42 +112,62 @@ absl::StatusOr<std::unique_ptr<PrivateDaemon>> PrivateDaemon::Start(
   ASSIGN_OR_RETURN(const std::string program, DaemonPath());
   ASSIGN_OR_RETURN(PrivateFolder folder, RuntimeFolder(options.runtime_folder));
   if (options.folder_made) options.folder_made(folder.path());
+  ASSIGN_OR_RETURN(DescriptorStore store,
+                   DescriptorStore::Create((folder.path() / "notify").string(),
+                                           options.can_start_again ? StoreCapacity() : 0));
   // The constructor is private: make_unique cannot reach it.
-  std::unique_ptr<PrivateDaemon> daemon(new PrivateDaemon(std::move(folder)));
+  std::unique_ptr<PrivateDaemon> daemon(new PrivateDaemon(std::move(folder), std::move(store)));
   RETURN_IF_ERROR(daemon->MakeSwapFolders(options));
-  const std::string notify_path = (daemon->folder_.path() / "notify").string();
-  ASSIGN_OR_RETURN(const UniqueFd notify_fd, BindNotifySocket(notify_path));
-
-  ProcessOptions process{.arguments = {program},
-                         .environment = {absl::StrCat("NOTIFY_SOCKET=", notify_path)},
-                         .own_group = true,
-                         .null_stdin = true,
-                         .signal_mask = sigset_t{}};
-  sigemptyset(&*process.signal_mask);
-  if (!options.config.empty()) {
-    process.arguments.insert(process.arguments.end(), {"--config", options.config});
-  }
-  std::vector<std::string> settings = {absl::StrCat("socket.path=", QuotedPath(daemon->socket_)),
-                                       "socket.mode=\"0600\"", "memlock=best_effort",
-                                       options.verbose ? "log.level=info" : "log.level=warning"};
-  if (!options.dram.empty()) settings.push_back(absl::StrCat("dram.limit=\"", options.dram, "\""));
-  if (!daemon->swap_paths_.empty()) {
-    settings.push_back(SwapPathsSetting(daemon->swap_paths_));
-    settings.push_back(absl::StrCat("swap.capacity=\"", options.swap_size, "\""));
-    settings.push_back("swap.life=unlinked");  // the space is free however the daemon ends
-  }
-  settings.insert(settings.end(), options.settings.begin(), options.settings.end());
-  for (const std::string& setting : settings) {
-    process.arguments.insert(process.arguments.end(), {"--set", setting});
-  }
-  ASSIGN_OR_RETURN(Process started, Process::Start(process));
-  daemon->process_.emplace(std::move(started));
-  RETURN_IF_ERROR(daemon->AwaitReady(notify_fd.get(), abort_fds));
+  daemon->SetCommand(program, options);
+  RETURN_IF_ERROR(daemon->Launch());
+  RETURN_IF_ERROR(daemon->AwaitReady(abort_fds));
   return daemon;
 }
 
-absl::Status PrivateDaemon::AwaitReady(int notify_fd, std::span<const int> abort_fds) {
-  std::vector<pollfd> watched = {{.fd = notify_fd, .events = POLLIN, .revents = 0},
+void PrivateDaemon::SetCommand(const std::string& program, const PrivateDaemonOptions& options) {
+  command_ = {.arguments = {program},
+              .environment = store_.environment(),
+              .own_group = true,
+              .null_stdin = true,
+              .signal_mask = sigset_t{}};
+  sigemptyset(&*command_.signal_mask);
+  if (!options.config.empty()) {
+    command_.arguments.insert(command_.arguments.end(), {"--config", options.config});
+  }
+  std::vector<std::string> settings = {absl::StrCat("socket.path=", QuotedPath(socket_)),
+                                       "socket.mode=\"0600\"", "memlock=best_effort",
+                                       options.verbose ? "log.level=info" : "log.level=warning"};
+  if (!options.dram.empty()) settings.push_back(absl::StrCat("dram.limit=\"", options.dram, "\""));
+  if (!swap_paths_.empty()) {
+    settings.push_back(SwapPathsSetting(swap_paths_));
+    settings.push_back(absl::StrCat("swap.capacity=\"", options.swap_size, "\""));
+    if (options.can_start_again) {
+      // The files are made for one command: measuring them would delay it, and the result goes with them.
+      settings.insert(settings.end(), {"swap.life=kept", "swap.probe=never"});
+    } else {
+      settings.push_back("swap.life=unlinked");  // the space is free however the daemon ends
+    }
+  }
+  settings.insert(settings.end(), options.settings.begin(), options.settings.end());
+  for (const std::string& setting : settings) {
+    command_.arguments.insert(command_.arguments.end(), {"--set", setting});
+  }
+}
+
+absl::Status PrivateDaemon::Launch() {
+  command_.passed = store_.kept();
+  ASSIGN_OR_RETURN(Process started, Process::Start(command_));
+  process_.emplace(std::move(started));
+  return absl::OkStatus();
+}
+
+absl::Status PrivateDaemon::StartAgain() {
+  store_.NextProcess();
+  return Launch();
+}
+
+absl::Status PrivateDaemon::AwaitReady(std::span<const int> abort_fds) {
+  std::vector<pollfd> watched = {{.fd = store_.socket_fd(), .events = POLLIN, .revents = 0},
                                  {.fd = process_->pidfd(), .events = POLLIN, .revents = 0}};
   for (const int fd : abort_fds) watched.push_back({.fd = fd, .events = POLLIN, .revents = 0});
   const Clock::time_point end = Clock::now() + kReadyLimit;
@@ -171,12 +179,8 @@ absl::Status PrivateDaemon::AwaitReady(int notify_fd, std::span<const int> abort
         return MakeError(ErrorId::kInterrupted, "interrupted while the daemon was starting");
       }
     }
-    std::array<char, 4096> text;
-    const ssize_t size = ::recv(notify_fd, text.data(), text.size(), 0);
-    if (size > 0 && std::string_view(text.data(), static_cast<size_t>(size)).find("READY=1") !=
-                        std::string_view::npos) {
-      return absl::OkStatus();
-    }
+    store_.Drain();
+    if (store_.is_ready()) return absl::OkStatus();
     if (watched[1].revents != 0) {
       const std::optional<int> status = process_->WaitFor(kStopLimit);
       return MakeError(
@@ -189,13 +193,28 @@ absl::Status PrivateDaemon::AwaitReady(int notify_fd, std::span<const int> abort
                    absl::StrCat("forebayd was not ready within ", kReadyLimit.count(), " s"));
 }
 
+// It may wait for its messages to be read meanwhile.
+std::optional<int> PrivateDaemon::AwaitEnd(std::chrono::milliseconds limit) {
+  std::array<pollfd, 2> watched = {{{.fd = store_.socket_fd(), .events = POLLIN, .revents = 0},
+                                    {.fd = process_->pidfd(), .events = POLLIN, .revents = 0}}};
+  const Clock::time_point end = Clock::now() + limit;
+  for (auto left = limit; left.count() > 0;) {
+    ::poll(watched.data(), watched.size(), static_cast<int>(left.count()));
+    store_.Drain();
+    if (watched[1].revents != 0) break;
+    left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+  }
+  return process_->WaitFor(std::chrono::milliseconds(0));
+}
+
 int PrivateDaemon::Stop() {
   if (!process_.has_value()) return 0;
-  process_->Signal(SIGTERM);
-  std::optional<int> status = process_->WaitFor(kStopLimit);
+  // By SIGINT it ends without handing its jobs over. Before it is ready it has none, and may be ignoring that.
+  process_->Signal(is_ready() ? SIGINT : SIGTERM);
+  std::optional<int> status = AwaitEnd(kStopLimit);
   if (!status.has_value()) {
     process_->Signal(SIGKILL);
-    status = process_->WaitFor(kStopLimit);
+    status = AwaitEnd(kStopLimit);
   }
   return status.value_or(0);
 }

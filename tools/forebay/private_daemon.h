@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "tools/forebay/descriptor_store.h"
 #include "tools/forebay/private_folder.h"
 #include "tools/forebay/process.h"
 
@@ -40,10 +41,15 @@ struct PrivateDaemonOptions {
   std::string config;                 // a TOML file, or empty
   std::vector<std::string> settings;  // "key=value", on top of everything
   bool verbose = false;               // its log at level info; else warnings alone
+  // For StartAgain(): its swap files keep their names, and its descriptors are kept when it ends.
+  bool can_start_again = false;
   // Called with each folder that is made, for somebody who removes it where this process cannot.
   std::function<void(const std::filesystem::path&)> folder_made = {};
 };
 
+// One that can start again waits for its owner, as for a service manager: where its owner waits, and
+// messages_fd() is readable, HandleMessages().
+//
 // Ownership  The destructor stops the daemon and removes its folders.
 // Threads    Start() before the process has a second thread; one at a time.
 class PrivateDaemon {
@@ -65,18 +71,35 @@ class PrivateDaemon {
   const std::string& socket() const { return socket_; }
   Process& process() { return *process_; }
 
-  // SIGTERM, and SIGKILL for one that does not end within ten seconds. Returns the wait status.
+  int messages_fd() const { return store_.socket_fd(); }
+  void HandleMessages() { store_.Drain(); }
+  // Whether it has accepted clients since it was last started.
+  bool is_ready() const { return store_.is_ready(); }
+
+  // Once process() has ended: the next one, as the first was started, with the descriptors that are kept. Returns
+  // before it is ready.
+  //
+  // Errors  of Process::Start().
+  absl::Status StartAgain();
+
+  // Asks it to end, and sends SIGKILL where it does not within ten seconds. Its jobs end with it. Returns the wait
+  // status.
   int Stop();
 
  private:
-  explicit PrivateDaemon(PrivateFolder folder);
+  PrivateDaemon(PrivateFolder folder, DescriptorStore store);
   absl::Status MakeSwapFolders(const PrivateDaemonOptions& options);
-  absl::Status AwaitReady(int notify_fd, std::span<const int> abort_fds);
+  void SetCommand(const std::string& program, const PrivateDaemonOptions& options);
+  absl::Status Launch();
+  absl::Status AwaitReady(std::span<const int> abort_fds);
+  std::optional<int> AwaitEnd(std::chrono::milliseconds limit);
 
   PrivateFolder folder_;
+  DescriptorStore store_;
   std::vector<PrivateFolder> swap_folders_;
   std::vector<std::string> swap_paths_;
   std::string socket_;
+  ProcessOptions command_;
   std::optional<Process> process_;
 };
 

@@ -34,11 +34,15 @@ using protocol::ErrorId;
 using protocol::FormatError;
 using protocol::MakeError;
 using protocol::UniqueFd;
+using Clock = std::chrono::steady_clock;
 
 constexpr int kFailed = 1;
 constexpr int kNotFound = 127;                     // as a shell says it
 constexpr std::chrono::milliseconds kGrace(3000);  // for what the command left running
-constexpr int kOfTerminal = 0x666f7265;            // marks a signal that the first process hands on
+// Of the daemon, after it has ended by itself.
+constexpr size_t kStartsAgainMax = 5;
+constexpr std::chrono::seconds kStartsAgainPeriod(60);
+constexpr int kOfTerminal = 0x666f7265;  // marks a signal that the first process hands on
 constexpr std::array kForwarded = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
 void Print(const absl::Status& status) {
@@ -137,31 +141,58 @@ class Supervisor {
     }
     const std::optional<int> status = Watch(**daemon, *command);
     EndDescendants((*daemon)->process().pid(),
-                   status.has_value() ? kGrace : std::chrono::milliseconds(0));
+                   status.has_value() ? kGrace : std::chrono::milliseconds(0),
+                   [&daemon] { (*daemon)->HandleMessages(); });
     return status.value_or(ExitStatus(kFailed));
   }
 
  private:
   // Until the command has ended: its wait status; absent when the first process has died.
   std::optional<int> Watch(PrivateDaemon& daemon, Process& command) {
-    std::array<pollfd, 4> watched = {{{signal_fd_, POLLIN, 0},
+    std::array<pollfd, 5> watched = {{{signal_fd_, POLLIN, 0},
                                       {front_pidfd_.get(), POLLIN, 0},
                                       {command.pidfd(), POLLIN, 0},
-                                      {daemon.process().pidfd(), POLLIN, 0}}};
+                                      {daemon.process().pidfd(), POLLIN, 0},
+                                      {daemon.messages_fd(), POLLIN, 0}}};
     while (true) {
       if (::poll(watched.data(), watched.size(), -1) < 0) continue;
       while (const std::optional<Signal> signal = NextSignal(signal_fd_)) {
         if (!signal->of_terminal) command.Signal(signal->number);
       }
+      if (watched[4].revents != 0) daemon.HandleMessages();
       if (watched[2].revents != 0) return command.WaitFor(std::chrono::seconds(1));
       if (watched[1].revents != 0) return std::nullopt;
       if (watched[3].revents != 0) {
-        watched[3].fd = -1;
-        const int ended = daemon.process().WaitFor(std::chrono::seconds(1)).value_or(0);
-        Print(MakeError(ErrorId::kDaemonGone, absl::StrCat("forebayd ended while the command ran: ",
-                                                           DescribeWaitStatus(ended))));
+        const absl::Status status = StartAgain(daemon);
+        if (!status.ok()) Print(status);
+        watched[3].fd = status.ok() ? daemon.process().pidfd() : -1;
       }
     }
+  }
+
+  // A daemon that has ended though nobody asked this process to stop.
+  absl::Status StartAgain(PrivateDaemon& daemon) {
+    daemon.HandleMessages();  // its last ones
+    const std::string ended = absl::StrCat(
+        "forebayd ended while the command ran: ",
+        DescribeWaitStatus(daemon.process().WaitFor(std::chrono::seconds(1)).value_or(0)));
+    if (!daemon.is_ready()) {
+      return MakeError(ErrorId::kDaemonGone,
+                       absl::StrCat(ended, ", started again but not ready yet"),
+                       "its message is above");
+    }
+    const Clock::time_point now = Clock::now();
+    std::erase_if(started_again_,
+                  [now](Clock::time_point at) { return now - at > kStartsAgainPeriod; });
+    if (started_again_.size() >= kStartsAgainMax) {
+      return MakeError(ErrorId::kDaemonGone,
+                       absl::StrCat(ended, ", after it was started again ", kStartsAgainMax,
+                                    " times within ", kStartsAgainPeriod.count(), " s"),
+                       "its messages are above; --verbose shows the whole log");
+    }
+    started_again_.push_back(now);
+    std::fprintf(stderr, "%s; it is started again\n", ended.c_str());
+    return daemon.StartAgain();
   }
 
   const RunOptions& options_;
@@ -169,6 +200,7 @@ class Supervisor {
   sigset_t command_mask_;
   pid_t command_group_;
   UniqueFd front_pidfd_;
+  std::vector<Clock::time_point> started_again_;
 };
 
 // The first process: passes signals on, waits for the second one's report, and cleans up where that
@@ -236,6 +268,7 @@ int Run(const RunOptions& options) {
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
     ::setpgid(0, 0);  // it clears up also after a SIGKILL of the whole group
     RunOptions reporting = options;
+    reporting.daemon.can_start_again = true;
     reporting.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
       Report::Folder(fd, folder);
     };

@@ -37,6 +37,13 @@ torch.set_num_threads(1)
 os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts are of its run
 
 
+@pytest.fixture
+def folder():
+    """On a disk: swap wants O_DIRECT."""
+    with tempfile.TemporaryDirectory(prefix="fb", dir=os.environ.get("TMPDIR", "/var/tmp")) as path:
+        yield path
+
+
 @pytest.fixture(scope="session")
 def daemon():
     if missing():

@@ -53,13 +53,6 @@ class Service:
         return self.manager.log.read_text()
 
 
-@pytest.fixture
-def folder():
-    # On a disk: swap wants O_DIRECT.
-    with tempfile.TemporaryDirectory(prefix="fb", dir=os.environ.get("TMPDIR", "/var/tmp")) as path:
-        yield path
-
-
 def start_ranks(service, mode, level, more):
     return subprocess.Popen(
         [sys.executable, str(HERE / "durable_ranks.py"), mode, level, str(more)],

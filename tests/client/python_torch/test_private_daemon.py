@@ -1,0 +1,137 @@
+# Goal    The daemon of `forebay run` may end under a training run: the next one goes on with its jobs, where it could
+#         hand them over, and has what is durable where it could not.
+# Method  Ranks under a real `forebay run`, whose daemon gets SIGTERM while they train, or SIGKILL between two jobs;
+#         SHA-256 of weights and states beside the same training in a job that saw no restart. FOREBAY_SEED gives other
+#         moments.
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from daemon_process import FOREBAYD, missing
+from test_daemon_restart import DEADLINE_S, RANKS, room_without_states
+from test_processes import HERE, environment
+
+FOREBAY = FOREBAYD.parent / "forebay"
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+SEED = int(os.environ.get("FOREBAY_SEED", "1"))
+RESTARTS = int(os.environ.get("FOREBAY_RESTARTS", "2"))
+STEPS = 30 * RESTARTS
+
+
+def children(pid):
+    """{process id: name} of its children."""
+    pids = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child): pathlib.Path(f"/proc/{child}/comm").read_text().strip() for child in pids}
+
+
+class Run:
+    """`forebay run` of a Python script beside this file, with swap in `folder`; a context: its end ends it."""
+
+    def __init__(self, folder, settings, *script):
+        values = ["update.workers=2", "update.block_elems=4096", "swap.staging=2MiB", *settings]
+        flags = ["--swap", folder, "--swap-size", "128MiB", "--verbose"]
+        flags += [word for value in values for word in ("--set", value)]
+        self.folder = pathlib.Path(folder)
+        self.log_path = self.folder / "log"
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                [FOREBAY, "run", *flags, "--", sys.executable, HERE / script[0], *script[1:]],
+                env={**environment(), "XDG_RUNTIME_DIR": str(folder)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.watchdog = threading.Timer(DEADLINE_S, self.process.terminate)
+        self.watchdog.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.watchdog.cancel()
+        self.process.terminate()
+        self.process.wait(DEADLINE_S)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def log(self):
+        return self.log_path.read_text()
+
+    def await_ready(self, count):
+        """Until so many daemons have been ready."""
+        end = time.monotonic() + DEADLINE_S
+        while self.log().count("forebayd ready") < count:
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.01)  # house: allow sleep: a poll with a deadline
+
+    def end_daemon(self, number):
+        (supervisor,) = children(self.process.pid)
+        (daemon,) = (pid for pid, name in children(supervisor).items() if name == "forebayd")
+        os.kill(daemon, number)
+
+    def lines(self):
+        return (json.loads(line) for line in self.process.stdout)
+
+
+CASES = [("shared", "memory", "dram"), ("shared", "step", "dram"), ("sharded", "memory", "swap")]
+
+
+@pytest.mark.parametrize(("mode", "level", "place"), CASES)
+def test_ranks_go_on_when_it_is_asked_to_stop(folder, mode, level, place):
+    chance = random.Random(f"{SEED} {mode} {level} {place}")
+    room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level)
+    moments = sorted(chance.sample(range(2, STEPS), RESTARTS))
+    answered = {rank: [] for rank in range(RANKS)}
+    digests = []
+    with Run(folder, room, "durable_ranks.py", mode, level, str(STEPS)) as run:
+        done = 0
+        for what, rank, *values in run.lines():
+            if what == "digests":
+                digests.append(values)
+            if what != "answered":
+                continue
+            answered[rank] += values
+            if rank == 0 and done < RESTARTS and values[0] == moments[done]:
+                done += 1
+                run.await_ready(done)
+                run.end_daemon(signal.SIGTERM)  # the ranks go on meanwhile
+        assert run.process.wait(DEADLINE_S) == 0, f"seed {SEED}: {run.log()}"
+        log = run.log()
+    assert answered == {rank: list(range(1, STEPS + 1)) for rank in range(RANKS)}
+    assert len(digests) == RANKS
+    for step, digest, uninterrupted in digests:
+        assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
+    assert log.count("job durable goes on at step") == RESTARTS, log
+    assert log.count("exit status 0; it is started again") == RESTARTS, log
+    assert log.count("is kept at step") == RESTARTS, f"in the end nobody is to go on: {log}"
+    assert not re.search(r"^\S+ (error|critical) |^error\[", log, re.M), log
+    assert list(run.folder.glob("forebay-run-*")) == []
+
+
+def test_after_a_crash_the_next_attach_finds_what_is_durable(folder):
+    with Run(folder, ["dram.limit=1GiB"], "attach_after_crash.py") as run:
+        lines = run.lines()
+        assert next(lines) == ["detached", 2, 2]
+        run.end_daemon(signal.SIGKILL)
+        run.await_ready(2)
+        run.process.stdin.write("\n")
+        run.process.stdin.flush()
+        (what, durable, whole, *digests) = next(lines)
+        assert (what, durable, whole) == ("attached", 2, 0)
+        assert digests[0] == digests[1], "of two steps, before and after"
+        assert next(lines) == ["trained", 3, 1]
+        assert run.process.wait(DEADLINE_S) == 0, run.log()
+        assert "signal 9 (Killed); it is started again" in run.log()
+    assert list(run.folder.glob("forebay-run-*")) == []
