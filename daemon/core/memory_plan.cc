@@ -145,6 +145,28 @@ uint64_t DigestBytes(const Layout& layout) {
   return RoundUp(2 * sizeof(uint64_t) * (layout.weights_bytes() / kPageBytes), kPageBytes);
 }
 
+// The record that another daemon goes on from (KeptRecord), and the next one while both are there. Digests of weights on
+// swap: those of two versions, and once more in the job as it was recorded.
+constexpr uint64_t kRecords = 2;
+
+uint64_t RecordDigestBytes(const Layout& layout, const NodeOptions& options) {
+  return options.keeps_jobs ? kRecords * (DigestBytes(layout) + DigestBytes(layout) / 2) : 0;
+}
+
+uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan) {
+  constexpr uint64_t kBlockRecordBytes = 128;
+  if (!options.keeps_jobs) return 0;
+  const uint64_t blocks =
+      layout.total_elems() / BlockElems(layout, options, plan) + layout.owners().size() + 1;
+  const uint64_t values = layout.params().size() * sizeof(uint64_t) +
+                          layout.partitions().size() * sizeof(uint32_t) +
+                          plan.session.world_size * sizeof(StatePart);
+  const uint64_t bytes = LedgerBytes(layout, {.entries = blocks}) + 2 * values +
+                         blocks * kBlockRecordBytes + kPageBytes;
+  return kRecords * RoundUp(bytes, kPageBytes) +
+         (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
+}
+
 // What tells of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
 uint64_t DurableTableBytes(const Layout& layout, const NodeOptions& options,
                            const MemoryPlan& plan) {
@@ -182,6 +204,7 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
   plan.table_bytes = TableBytes(layout.spec(), request.world_size);
   if (plan.has_weights_on_swap()) plan.table_bytes += DigestBytes(layout);
   if (plan.has_durable_steps()) plan.table_bytes += DurableTableBytes(layout, options, plan);
+  plan.table_bytes += RecordBytes(layout, options, plan);
   PlanStepArena(layout, plan);
   PlanSessionArena(layout, plan);
   plan.fixed_bytes = plan.weights_bytes + plan.step_bytes +
@@ -636,7 +659,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const bool were_on_swap = use.recovered != nullptr && !use.recovered->weights_on_swap.empty();
   const bool go_to_swap = use.recovered == nullptr ? !weights_fit : were_on_swap;
   if (has_swap && !layout.is_shared() && go_to_swap) {
-    const uint64_t beside = others + DigestBytes(layout);
+    const uint64_t beside = others + DigestBytes(layout) + RecordDigestBytes(layout, options);
     const uint64_t room = options.dram_limit_bytes - std::min(beside, options.dram_limit_bytes);
     PutWeightsOnSwap(layout, request, room,
                      were_on_swap ? use.recovered->weights_on_swap : std::vector<bool>(), plan);

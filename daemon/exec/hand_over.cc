@@ -1,8 +1,10 @@
 #include "daemon/exec/hand_over.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -70,6 +72,23 @@ absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& from) {
   return DecodeLedger(bytes);
 }
 
+// A daemon that was killed may have given memory to parts that its record does not have, or not taken it away yet.
+absl::Status FreeBeside(std::vector<StatePart> parts, const UniqueFd& fd) {
+  ASSIGN_OR_RETURN(const uint64_t size, SizeOf(fd));
+  parts.push_back({.offset_bytes = size, .bytes = 0});
+  std::ranges::sort(parts, {}, &StatePart::offset_bytes);
+  uint64_t end = 0;
+  for (const StatePart& part : parts) {
+    if (part.offset_bytes > end &&
+        ::fallocate(fd.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(end),
+                    static_cast<off_t>(part.offset_bytes - end)) != 0) {
+      return MakeError(ErrorId::kInternal, protocol::ErrnoText("free memory of an arena", errno));
+    }
+    end = std::max(end, part.offset_bytes + part.bytes);
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPolicy& policy,
                                           DescriptorsByName& from) {
   AdoptedArenas adopted{.id = job.id,
@@ -93,6 +112,7 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   const Placement placement(*job.layout, map, kept.resident, {});
   if (placement.arena_bytes() > 0) {
     ASSIGN_OR_RETURN(UniqueFd states, Take(StatesDescriptor(job.id), job, from));
+    if (kept.was_killed) RETURN_IF_ERROR(FreeBeside(placement.ResidentParts(), states));
     ASSIGN_OR_RETURN(adopted.state,
                      adopt(StateOptions(policy, adopted.name, placement.arena_bytes(),
                                         map.full_block_bytes(), placement.ResidentParts()),
@@ -100,6 +120,9 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   }
   if (auto step = from.extract(StepDescriptor(job.id)); !step.empty()) {
     ASSIGN_OR_RETURN(const uint64_t size, SizeOf(step.mapped()));
+    if (kept.was_killed) {
+      RETURN_IF_ERROR(FreeBeside({{.offset_bytes = 0, .bytes = kept.step_bytes}}, step.mapped()));
+    }
     ASSIGN_OR_RETURN(adopted.step, adopt(StepOptions(policy, adopted.name, kept.step_bytes, size),
                                          std::move(step.mapped())));
   }

@@ -25,6 +25,7 @@
 #include "daemon/core/node_state.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
+#include "tests/support/kept_records.h"
 #include "tests/support/node_harness.h"
 #include "tests/support/node_model.h"
 #include "tests/support/simulated_reader.h"
@@ -33,6 +34,7 @@
 namespace forebay::daemon {
 namespace {
 
+using ::forebay::testing::KeptRecords;
 using ::forebay::testing::MakeLayoutOfParams;
 using ::forebay::testing::NodeModel;
 using ::forebay::testing::SimulatedReader;
@@ -42,6 +44,7 @@ using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 
 constexpr uint64_t kChaosEvents = 100000;
+constexpr uint64_t kEventsBetweenReads = 50;
 constexpr uint64_t kQuietEventsMax = 50000;
 constexpr uint64_t kQuietCommits = 5;
 constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::kStep, .steps = 1};
@@ -121,6 +124,12 @@ struct Words {
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
   void operator()(const StepPublished& a) const { Put({a.job, a.step}); }
   void operator()(const HandedOver& a) const { Put({a.node->jobs.size(), a.sessions.size()}); }
+  void operator()(const RecordJob& a) const { Put({a.job->id, a.job->step}); }
+  void operator()(const RecordBlock& a) const { Put({a.job, a.block, a.checksum}); }
+  void operator()(const RecordAttempt& a) const { Put({a.job, a.step, a.attempt}); }
+  void operator()(const RecordDecision& a) const { Put({a.job, a.step}); }
+  void operator()(const RecordStep& a) const { Put({a.job, a.step, a.blocks.size()}); }
+  void operator()(const DropRecord& a) const { Put({a.job}); }
   void operator()(const SwapPathMarked& a) const { Put({a.path, a.marked ? 1U : 0U}); }
 
   static uint64_t Id(const absl::Status& status) {
@@ -132,11 +141,12 @@ struct Words {
 };
 
 NodeState::Options TightOptions() {
-  return {.dram_limit_bytes = 1392 << 10,  // three jobs, few of their blocks
+  return {.dram_limit_bytes = 1480 << 10,  // three jobs and their records, few of their blocks
           .node_bytes = 3 * 12288,
           .staging_slots = 3,
           .staging_slot_bytes = 12288,  // three planes of a page
           .swap = SwapPaths({32 << 20, 32 << 20}),
+          .keeps_jobs = true,
           .block_elems = 512,
           .workers = 2};
 }
@@ -205,6 +215,7 @@ class Simulation {
   uint64_t failed_writes() const { return failed_writes_; }
   uint64_t failed_saves() const { return failed_saves_; }
   uint64_t ledgers() const { return ledgers_; }
+  uint64_t records_read() const { return records_read_; }
   uint64_t slots_kept() const { return slots_kept_; }
   uint64_t evictions() const { return evictions_; }
   uint64_t promotions() const { return promotions_; }
@@ -380,11 +391,20 @@ class Simulation {
         hash_.Add(action.index());
         std::visit(Words{hash_}, action);
         Observe(action, copied);
+        records_.Execute(action);
       }
+      if (events_ % kEventsBetweenReads == 0) CheckRecords();
       queue_.insert(queue_.begin(), copied.begin(), copied.end());
     }
     sending_ = false;
     CheckStepsThatWait();
+  }
+
+  void CheckRecords() {
+    for (const DurableJob& job : records_.Read()) {
+      ++records_read_;
+      model_.CheckRecord(job);
+    }
   }
 
   // While no task runs, a step that all ranks have called waits for readers of its own job alone.
@@ -501,6 +521,8 @@ class Simulation {
   SimulationRandom random_;
   NodeState state_;
   NodeModel model_;
+  KeptRecords records_;
+  uint64_t records_read_ = 0;
   std::map<std::string, std::shared_ptr<const protocol::Layout>> layouts_;
   std::vector<SimulatedTrainer> trainers_;
   std::vector<JobId> weights_in_use_;
@@ -552,6 +574,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_TRUE(first.RunQuiet()) << "seed " << seed << ": not every client trains on";
   ASSERT_EQ(first.fault(), "") << "seed " << seed << ", event " << first.events();
   EXPECT_GE(first.events(), kChaosEvents);
+  EXPECT_GT(first.records_read(), 1000U);
   std::printf(
       "%llu events, %llu commits, %llu failed tasks, %llu + %llu moves, %llu failed, %llu off "
       "marked paths, %llu waits, "

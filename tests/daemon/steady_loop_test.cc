@@ -60,6 +60,7 @@ struct Case {
   size_t paths = 1;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   bool asks_norm = false;
+  bool keeps_jobs = false;  // a record follows each step
 };
 
 class SteadyLoopTest : public ::testing::TestWithParam<Case> {
@@ -93,8 +94,15 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
       config.swap_paths.push_back(dir.Make("swap" + std::to_string(path)));
     }
     config.swap_capacity_bytes = {uint64_t{64} << 20};
-    config.swap_life = nvme::FileLife::kUnlinked;
+    config.swap_life = GetParam().keeps_jobs ? nvme::FileLife::kKept : nvme::FileLife::kUnlinked;
+    config.swap_probe = false;
     return config;
+  }
+
+  static DescriptorStore StoreOfCase() {
+    if (!GetParam().keeps_jobs) return {};
+    return {.keep = [](const std::string&, int) { return absl::OkStatus(); },
+            .drop = [](const std::string&) {}};
   }
 
   // A limit with which the job has on swap what the case says.
@@ -176,7 +184,8 @@ TEST_P(SteadyLoopTest, TakesNoMemory) {
   ASSERT_OK_AND_ASSIGN(const uint64_t dram_bytes, DramBytes());
   const testing::TempDir dir;
   const std::string socket = dir.path() + "/s";
-  ASSERT_OK_AND_ASSIGN(const auto daemon, Daemon::Start(ConfigOf(dir, dram_bytes)));
+  ASSERT_OK_AND_ASSIGN(const auto daemon,
+                       Daemon::Start(ConfigOf(dir, dram_bytes), {}, {}, StoreOfCase()));
   std::barrier<> ranks(GetParam().ranks);
   const uint64_t before = CountedHeap::allocations();
   const auto train = [&](uint32_t rank) -> absl::Status {
@@ -203,6 +212,7 @@ INSTANTIATE_TEST_SUITE_P(
              .sharded = false,
              .ranks = 2,
              .optimizer = protocol::Optimizer::kLamb},
+        Case{.name = "AllInDramRecorded", .sharded = false, .ranks = 2, .keeps_jobs = true},
         Case{.name = "StatesOnSwap", .on_swap = OnSwap::kStates},
         Case{.name = "StatesOnSwapEarly", .on_swap = OnSwap::kStates, .early = true},
         Case{.name = "StatesOnSwapLamb",
@@ -211,6 +221,11 @@ INSTANTIATE_TEST_SUITE_P(
              .optimizer = protocol::Optimizer::kLamb},
         Case{.name = "StatesOnTwoPaths", .on_swap = OnSwap::kStates, .early = true, .paths = 2},
         Case{.name = "WeightsOnSwap", .on_swap = OnSwap::kWeights, .early = true, .ranks = 2},
+        Case{.name = "WeightsOnSwapRecorded",
+             .on_swap = OnSwap::kWeights,
+             .early = true,
+             .ranks = 2,
+             .keeps_jobs = true},
         Case{.name = "GradientsOnSwap", .on_swap = OnSwap::kGradients},
         Case{.name = "GradientsOnSwapEarly", .on_swap = OnSwap::kGradients, .early = true}),
     [](const auto& tested) { return std::string(tested.param.name); });

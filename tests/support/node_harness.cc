@@ -1,8 +1,5 @@
 #include "tests/support/node_harness.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <set>
 #include <utility>
@@ -12,7 +9,6 @@
 #include "cpu_adam/step_scalars.h"
 #include "daemon/core/killed_jobs.h"
 #include "protocol/os/check.h"
-#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 
 namespace forebay::testing {
@@ -175,49 +171,13 @@ std::unique_ptr<NodeHarness> NodeHarness::AfterKill(NodeHarness& before,
   for (const auto& job : options.recovered.jobs) {
     for (const nvme::Slot& slot : job->Slots()) FOREBAY_CHECK(options.swap.Reserve(slot));
   }
-  // Nobody looks at bytes.
-  const protocol::UniqueFd step_arena(::memfd_create("step", MFD_CLOEXEC));
-  FOREBAY_CHECK(::ftruncate(step_arena.get(), off_t{1} << 40) == 0);
-  std::vector<DurableJob> jobs;
-  for (const auto& [id, record] : before.records_) {
-    absl::StatusOr<DurableJob> job = record->Read(step_arena.get());
-    FOREBAY_CHECK(job.ok() || protocol::IdOf(job.status()) == ErrorId::kJobFailed);
-    if (!job.ok()) continue;
-    FOREBAY_CHECK(daemon::ReserveKilled(*job, options).ok());
-    jobs.push_back(*std::move(job));
-  }
+  std::vector<DurableJob> jobs = before.records_.Read();
+  for (DurableJob& job : jobs) FOREBAY_CHECK(daemon::ReserveKilled(job, options).ok());
   if (jobs.empty()) return nullptr;
   daemon::AddKilled(std::move(jobs), options);
   options.recovered.last_lease = uint64_t{1} << 40;
   NodeModel left = before.model_.Killed(options.recovered);
   return std::make_unique<NodeHarness>(options, before.world_size_, std::move(left));
-}
-
-// As the executor does.
-void NodeHarness::Record(const Action& action) {
-  const auto set = [this]<typename A>(const A& record) {
-    const auto found = records_.find(record.job);
-    if (found != records_.end()) found->second->Set(record);
-  };
-  if (const auto* job = std::get_if<RecordJob>(&action)) {
-    auto made = daemon::KeptRecord::Make(*job, /*nonce=*/1);
-    FOREBAY_CHECK(made.ok());
-    records_[job->job->id] = *std::move(made);
-  } else if (const auto* block = std::get_if<RecordBlock>(&action)) {
-    set(*block);
-  } else if (const auto* attempt = std::get_if<RecordAttempt>(&action)) {
-    set(*attempt);
-  } else if (const auto* decision = std::get_if<RecordDecision>(&action)) {
-    set(*decision);
-  } else if (const auto* step = std::get_if<RecordStep>(&action)) {
-    set(*step);
-  } else if (const auto* dropped = std::get_if<DropRecord>(&action)) {
-    records_.erase(dropped->job);
-  } else if (const auto* replaced = std::get_if<ReplaceStepArena>(&action)) {
-    records_.erase(replaced->job);
-  } else if (const auto* freed = std::get_if<FreeJob>(&action)) {
-    records_.erase(freed->job);
-  }
 }
 
 void NodeHarness::Send(const Event& event) {
@@ -229,7 +189,7 @@ void NodeHarness::Send(const Event& event) {
     for (const Action& action : actions) {
       log_.push_back(action);
       Observe(action);
-      Record(action);
+      records_.Execute(action);
       if (const auto* copy = std::get_if<CopyStepRequest>(&action)) {
         StepRequestCopied copied = override_ ? *override_ : step_requests_.at(copy->tag).copied;
         override_.reset();

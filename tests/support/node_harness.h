@@ -12,12 +12,12 @@
 
 #include "daemon/core/events.h"
 #include "daemon/core/node_state.h"
-#include "daemon/exec/kept_record.h"
 #include "nvme/slot_map.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/os/check.h"
 #include "protocol/wire.h"
+#include "tests/support/kept_records.h"
 #include "tests/support/node_model.h"
 
 namespace forebay::testing {
@@ -236,7 +236,6 @@ class NodeHarness {
   };
 
   void Observe(const daemon::Action& action);
-  void Record(const daemon::Action& action);
   SessionInfo& InfoOf(uint64_t session) { return sessions_.at(session); }
   uint64_t AllocateOffset(uint64_t session, uint64_t bytes);
   uint64_t SendStepRequest(uint64_t session, protocol::Op op, daemon::StepRequestCopied copied);
@@ -244,7 +243,7 @@ class NodeHarness {
   daemon::NodeState state_;
   uint32_t world_size_;
   NodeModel model_;
-  std::map<uint64_t, std::unique_ptr<daemon::KeptRecord>> records_;  // by job
+  KeptRecords records_;
   std::vector<daemon::Action> log_;
   std::map<uint64_t, SessionInfo> sessions_;
   std::map<uint64_t, daemon::AnswerAttach> attached_;

@@ -100,6 +100,8 @@ class NodeModel {
   NodeModel HandedOver(const daemon::DurableNode& node);
   // The same where it was killed; with what tasks had begun, of which nobody knows how far they came.
   NodeModel Killed(const daemon::DurableNode& node);
+  // What a record says of a job that could go on from it: its published step, and where the blocks of that are.
+  void CheckRecord(const daemon::DurableJob& record);
   // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }

@@ -245,6 +245,26 @@ NodeModel NodeModel::HandedOver(const DurableNode& node) {
   return GoOn(node);
 }
 
+void NodeModel::CheckRecord(const DurableJob& record) {
+  const JobMemory& job = jobs_.at(record.id);
+  if (job.is_updating) Fault("a record is whole while its job is updated");
+  if (job.committed_step != record.step) Fault("a record is of another step than was published");
+  for (uint32_t block = 0; block < record.blocks.size(); ++block) {
+    const auto slot = job.published.find(block);
+    const bool is_on_swap = slot != job.published.end();
+    const std::optional<DurableBytes>& recorded = record.blocks[block];
+    if (is_on_swap == record.kept->resident[block] ||
+        (is_on_swap && (!recorded || recorded->slot != slot->second))) {
+      if (is_on_swap || recorded) {
+        Fault(absl::StrCat("a record has block ", block, " in another place than it is in"));
+      }
+    }
+    if (recorded && disk_[recorded->slot].checksum != recorded->checksum) {
+      Fault(absl::StrCat("a record has block ", block, " with another checksum"));
+    }
+  }
+}
+
 NodeModel NodeModel::Killed(const DurableNode& node) {
   NodeModel next = GoOn(node);
   for (const auto& [task, action] : running_) {

@@ -77,7 +77,7 @@ def attach(
                        has answered, which waits until it is on disk. The last two need swap that the
                        daemon keeps. The first rank of a new job decides, for the job's life. None: the
                        job's, of a new one the daemon's default ("memory", unless its settings say more).
-    daemon_wait        Seconds that a call waits for a daemon that is being restarted (`systemctl restart
+    daemon_wait        Seconds that a call waits for a daemon that is being restarted or has died (`systemctl restart
                        forebayd`), within `timeout`; training then goes on as if nothing had happened.
                        After that E_DAEMON_GONE. None: FOREBAY_DAEMON_WAIT, else 60.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the

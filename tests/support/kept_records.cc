@@ -1,0 +1,51 @@
+#include "tests/support/kept_records.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace forebay::testing {
+
+// NOLINTNEXTLINE(google-build-using-namespace): the actions
+using namespace daemon;
+
+KeptRecords::KeptRecords() : step_arena_(::memfd_create("step", MFD_CLOEXEC)) {
+  FOREBAY_CHECK(::ftruncate(step_arena_.get(), off_t{1} << 40) == 0);
+}
+
+void KeptRecords::Execute(const Action& action) {
+  const auto set = [this]<typename Record>(const Record& record) {
+    const auto found = records_.find(record.job);
+    if (found != records_.end()) found->second->Set(record);
+  };
+  if (const auto* job = std::get_if<RecordJob>(&action)) {
+    auto made = KeptRecord::Make(*job, /*nonce=*/1);
+    FOREBAY_CHECK(made.ok());
+    records_[job->job->id] = *std::move(made);
+  } else if (const auto* block = std::get_if<RecordBlock>(&action)) {
+    set(*block);
+  } else if (const auto* attempt = std::get_if<RecordAttempt>(&action)) {
+    set(*attempt);
+  } else if (const auto* decision = std::get_if<RecordDecision>(&action)) {
+    set(*decision);
+  } else if (const auto* step = std::get_if<RecordStep>(&action)) {
+    set(*step);
+  } else if (const auto* dropped = std::get_if<DropRecord>(&action)) {
+    records_.erase(dropped->job);
+  } else if (const auto* replaced = std::get_if<ReplaceStepArena>(&action)) {
+    records_.erase(replaced->job);
+  } else if (const auto* freed = std::get_if<FreeJob>(&action)) {
+    records_.erase(freed->job);
+  }
+}
+
+std::vector<DurableJob> KeptRecords::Read() const {
+  std::vector<DurableJob> jobs;
+  for (const auto& [id, record] : records_) {
+    absl::StatusOr<DurableJob> job = record->Read(step_arena_.get());
+    FOREBAY_CHECK(job.ok() || protocol::IdOf(job.status()) == protocol::ErrorId::kJobFailed);
+    if (job.ok()) jobs.push_back(*std::move(job));
+  }
+  return jobs;
+}
+
+}  // namespace forebay::testing
