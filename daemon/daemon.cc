@@ -313,6 +313,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   if (store.keep) state->executor->SetStore(std::move(store));
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
   if (forget) RETURN_IF_ERROR(forget(kept));
+  state->executor->OwnAdopted();
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {

@@ -211,7 +211,9 @@ int ReadSignal(int signals_fd) {
 // ends the wait for jobs that are in the middle of a step.
 void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
   const auto keep = [&store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
+    const auto ledger = kept.extract(forebay::daemon::kLedgerDescriptor);
     for (const auto& [name, fd] : kept) RETURN_IF_ERROR(store.Keep(name, fd.get()));
+    if (!ledger.empty()) RETURN_IF_ERROR(store.Keep(ledger.key(), ledger.mapped().get()));
     return store.Flush(kStoreLimit);
   };
   const auto on_wait = [&daemon, signals_fd] {

@@ -112,6 +112,7 @@ absl::Status CommandPort::PollAlive() {
   RETURN_IF_ERROR(Poll());
   if (!gone || is_restarting_) return broken_;
   if (options_.outlives_daemon && DaemonDied()) {
+    RETURN_IF_ERROR(Poll());  // it may have ended the session meanwhile
     is_restarting_ = true;
   } else {
     broken_ = DaemonGoneError();

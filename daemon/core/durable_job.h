@@ -50,10 +50,11 @@ struct KeptMemory {
   // Of a daemon that was killed: blocks on swap are where the job says, whatever is durable of it; and what is, null:
   // nothing. Of one that hands over, what the job says is durable.
   bool was_killed = false;
-  // Of a daemon that was killed: what calls of the published step are answered with.
+  std::shared_ptr<const DurableJob> durable = {};
+  // Of a daemon that was killed: what calls of the published step are answered with; masters that overflowed.
   double norm = 0;
   bool clipped = false;
-  std::shared_ptr<const DurableJob> durable = {};
+  uint64_t overflowed = 0;
 
   bool operator==(const KeptMemory&) const = default;
 };

@@ -730,6 +730,7 @@ struct RecordStep {
   // What its calls are answered with.
   double norm = 0;
   bool clipped = false;
+  uint64_t overflowed = 0;  // masters
 };
 
 // The job cannot go on: it has failed.

@@ -624,7 +624,8 @@ absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
 void Job::Fail(const absl::Status& first_error) {
   if (failed()) return;
   failed_ = first_error;
-  if (std::exchange(is_recorded_, false)) io_.actions().Emit(DropRecord{.job = spec_.id});
+  is_recorded_ = false;
+  if (spec_.options.keeps_jobs) io_.actions().Emit(DropRecord{.job = spec_.id});
   step_.Fail(first_error);
   access_.Drop(0, first_error);
   durable_.Abandon();

@@ -106,7 +106,7 @@ class Job {
     return is_deleted() ? nullptr : durable_.durable();
   }
   // A record names slots of the job: the volume is to be found again.
-  bool WantsVolume() const { return is_recorded_ && swap_bytes() > 0; }
+  bool WantsVolume() const { return is_recorded_ && swap_bytes() > 0 && !spec_.options.loses_swap; }
   void OnLedger(const absl::Status& status);
   void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
     durable_.OnDoubted(slots, paths);

@@ -83,7 +83,9 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
     return job;
   }
   const std::shared_ptr<const DurableJob> parked = ledger.FindParked(name);
-  if (!request.reader && parked != nullptr) {
+  // A session goes on with memory that it has mapped, not with what is read from the disk.
+  const bool may_return = !request.reattach || KeptOf(parked.get()) != nullptr;
+  if (!request.reader && parked != nullptr && may_return) {
     RETURN_IF_ERROR(CheckParked(request, *parked));
     return MakeJob(request, std::move(name));
   }
@@ -136,7 +138,8 @@ absl::Status NodeState::Impl::CheckLedger(const MemoryPlan& plan,
   uint64_t others = 0;
   for (const auto& [id, job] : jobs) others += job->plan().ledger_bytes;
   for (const auto& [name, job] : ledger.parked()) {
-    if (job.get() != recovered) others += LedgerBytes(*job);
+    const std::shared_ptr<const DurableJob> in_ledger = InLedger(job);
+    if (job.get() != recovered && in_ledger != nullptr) others += LedgerBytes(*in_ledger);
   }
   if (others + plan.ledger_bytes <= options.ledger_bytes_max) return absl::OkStatus();
   return MakeError(

@@ -60,6 +60,8 @@ void Step::Recover(const DurableJob& job) {
     io_.set_attempt(attempt_);
     last_.norm = job.kept->norm;
     last_.clipped = job.kept->clipped;
+    overflowed_ = job.kept->overflowed;
+    if (overflowed_ > 0) last_.status = unsaid_ = OverflowError(overflowed_);
   }
   trace_.Recover(job.trace);
   pipeline_.FollowTrace(job.trace);
@@ -587,14 +589,10 @@ void Step::Publish() {
   if (spec_.options.keeps_jobs) written = pipeline_.Written();
   const uint64_t overflowed = pipeline_.Finish();
   published_step_ = committed_step_;
-  RecordPublished(std::move(written));
+  RecordPublished(std::move(written), overflowed);
   io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
   if (overflowed > 0) {
-    last_.status = MakeError(
-        ErrorId::kOverflow,
-        absl::StrCat(overflowed, " parameters of job ", spec_.name, " became non-finite in step ",
-                     published_step_, ", which is committed"),
-        "go back to a checkpoint, or lower the learning rate");
+    last_.status = OverflowError(overflowed);
     if (has_answered_early_) unsaid_ = last_.status;
   }
   if (durable_.IsDue(published_step_)) durable_.Begin(PublishedNow());

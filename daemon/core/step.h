@@ -178,7 +178,8 @@ class Step {
   void AnswerInitialDone();
   void ArmLeaseTimer();
   void RecordOpenAttempt(uint64_t attempt);
-  void RecordPublished(std::pmr::vector<RecordBlock> written);
+  void RecordPublished(std::pmr::vector<RecordBlock> written, uint64_t overflowed);
+  absl::Status OverflowError(uint64_t overflowed) const;
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
   void Publish();
@@ -205,6 +206,7 @@ class Step {
   uint64_t faulty_attempt_ = 0;  // the last one that ended with a fault, and
   absl::Status fault_;           // that fault; OK: none
   uint64_t recorded_attempt_ = 0;
+  uint64_t overflowed_ = 0;  // masters in the published step
   GradientAccumulator gradients_;
   std::optional<StepCall> announced_;  // of this attempt
   // Ranks have announced different scalars; or the newest announcement before was not kept, because of

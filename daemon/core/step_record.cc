@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/core/step.h"
 #include "daemon/core/step_pipeline.h"
+#include "protocol/error.h"
 
 namespace forebay::daemon {
 
@@ -43,6 +45,7 @@ void Step::Record(KeptMemory& kept) {
   kept.was_killed = true;
   kept.norm = last_.norm;
   kept.clipped = last_.clipped;
+  kept.overflowed = overflowed_;
 }
 
 void Step::RecordOpenAttempt(uint64_t attempt) {
@@ -52,7 +55,16 @@ void Step::RecordOpenAttempt(uint64_t attempt) {
       RecordAttempt{.job = spec_.id, .step = committed_step_ + 1, .attempt = attempt});
 }
 
-void Step::RecordPublished(std::pmr::vector<RecordBlock> written) {
+absl::Status Step::OverflowError(uint64_t overflowed) const {
+  return protocol::MakeError(
+      protocol::ErrorId::kOverflow,
+      absl::StrCat(overflowed, " parameters of job ", spec_.name, " became non-finite in step ",
+                   published_step_, ", which is committed"),
+      "go back to a checkpoint, or lower the learning rate");
+}
+
+void Step::RecordPublished(std::pmr::vector<RecordBlock> written, uint64_t overflowed) {
+  overflowed_ = overflowed;
   if (!spec_.options.keeps_jobs) return;
   RecordStep record{.job = spec_.id,
                     .step = published_step_,
@@ -61,7 +73,8 @@ void Step::RecordPublished(std::pmr::vector<RecordBlock> written) {
                     .trace = std::pmr::vector<uint32_t>(io_.memory()),
                     .extra_states = std::pmr::vector<StatePart>(io_.memory()),
                     .norm = last_.norm,
-                    .clipped = last_.clipped};
+                    .clipped = last_.clipped,
+                    .overflowed = overflowed};
   const auto copy = [](const auto& from, auto& to) { to.assign(from.begin(), from.end()); };
   copy(pipeline_.updates(), record.param_updates);
   copy(trace_.committed(), record.trace);

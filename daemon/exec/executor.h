@@ -96,8 +96,10 @@ class Executor {
   void HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done);
   // Jobs that are in the middle of a step are waited for no longer.
   void HandOverDue();
-  // Of jobs that the state machine was made with: before the loop runs.
+  // Of jobs that the state machine was made with: before the loop runs. Until OwnAdopted() all that is in them stays
+  // where the executor ends: another daemon finds it.
   void Adopt(std::vector<AdoptedArenas> all);
+  void OwnAdopted();
   // Of a node that keeps its jobs: before the loop runs.
   void SetStore(DescriptorStore store) { store_ = std::move(store); }
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
@@ -301,6 +303,7 @@ class Executor {
     std::string name;
   };
   std::map<JobId, Record> records_;
+  std::vector<ArenaRegistry::Arena> adopted_;  // not owned yet
   uint64_t last_record_ = 0;
   DescriptorStore store_;
   std::map<std::string, std::weak_ptr<pinned_mem::PinnedArena>> stored_;  // by name

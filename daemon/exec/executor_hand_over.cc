@@ -21,14 +21,11 @@ void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl
 void Executor::HandOverDue() { Raise(::forebay::daemon::HandOverDue{}); }
 
 void Executor::Adopt(std::vector<AdoptedArenas> all) {
-  const auto own = [](const ArenaRegistry::Arena& arena) {
-    if (arena != nullptr) arena->SetAtEnd(pinned_mem::AtEnd::kFreePages);
-  };
   for (AdoptedArenas& job : all) {
-    own(job.state);
-    own(job.step);
+    adopted_.push_back(job.state);
+    adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
-      own(arena);
+      adopted_.push_back(arena);
       registry_.Register({ArenaKind::kGrad, job.name, static_cast<int32_t>(rank)}, arena);
       if (job.record != nullptr) stored_[GradientsDescriptor(job.id, rank)] = arena;
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
@@ -43,6 +40,13 @@ void Executor::Adopt(std::vector<AdoptedArenas> all) {
     }
     jobs_.Adopt(std::move(job));
   }
+}
+
+void Executor::OwnAdopted() {
+  for (const ArenaRegistry::Arena& arena : std::exchange(adopted_, {})) {
+    if (arena != nullptr) arena->SetAtEnd(pinned_mem::AtEnd::kFreePages);
+  }
+  for (auto& [id, record] : records_) record.record->Own();
 }
 
 // ------------------------------------------------------------- what is found where the daemon is killed

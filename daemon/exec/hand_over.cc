@@ -45,8 +45,6 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-constexpr const char* kLedger = "ledger";
-
 absl::StatusOr<UniqueFd> Take(const std::string& name, const DurableJob& job,
                               DescriptorsByName& from) {
   auto node = from.extract(name);
@@ -62,7 +60,7 @@ absl::StatusOr<uint64_t> SizeOf(const UniqueFd& fd) {
 }
 
 absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& from) {
-  const auto found = from.find(kLedger);
+  const auto found = from.find(kLedgerDescriptor);
   if (found == from.end()) return DecodedLedger{};
   ASSIGN_OR_RETURN(const uint64_t size, SizeOf(found->second));
   std::vector<std::byte> bytes(size);
@@ -130,9 +128,13 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
     auto node = from.extract(GradientsDescriptor(job.id, rank));
     if (node.empty()) continue;
     ASSIGN_OR_RETURN(const uint64_t size, SizeOf(node.mapped()));
-    ASSIGN_OR_RETURN(adopted.gradients[rank],
-                     adopt(GradientOptions(policy, job.name, static_cast<int32_t>(rank), size),
-                           std::move(node.mapped())));
+    auto gradients = adopt(GradientOptions(policy, job.name, static_cast<int32_t>(rank), size),
+                           std::move(node.mapped()));
+    if (gradients.ok()) {
+      adopted.gradients[rank] = *std::move(gradients);
+    } else {  // its rank gets another one
+      spdlog::warn("{}", protocol::FormatError(gradients.status()));
+    }
   }
   return adopted;
 }
@@ -178,7 +180,14 @@ absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
   if (!Reserve(*job, recovered, node.swap)) {
     return MakeError(ErrorId::kCorrupt, "its swap slots are in use");
   }
-  if (const auto named = FindNamed(recovered, *job)) std::erase(recovered.jobs, named);
+  if (const auto named = FindNamed(recovered, *job)) {
+    if (job->kept->was_killed && job->durability.level != protocol::DurabilityLevel::kMemory) {
+      DurableJob with_durable = *job;
+      with_durable.kept->durable = named;
+      job = std::make_shared<const DurableJob>(std::move(with_durable));
+    }
+    std::erase(recovered.jobs, named);
+  }
   if (HasNumber(recovered, job->id)) {
     DurableJob renumbered = *job;
     adopted.id = renumbered.id = ++recovered.last_job;
@@ -287,7 +296,7 @@ absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t seq
   if (!fd.valid()) {
     return MakeError(ErrorId::kLimit, protocol::ErrnoText("a memfd for the ledger", errno));
   }
-  to.emplace(kLedger, std::move(fd));
+  to.emplace(kLedgerDescriptor, std::move(fd));
   return absl::OkStatus();
 }
 

@@ -33,6 +33,8 @@ struct DescriptorStore {
   absl::AnyInvocable<void(const std::string& name)> drop;
 };
 
+// Whoever keeps the others keeps it last: without one of them it says what is not so.
+inline constexpr char kLedgerDescriptor[] = "ledger";
 std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
 std::string StepDescriptor(JobId job);

@@ -17,6 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/placement.h"
 #include "daemon/exec/ledger_codec.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
@@ -101,13 +102,14 @@ struct KeptRecord::Values {
   uint64_t traced = 0;
   double norm = 0;
   uint64_t clipped = 0;
+  uint64_t overflowed = 0;
 };
 
 KeptRecord::KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes)
     : fd_(std::move(fd)), bytes_(bytes) {}
 
 KeptRecord::~KeptRecord() {
-  Drop();
+  if (is_owned_) Drop();
   ::munmap(bytes_.data(), bytes_.size());
 }
 
@@ -201,14 +203,18 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
     made->Write(one, 0);
     made->block(i).versions[0].is_resident = job.kept->resident[i] ? 1 : 0;
   }
-  RecordStep values{
-      .job = job.id, .step = job.step, .norm = job.kept->norm, .clipped = job.kept->clipped};
+  RecordStep values{.job = job.id,
+                    .step = job.step,
+                    .norm = job.kept->norm,
+                    .clipped = job.kept->clipped,
+                    .overflowed = job.kept->overflowed};
   values.param_updates.assign(job.param_updates.begin(), job.param_updates.end());
   values.trace.assign(job.trace.begin(), job.trace.end());
   values.extra_states.assign(record.extra_states.begin(), record.extra_states.end());
   made->WriteValues(values);
   made->Set(RecordAttempt{.job = job.id, .step = job.step + 1, .attempt = job.kept->attempt});
   made->header().is_valid = 1;
+  made->Own();
   return made;
 }
 
@@ -276,7 +282,8 @@ void KeptRecord::WriteValues(const RecordStep& record) {
         .ranks = ranks,
         .traced = record.trace.size(),
         .norm = record.norm,
-        .clipped = record.clipped ? 1U : 0U};
+        .clipped = record.clipped ? 1U : 0U,
+        .overflowed = record.overflowed};
   FOREBAY_CHECK(record.param_updates.size() == header().params &&
                 record.trace.size() <= header().partitions);
   std::ranges::copy(record.param_updates, param_updates(record.step));
@@ -308,6 +315,11 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   KeptMemory kept = *std::exchange(job.kept, std::nullopt);
   if (job.blocks.size() != at.blocks || job.world_size != at.ranks) return Corrupt("other sizes");
   const uint64_t published = at.published;
+  const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
+  const auto state_bytes = [&] {
+    return Placement(*job.layout, map, kept.resident, {}).state_bytes();
+  };
+  kept.dram_bytes -= state_bytes();
   const auto failed = [&](const std::string& what) {
     return MakeError(ErrorId::kJobFailed, absl::StrCat("job ", job.name, ": ", what));
   };
@@ -349,8 +361,10 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   }
   kept.norm = of_step.norm;
   kept.clipped = of_step.clipped != 0;
+  kept.overflowed = of_step.overflowed;
   const uint64_t attempt = at.attempt;
   kept.attempt = attempt >> kAttemptBits == published + 1 ? attempt & kAttemptMax : 0;
+  kept.dram_bytes += state_bytes();
   // That it had when it was recorded: others may have some of them now.
   job.RemoveOwn(slots);
   kept.spare_slots = std::move(slots);

@@ -18,7 +18,7 @@ namespace forebay::daemon {
 // bytes says which of them is meant. With RecordStep one such store takes all blocks of the step.
 //
 // Ownership  Of the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
-//            bytes; a process that is killed does not come that far.
+//            bytes; a process that is killed does not come that far. One that was adopted it leaves as it is until Own().
 // Threads    One.
 class KeptRecord {
  public:
@@ -34,6 +34,9 @@ class KeptRecord {
   KeptRecord(const KeptRecord&) = delete;
   KeptRecord& operator=(const KeptRecord&) = delete;
   ~KeptRecord();
+
+  // The arenas are this process's now.
+  void Own() { is_owned_ = true; }
 
   int fd() const { return fd_.get(); }
   uint64_t nonce() const;
@@ -73,6 +76,7 @@ class KeptRecord {
 
   protocol::UniqueFd fd_;
   std::span<std::byte> bytes_;
+  bool is_owned_ = false;
 };
 
 }  // namespace forebay::daemon

@@ -67,6 +67,9 @@ struct Kept {
   writtenSteps @14 :List(UInt64);   # by block
   stepBytes @15 :UInt64;
   wasKilled @16 :Bool;
+  norm @17 :Float64;
+  clipped @18 :Bool;
+  overflowed @19 :UInt64;
 }
 
 struct Bytes {

@@ -117,6 +117,9 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   to.setEarlyWeightsSlots(kept.early_weights_slots);
   to.setAttempt(kept.attempt);
   to.setWasKilled(kept.was_killed);
+  to.setNorm(kept.norm);
+  to.setClipped(kept.clipped);
+  to.setOverflowed(kept.overflowed);
   WriteSlots(kept.spare_slots, to.initSpareSlots(static_cast<unsigned>(kept.spare_slots.size())));
   WriteSlots(kept.sum_slots, to.initSumSlots(static_cast<unsigned>(kept.sum_slots.size())));
   if (!kept.sum_slots.empty()) to.setSumSlotBytes(kept.sum_slots.front().size_bytes);
@@ -436,7 +439,11 @@ class JobReader {
                     .attempt = from.getAttempt(),
                     .spare_slots = {},
                     .sum_slots = {},
-                    .was_killed = from.getWasKilled()};
+                    .was_killed = from.getWasKilled(),
+                    .durable = nullptr,
+                    .norm = from.getNorm(),
+                    .clipped = from.getClipped(),
+                    .overflowed = from.getOverflowed()};
     const auto resident = from.getResident();
     if (resident.size() != job_.blocks.size()) {
       return WrongCount("blocks with a place", resident.size(), job_.blocks.size());

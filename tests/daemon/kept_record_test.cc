@@ -57,6 +57,7 @@ class KeptRecordTest : public ::testing::Test {
     kept.session.world_size = job_.world_size;
     kept.session.durability = job_.durability;
     kept.attempt = 2;
+    kept.dram_bytes = uint64_t{1} << 30;
     kept.was_killed = true;
     kept.spare_slots = {SlotOf(1)};
     job_.kept = kept;
@@ -79,7 +80,6 @@ class KeptRecordTest : public ::testing::Test {
     if (!adopted.ok()) return adopted.status();
     EXPECT_EQ((*adopted)->nonce(), kNonce);
     absl::StatusOr<DurableJob> job = (*adopted)->Read(step_arena_.get());
-    adopted->release();  // its end would drop the record
     return job;
   }
   std::string ExtraStateOf(const DurableJob& job, size_t rank) {
@@ -125,10 +125,12 @@ TEST_F(KeptRecordTest, ABlockThatMovesIsInOnePlaceAlone) {
   ASSERT_TRUE(evicted.blocks[block].has_value());
   EXPECT_EQ(evicted.blocks[block]->slot, SlotOf(1));
   EXPECT_THAT(evicted.kept->spare_slots, IsEmpty());
+  EXPECT_LT(evicted.kept->dram_bytes, job_.kept->dram_bytes);
   record_->Set(RecordBlock{.block = block, .written_step = 6});
   ASSERT_OK_AND_ASSIGN(const DurableJob back, Found());
   EXPECT_TRUE(back.kept->resident[block]);
   EXPECT_FALSE(back.blocks[block].has_value());
+  EXPECT_EQ(back.kept->dram_bytes, job_.kept->dram_bytes);
   EXPECT_THAT(back.kept->spare_slots, ElementsAre(SlotOf(1)));
 }
 
@@ -137,7 +139,8 @@ TEST_F(KeptRecordTest, AStepTakesAllOfItsBlocksAtOnceAndSoOn) {
   for (uint64_t step = 7; step < 12; ++step) {
     record_->Set(RecordDecision{.step = step});
     EXPECT_THAT(Found(), HasError(ErrorId::kJobFailed));
-    RecordStep record{.step = step, .norm = 0.5 * static_cast<double>(step), .clipped = true};
+    RecordStep record{
+        .step = step, .norm = 0.5 * static_cast<double>(step), .clipped = true, .overflowed = step};
     record.blocks.push_back(
         {.block = block, .slot = SlotOf(step), .checksum = step, .written_step = step});
     record.param_updates.assign(job_.param_updates.size(), step);
@@ -151,6 +154,7 @@ TEST_F(KeptRecordTest, AStepTakesAllOfItsBlocksAtOnceAndSoOn) {
     EXPECT_EQ(found.blocks[block]->slot, SlotOf(step));
     EXPECT_EQ(found.kept->norm, 0.5 * static_cast<double>(step));
     EXPECT_TRUE(found.kept->clipped);
+    EXPECT_EQ(found.kept->overflowed, step);
     EXPECT_EQ(found.kept->attempt, 0U) << "of the step before";
   }
 }
@@ -167,6 +171,17 @@ TEST_F(KeptRecordTest, AnAttemptIsThatOfItsStep) {
 TEST_F(KeptRecordTest, OneThatWasDroppedSaysNothing) {
   record_->Drop();
   EXPECT_THAT(Found(), HasError(ErrorId::kJobFailed));
+}
+
+// A start that fails leaves it to the next one; whoever owns the arenas takes it along at its end.
+TEST_F(KeptRecordTest, TheEndOfItsOwnerDropsIt) {
+  for (const bool is_owned : {false, true}) {
+    ASSERT_OK_AND_ASSIGN(auto adopted,
+                         KeptRecord::Adopt(UniqueFd(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0))));
+    if (is_owned) adopted->Own();
+    adopted.reset();
+    EXPECT_EQ(Found().ok(), !is_owned);
+  }
 }
 
 TEST_F(KeptRecordTest, AStepArenaThatIsTooShortIsSaid) {

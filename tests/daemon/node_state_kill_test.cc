@@ -6,35 +6,36 @@
 
 #include <cstdint>
 #include <set>
+#include <vector>
 
 #include "daemon/core/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/wire.h"
 #include "tests/support/job_cases.h"
+#include "tests/support/status_test.h"
 #include "tests/support/turned_training.h"
 
 namespace forebay::daemon {
 namespace {
 
+using ::forebay::testing::AttachRequest;
 using ::forebay::testing::JobCase;
 using ::forebay::testing::kEpoch;
 using ::forebay::testing::kMemory;
 using ::forebay::testing::kStep;
+using ::forebay::testing::NodeHarness;
 using ::forebay::testing::OptionsOf;
 using ::forebay::testing::Place;
+using ::forebay::testing::RequestOf;
 using ::forebay::testing::Training;
 using ::testing::IsEmpty;
-
-NodeState::Options KeepingOptionsOf(const JobCase& with) {
-  NodeState::Options options = OptionsOf(with);
-  options.keeps_jobs = true;
-  return options;
-}
 
 class NodeStateKill : public ::testing::TestWithParam<JobCase> {};
 
 TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
-  const NodeState::Options options = KeepingOptionsOf(GetParam());
+  const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
   constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
   uint64_t points = 0;
@@ -69,6 +70,46 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   EXPECT_GT(points, 40U);
   EXPECT_LT(in_update, points / 2);
   EXPECT_GE(steps.size(), 3U);
+}
+
+// What sessions of before have mapped is gone: nothing is read for them.
+TEST(NodeStateKillOfDurableJobs, ASessionIsNotGivenAJobOfTheDisk) {
+  const JobCase with{kStep, Place::kSwap};
+  Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+  run.AttachAll();
+  run.TrainTo(2);
+  const auto next = NodeHarness::Restart(*run.node_, run.options_);
+  const uint64_t session = next->Attach(run.layout_, RequestOf(0, with, /*reattach=*/true));
+  EXPECT_EQ(protocol::IdOf(next->attached(session)->status), protocol::ErrorId::kJobName);
+  EXPECT_THAT(next->Logged<CreateJobMemory>(), IsEmpty());
+  AttachRequest anew = RequestOf(0, with, /*reattach=*/false);
+  anew.resume = true;
+  EXPECT_OK(next->attached(next->Attach(run.layout_, anew))->status);
+}
+
+// Its error is not lost with the daemon.
+TEST(NodeStateKillOfAnOverflow, IsReportedByTheNextDaemon) {
+  const JobCase with{kMemory, Place::kDram};
+  Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+  run.AttachAll();
+  run.TrainTo(1);
+  run.node_->model().set_masters_overflow(1);
+  for (const uint64_t session : run.sessions_) {
+    for (uint32_t i = 0; i < run.layout_->partitions().size(); ++i) {
+      if (run.layout_->partitions()[i].owner == (session == run.sessions_[0] ? 0U : 1U)) {
+        run.node_->Gradient(session, i, 2);
+      }
+    }
+  }
+  run.node_->set_answered_when(protocol::StepAnswer::kCommitted);
+  EXPECT_EQ(run.node_->StepAll(run.sessions_, 2)[0], protocol::ErrorId::kNone);
+  auto next = NodeHarness::AfterKill(*run.node_, run.options_);
+  ASSERT_NE(next, nullptr);
+  std::vector<uint64_t> sessions;
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    sessions.push_back(next->Attach(run.layout_, RequestOf(rank, with, /*reattach=*/true)));
+  }
+  EXPECT_EQ(next->StepAll(sessions, 3)[0], protocol::ErrorId::kOverflow);
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -108,7 +108,8 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
   // A limit with which the job has on swap what the case says.
   static absl::StatusOr<uint64_t> DramBytes() {
     const testing::TempDir dir;
-    ASSIGN_OR_RETURN(const auto daemon, Daemon::Start(ConfigOf(dir, uint64_t{256} << 20)));
+    ASSIGN_OR_RETURN(const auto daemon,
+                     Daemon::Start(ConfigOf(dir, uint64_t{256} << 20), {}, {}, StoreOfCase()));
     ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = dir.path() + "/s"}));
     ASSIGN_OR_RETURN(const client::JobPlan plan,
                      admin->Plan(OptionsOf(dir.path() + "/s", 0), std::nullopt));

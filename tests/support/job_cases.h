@@ -58,8 +58,10 @@ inline std::unique_ptr<NodeHarness> NodeWith(const JobCase& with,
   return node;
 }
 
-inline daemon::NodeState::Options OptionsOf(const JobCase& with) {
+// `keeps_jobs`: of a node whose jobs outlive it.
+inline daemon::NodeState::Options OptionsOf(const JobCase& with, bool keeps_jobs = false) {
   daemon::NodeState::Options options = RoomyCaseOptions();
+  options.keeps_jobs = keeps_jobs;
   if (with.place == Place::kDram) return options;
   if (with.place == Place::kWeightsOnSwap) {
     options.dram_limit_bytes = LeastDramOf(LayoutOf(with), options, kCaseRanks, RequestOf(0, with),

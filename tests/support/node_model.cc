@@ -30,9 +30,16 @@ BlockToken TokenOf(const BlockIdentity& identity, uint64_t checksum) {
           .checksum = checksum};
 }
 
-// Of a plane of weights.
-WeightsDigests DigestsOf(uint64_t checksum, uint64_t bytes) {
-  const uint64_t pages = protocol::RoundUp(bytes, protocol::kPageBytes) / protocol::kPageBytes;
+// Of the plane of weights behind the states of a block; null: it has none.
+WeightsDigests DigestsOf(uint64_t checksum, const protocol::LayoutSpec& spec, uint64_t states_elems,
+                         uint64_t block_bytes) {
+  uint64_t states_bytes = 0;
+  for (const auto& plane : protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
+    states_bytes +=
+        protocol::RoundUp(protocol::PlaneBytes(plane, states_elems), protocol::kPageBytes);
+  }
+  const uint64_t pages = (block_bytes - states_bytes) / protocol::kPageBytes;
+  if (pages == 0) return nullptr;
   return std::make_shared<const std::vector<uint64_t>>(pages, checksum);
 }
 
@@ -594,10 +601,7 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   }
   done.count = std::exchange(masters_overflow_, 0);
   done.checksum = a.place.resident ? 0 : ++checksums_;
-  const uint64_t width = protocol::SizeBytes(job.layout->spec().dtype);
-  const bool has_weights = std::ranges::any_of(
-      a.segments, [](const UpdateSegment& segment) { return segment.weights.in_block; });
-  if (has_weights) done.weights_digests = DigestsOf(done.checksum, a.block_elems * width);
+  done.weights_digests = DigestsOf(done.checksum, job.layout->spec(), a.block_elems, a.bytes);
   block = TokenOf(a.identity_after, done.checksum);
   BlockUpdate made;
   for (const UpdateSegment& segment : a.segments) {
@@ -712,11 +716,8 @@ void NodeModel::Apply(const SetMasters& a, TaskDone& done) {
     Fault("masters were set in a slot that does not hold its block");
   }
   done.checksum = ++checksums_;
-  const uint64_t width = protocol::SizeBytes(jobs_[a.job].layout->spec().dtype);
-  if (a.weights.in_block) {
-    done.weights_digests = DigestsOf(
-        done.checksum, block.states_elems > 0 ? block.states_elems * width : block.block_bytes);
-  }
+  done.weights_digests =
+      DigestsOf(done.checksum, jobs_[a.job].layout->spec(), block.states_elems, block.block_bytes);
   staged = TokenOf(block.identity, done.checksum);
   jobs_[a.job].masters_set.insert(block.identity.block);
 }

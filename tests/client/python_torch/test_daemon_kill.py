@@ -14,13 +14,16 @@ import threading
 import forebay
 import pytest
 from daemon_process import missing
+from models import train
 from test_daemon_restart import (
     DEADLINE_S,
     RANKS,
     SEED,
     Service,
     folder,  # noqa: F401
+    jobs_of,
     room_without_states,
+    trained,
 )
 from test_processes import HERE
 
@@ -120,3 +123,38 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
     assert len(digests) == RANKS
     for _, _, step, digest, uninterrupted in digests:
         assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
+
+
+def test_a_start_that_fails_leaves_what_the_killed_one_had(folder):  # noqa: F811
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "job", 2)
+        before = opt.state_sha256()
+        good = manager.command
+        for bad in ("socket.path=/nowhere", "swap.paths=/nowhere"):
+            key = bad.partition("=")[0]
+            manager.command = [bad if word.startswith(f"{key}=") else word for word in good]
+            with pytest.raises(RuntimeError, match="no READY=1"):
+                manager.kill() if manager.process.poll() is None else manager.start()
+        manager.command = good
+        manager.start()
+        assert opt.state_sha256() == before
+        train(model, opt, 1, first=2)
+        assert jobs_of(service) == {"job": 3}
+        opt.detach()
+
+
+def test_a_durable_job_stays_durable_over_a_kill_and_a_restart(folder):  # noqa: F811
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        _, opt = trained(service, "job", 3, durability="step")
+        opt.detach()
+        manager.kill()
+        manager.restart()
+        _, opt = trained(service, "other", 1, durability="step")  # another ledger is made
+        opt.detach()
+        manager.stop()
+        manager.start()
+        assert jobs_of(service) == {"job": 3, "other": 1}
