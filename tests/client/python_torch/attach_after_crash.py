@@ -1,6 +1,6 @@
 """Trains two jobs two steps, one of them durable, and detaches; waits for a line, meanwhile a test kills the daemon of
 FOREBAY_SOCKET; attaches again and trains each one step more. Prints JSON lines: ["detached", committed steps...],
-["attached", committed steps..., SHA-256 of the durable one before, after], ["trained", committed steps...]."""
+["attached", committed steps..., SHA-256 of each before, after], ["trained", committed steps...]."""
 
 import json
 import sys
@@ -36,14 +36,14 @@ def say(what, both, *more):
 if __name__ == "__main__":
     jobs = attached()
     trained(jobs, 2)
-    digest = jobs[0][1].state_sha256()
+    digests = [opt.state_sha256() for _, opt in jobs]
     steps = [opt.committed_step for _, opt in jobs]
     for _, opt in jobs:
         opt.detach()
     print(json.dumps(["detached", *steps]), flush=True)
     sys.stdin.readline()
     jobs = attached()
-    say("attached", jobs, digest, jobs[0][1].state_sha256())
+    say("attached", jobs, digests, [opt.state_sha256() for _, opt in jobs])
     trained(jobs, 1)
     say("trained", jobs)
     for _, opt in jobs:

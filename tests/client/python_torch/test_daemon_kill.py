@@ -20,7 +20,6 @@ from test_daemon_restart import (
     RANKS,
     SEED,
     Service,
-    folder,  # noqa: F401
     jobs_of,
     room_without_states,
     trained,
@@ -82,7 +81,7 @@ def await_published(service):
 
 
 @pytest.mark.parametrize(("mode", "level", "place"), CASES)
-def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place, tmp_path):  # noqa: F811
+def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place, tmp_path):
     chance = random.Random(f"{SEED} {mode} {level} {place}")
     room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level)
     service = Service(folder, *room)
@@ -125,14 +124,14 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
         assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
 
 
-def test_a_start_that_fails_leaves_what_the_killed_one_had(folder):  # noqa: F811
+def test_a_start_that_fails_leaves_what_the_killed_one_had(folder):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
         model, opt = trained(service, "job", 2)
         before = opt.state_sha256()
         good = manager.command
-        for bad in ("socket.path=/nowhere", "swap.paths=/nowhere"):
+        for bad in ("socket.path=/nowhere/s", "swap.paths=/nowhere/swap"):
             key = bad.partition("=")[0]
             manager.command = [bad if word.startswith(f"{key}=") else word for word in good]
             with pytest.raises(RuntimeError, match="no READY=1"):
@@ -145,7 +144,7 @@ def test_a_start_that_fails_leaves_what_the_killed_one_had(folder):  # noqa: F81
         opt.detach()
 
 
-def test_a_durable_job_stays_durable_over_a_kill_and_a_restart(folder):  # noqa: F811
+def test_a_durable_job_stays_durable_over_a_kill_and_a_restart(folder):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()

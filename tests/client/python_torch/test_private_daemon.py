@@ -120,7 +120,7 @@ def test_ranks_go_on_when_it_is_asked_to_stop(folder, mode, level, place):
     assert list(run.folder.glob("forebay-run-*")) == []
 
 
-def test_after_a_crash_the_next_attach_finds_what_is_durable(folder):
+def test_after_a_crash_the_next_attach_finds_both_jobs(folder):
     with Run(folder, ["dram.limit=1GiB"], "attach_after_crash.py") as run:
         lines = run.lines()
         assert next(lines) == ["detached", 2, 2]
@@ -128,10 +128,10 @@ def test_after_a_crash_the_next_attach_finds_what_is_durable(folder):
         run.await_ready(2)
         run.process.stdin.write("\n")
         run.process.stdin.flush()
-        (what, durable, whole, *digests) = next(lines)
-        assert (what, durable, whole) == ("attached", 2, 0)
-        assert digests[0] == digests[1], "of two steps, before and after"
-        assert next(lines) == ["trained", 3, 1]
+        (what, durable, whole, before, after) = next(lines)
+        assert (what, durable, whole) == ("attached", 2, 2)
+        assert before == after, "of two steps, of both jobs"
+        assert next(lines) == ["trained", 3, 3]
         assert run.process.wait(DEADLINE_S) == 0, run.log()
         assert "signal 9 (Killed); it is started again" in run.log()
     assert list(run.folder.glob("forebay-run-*")) == []
