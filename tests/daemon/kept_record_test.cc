@@ -190,9 +190,9 @@ TEST_F(KeptRecordTest, AStepArenaThatIsTooShortIsSaid) {
 }
 
 TEST_F(KeptRecordTest, OtherBytesAreNoRecord) {
-  for (const size_t bytes : {0, 100, 100'000}) {
+  for (const off_t bytes : {0, 100, 100000}) {
     UniqueFd fd(::memfd_create("other", MFD_CLOEXEC));
-    ASSERT_EQ(::ftruncate(fd.get(), static_cast<off_t>(bytes)), 0);
+    ASSERT_EQ(::ftruncate(fd.get(), bytes), 0);
     EXPECT_THAT(KeptRecord::Adopt(std::move(fd)), HasError(ErrorId::kCorrupt));
   }
   ASSERT_EQ(::ftruncate(record_->fd(), 2048), 0);

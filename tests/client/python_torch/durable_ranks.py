@@ -84,6 +84,8 @@ def train(model, opt, rank, last, hold=None):
 
 
 def run(rank, mode, level, more, folder, hold):
+    # After a fork torch makes its pool of threads anew at the next use, and fails where two threads do at once.
+    torch.set_num_threads(1)
     if mode == "sharded":
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=RANKS)
     model, opt = attached(mode, "durable", rank, level)

@@ -79,6 +79,8 @@ def early_updates():
 
 
 def train(rank, ranks, steps, seed, options, folder):
+    # After a fork torch makes its pool of threads anew at the next use, and fails where two threads do at once.
+    torch.set_num_threads(1)
     os.environ["FOREBAY_RUN"] = "one"
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
     model, policy = Model(), MixedPrecisionPolicy()

@@ -132,6 +132,8 @@ def read(shard):
 
 
 def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
+    # After a fork torch makes its pool of threads anew at the next use, and fails where two threads do at once.
+    torch.set_num_threads(1)
     os.environ["FOREBAY_RUN"] = "one"
     on_device, waits = way == "late", way == "wait"
     if on_device:
