@@ -44,7 +44,7 @@ using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 
 constexpr uint64_t kChaosEvents = 100000;
-constexpr uint64_t kEventsBetweenReads = 50;
+constexpr uint64_t kEventsBetweenReads = 400;
 constexpr uint64_t kQuietEventsMax = 50000;
 constexpr uint64_t kQuietCommits = 5;
 constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::kStep, .steps = 1};
@@ -574,7 +574,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_TRUE(first.RunQuiet()) << "seed " << seed << ": not every client trains on";
   ASSERT_EQ(first.fault(), "") << "seed " << seed << ", event " << first.events();
   EXPECT_GE(first.events(), kChaosEvents);
-  EXPECT_GT(first.records_read(), 1000U);
+  EXPECT_GT(first.records_read(), 300U);
   std::printf(
       "%llu events, %llu commits, %llu failed tasks, %llu + %llu moves, %llu failed, %llu off "
       "marked paths, %llu waits, "
