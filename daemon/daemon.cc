@@ -11,7 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -299,9 +298,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
   std::vector<AdoptedArenas> adopted =
       AdoptJobs(handed_over, state->swap.get(), options.arenas, left, options.state);
-  std::set<std::string> kept;
-  for (AdoptedArenas& of_killed : AdoptKilled(std::move(killed), state->swap.get(), options.arenas,
-                                              left, options.state, kept)) {
+  for (AdoptedArenas& of_killed :
+       AdoptKilled(std::move(killed), state->swap.get(), options.arenas, left, options.state)) {
     adopted.push_back(std::move(of_killed));
   }
   options.state.keeps_jobs = store.keep != nullptr;
@@ -309,10 +307,10 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
   state->executor =
       std::make_unique<Executor>(options, *state->engine, *state->runner, state->swap.get());
-  state->executor->Adopt(std::move(adopted));
   if (store.keep) state->executor->SetStore(std::move(store));
+  state->executor->Adopt(std::move(adopted));
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
-  if (forget) RETURN_IF_ERROR(forget(kept));
+  if (forget) RETURN_IF_ERROR(forget(state->executor->StoredNames()));
   state->executor->OwnAdopted();
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;

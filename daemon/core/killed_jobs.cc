@@ -4,7 +4,6 @@
 #include <memory>
 #include <utility>
 
-#include "nvme/slot_map.h"
 #include "protocol/error.h"
 
 namespace forebay::daemon {
@@ -16,18 +15,22 @@ std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const Durab
   return nullptr;
 }
 
-absl::Status ReserveKilled(DurableJob& job, NodeOptions& node) {
-  const auto on_disk = FindNamed(node.recovered, job);
-  if (job.durability.level != protocol::DurabilityLevel::kMemory) job.kept->durable = on_disk;
-  std::vector<nvme::Slot> named = job.Slots();
-  if (on_disk != nullptr) on_disk->RemoveOwn(named);
+absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, NodeOptions& node) {
+  if (const auto on_disk = FindNamed(node.recovered, job)) on_disk->RemoveOwn(slots);
   nvme::SlotMap left = node.swap;
-  for (const nvme::Slot& slot : named) {
+  for (const nvme::Slot& slot : slots) {
     if (left.Reserve(slot)) continue;
     return protocol::MakeError(protocol::ErrorId::kCorrupt, "its swap slots are in use");
   }
   node.swap = std::move(left);
   return absl::OkStatus();
+}
+
+absl::Status ReserveKilled(DurableJob& job, NodeOptions& node) {
+  if (job.durability.level != protocol::DurabilityLevel::kMemory) {
+    job.kept->durable = FindNamed(node.recovered, job);
+  }
+  return ReserveSlots(job, job.Slots(), node);
 }
 
 namespace {

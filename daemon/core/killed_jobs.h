@@ -7,12 +7,18 @@
 #include "absl/status/status.h"
 #include "daemon/core/durable_job.h"
 #include "daemon/core/limits.h"
+#include "nvme/slot_map.h"
 
 namespace forebay::daemon {
 
+// Slots become the job's; those that `node.recovered` names for it are its own already.
+//
+// Errors  E_CORRUPT  another one has some of them; no slot has changed hands.
+absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, NodeOptions& node);
+
 // What is durable of the job, by `node.recovered`, becomes part of it, and slots that it names its own.
 //
-// Errors  E_CORRUPT  another one has some of them; nothing has changed.
+// Errors  of ReserveSlots.
 absl::Status ReserveKilled(DurableJob& job, NodeOptions& node);
 
 // After ReserveKilled() of all of them: slots that hold nothing are the jobs' where nobody else has them, and

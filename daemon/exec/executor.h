@@ -8,6 +8,7 @@
 #include <memory>
 #include <memory_resource>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -96,12 +97,14 @@ class Executor {
   void HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done);
   // Jobs that are in the middle of a step are waited for no longer.
   void HandOverDue();
+  // Of a node that keeps its jobs: before all that follows.
+  void SetStore(DescriptorStore store) { store_ = std::move(store); }
   // Of jobs that the state machine was made with: before the loop runs. Until OwnAdopted() all that is in them stays
   // where the executor ends: another daemon finds it.
   void Adopt(std::vector<AdoptedArenas> all);
   void OwnAdopted();
-  // Of a node that keeps its jobs: before the loop runs.
-  void SetStore(DescriptorStore store) { store_ = std::move(store); }
+  // What of it the store is to keep on: that of jobs whose records this daemon writes on.
+  std::set<std::string> StoredNames() const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
     return MakeSnapshot({start_ns_, state_, registry_, jobs_, swap_, runner_, engine_,

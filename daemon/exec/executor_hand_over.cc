@@ -22,15 +22,16 @@ void Executor::HandOverDue() { Raise(::forebay::daemon::HandOverDue{}); }
 
 void Executor::Adopt(std::vector<AdoptedArenas> all) {
   for (AdoptedArenas& job : all) {
+    const bool has_record = job.record != nullptr && store_.keep;
     adopted_.push_back(job.state);
     adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
       adopted_.push_back(arena);
       registry_.Register({ArenaKind::kGrad, job.name, static_cast<int32_t>(rank)}, arena);
-      if (job.record != nullptr) stored_[GradientsDescriptor(job.id, rank)] = arena;
+      if (has_record) stored_[GradientsDescriptor(job.id, rank)] = arena;
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
     }
-    if (job.record != nullptr) {
+    if (has_record) {
       stored_[WeightsDescriptor(job.id)] = job.weights;
       if (job.state != nullptr) stored_[StatesDescriptor(job.id)] = job.state;
       if (job.step != nullptr) stored_[StepDescriptor(job.id)] = job.step;
@@ -40,6 +41,13 @@ void Executor::Adopt(std::vector<AdoptedArenas> all) {
     }
     jobs_.Adopt(std::move(job));
   }
+}
+
+std::set<std::string> Executor::StoredNames() const {
+  std::set<std::string> names;
+  for (const auto& [name, arena] : stored_) names.insert(name);
+  for (const auto& [job, record] : records_) names.insert(record.name);
+  return names;
 }
 
 void Executor::OwnAdopted() {

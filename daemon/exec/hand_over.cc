@@ -17,7 +17,6 @@
 #include "daemon/exec/clock.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/swap_space.h"
-#include "nvme/slot_map.h"
 #include "protocol/error.h"
 #include "protocol/os/memfd.h"
 #include "protocol/os/status_macros.h"
@@ -160,26 +159,12 @@ absl::Status CheckHandedOver(const DurableJob& job, const SwapSpace* swap, bool 
                    "restart the daemon with the swap.paths that it had");
 }
 
-// Slots that no ledger on the disk names become the job's, where they are free.
-bool Reserve(const DurableJob& job, const DurableNode& on_disk, nvme::SlotMap& swap) {
-  std::vector<nvme::Slot> slots = job.AllSlots();
-  if (const auto named = FindNamed(on_disk, job)) named->RemoveOwn(slots);
-  nvme::SlotMap left = swap;
-  for (const nvme::Slot& slot : slots) {
-    if (!left.Reserve(slot)) return false;
-  }
-  swap = std::move(left);
-  return true;
-}
-
 absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
                                        const ArenaPolicy& arenas, DescriptorsByName& left,
                                        NodeOptions& node) {
   ASSIGN_OR_RETURN(AdoptedArenas adopted, AdoptArenas(*job, arenas, left));
   DurableNode& recovered = node.recovered;
-  if (!Reserve(*job, recovered, node.swap)) {
-    return MakeError(ErrorId::kCorrupt, "its swap slots are in use");
-  }
+  RETURN_IF_ERROR(ReserveSlots(*job, job->AllSlots(), node));
   if (const auto named = FindNamed(recovered, *job)) {
     if (job->kept->was_killed && job->durability.level != protocol::DurabilityLevel::kMemory) {
       DurableJob with_durable = *job;
@@ -217,16 +202,6 @@ absl::StatusOr<KilledJob> ReadRecord(const std::string& name, UniqueFd fd,
       .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
 }
 
-void AddKept(const AdoptedArenas& adopted, std::set<std::string>& kept) {
-  kept.insert(WeightsDescriptor(adopted.id));
-  kept.insert(RecordDescriptor(adopted.id, adopted.record_number));
-  if (adopted.state != nullptr) kept.insert(StatesDescriptor(adopted.id));
-  if (adopted.step != nullptr) kept.insert(StepDescriptor(adopted.id));
-  for (const auto& [rank, arena] : adopted.gradients) {
-    kept.insert(GradientsDescriptor(adopted.id, rank));
-  }
-}
-
 }  // namespace
 
 std::vector<KilledJob> ReadRecords(DescriptorsByName& left) {
@@ -251,7 +226,7 @@ std::vector<KilledJob> ReadRecords(DescriptorsByName& left) {
 
 std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
                                        const ArenaPolicy& arenas, DescriptorsByName& left,
-                                       NodeOptions& node, std::set<std::string>& kept) {
+                                       NodeOptions& node) {
   std::vector<AdoptedArenas> adopted;
   std::vector<DurableJob> going_on;
   for (KilledJob& killed : jobs) {
@@ -270,7 +245,6 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSp
       if (status.ok()) {
         taken->record = std::move(killed.record);
         taken->record_number = killed.number;
-        AddKept(*taken, kept);
         adopted.push_back(*std::move(taken));
         going_on.push_back(std::move(job));
       }

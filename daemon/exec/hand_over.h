@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -70,10 +69,9 @@ struct KilledJob {
 // Takes records out of `left`. Those that no job can go on from are left out, and the log says why.
 std::vector<KilledJob> ReadRecords(DescriptorsByName& left);
 
-// As AdoptJobs. What is durable of a job, on the disk of `node`, stays so. Names of descriptors that are to be kept on
-// go to `kept`.
+// As AdoptJobs. What is durable of a job, on the disk of `node`, stays so.
 std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
                                        const ArenaPolicy& arenas, DescriptorsByName& left,
-                                       NodeOptions& node, std::set<std::string>& kept);
+                                       NodeOptions& node);
 
 }  // namespace forebay::daemon

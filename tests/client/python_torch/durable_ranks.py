@@ -5,15 +5,14 @@ error], ["digests", rank, step, SHA-256 of weights and states, that of the same 
 usage: durable_ranks.py shared|sharded LEVEL on | MORE [HOLD]
 
 on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests. HOLD: while there
-is a file of this name, the ranks wait where they are next, ["held", rank, "backward" or "step", its text], behind that. A step
-whose gradients were lost with a daemon that was killed is repeated: ["repeated", rank, step].
+is a file of this name, the ranks wait where they are next, ["held", rank, "backward" or "step", its text], behind that.
+A step whose gradients were lost with a daemon that was killed is repeated: ["repeated", rank, step].
 """
 
 import json
 import os
 import pathlib
 import sys
-import tempfile
 import time
 
 import torch
@@ -21,8 +20,8 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as processes  # noqa: E402
 from models import batch, loss_of, net  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
@@ -83,9 +82,7 @@ def train(model, opt, rank, last, hold=None):
         step += 1
 
 
-def run(rank, mode, level, more, folder, hold):
-    # After a fork torch makes its pool of threads anew at the next use, and fails where two threads do at once.
-    torch.set_num_threads(1)
+def run(rank, mode, level, more, hold, folder):
     if mode == "sharded":
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=RANKS)
     model, opt = attached(mode, "durable", rank, level)
@@ -114,6 +111,4 @@ if __name__ == "__main__":
     how, level, goal, *rest = sys.argv[1:]
     more = None if goal == "on" else int(goal)
     hold = pathlib.Path(rest[0]) if rest else None
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (how, level, more, folder, hold)
-        processes.start_processes(run, arguments, nprocs=RANKS, start_method="fork")
+    forked_ranks.start(run, RANKS, how, level, more, hold)

@@ -11,15 +11,14 @@ import json
 import os
 import random
 import sys
-import tempfile
 
 import torch
 
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as processes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
@@ -79,8 +78,6 @@ def early_updates():
 
 
 def train(rank, ranks, steps, seed, options, folder):
-    # After a fork torch makes its pool of threads anew at the next use, and fails where two threads do at once.
-    torch.set_num_threads(1)
     os.environ["FOREBAY_RUN"] = "one"
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
     model, policy = Model(), MixedPrecisionPolicy()
@@ -174,9 +171,7 @@ def train(rank, ranks, steps, seed, options, folder):
 
 def main(arguments):
     numbers = [int(argument) for argument in arguments[:3]]
-    with tempfile.TemporaryDirectory() as folder:
-        # Forked, not spawned: each rank would import torch anew.
-        processes.start_processes(train, (*numbers, arguments[3:], folder), nprocs=numbers[0], start_method="fork")
+    forked_ranks.start(train, numbers[0], *numbers, arguments[3:])
 
 
 if __name__ == "__main__":

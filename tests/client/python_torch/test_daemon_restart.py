@@ -53,9 +53,10 @@ class Service:
         return self.manager.log.read_text()
 
 
-def start_ranks(service, mode, level, more):
+def start_ranks(service, *arguments):
+    """`arguments` of durable_ranks.py."""
     return subprocess.Popen(
-        [sys.executable, str(HERE / "durable_ranks.py"), mode, level, str(more)],
+        [sys.executable, str(HERE / "durable_ranks.py"), *map(str, arguments)],
         env=service.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -240,7 +241,8 @@ def test_a_job_in_memory_gives_way_to_one_of_its_name_on_the_disk(folder):
         assert {arena["kind"] for arena in arenas if arena["job"]} <= {"weights", "state", "step"}
 
 
-def test_a_start_that_fails_leaves_what_was_handed_over(folder):
+@pytest.mark.parametrize("end", ["restart", "kill"])
+def test_a_start_that_fails_leaves_what_was_there(folder, end):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
@@ -248,10 +250,12 @@ def test_a_start_that_fails_leaves_what_was_handed_over(folder):
         before = opt.state_sha256()
         good = manager.command
         # The folder of this socket does not exist: known when the memory is adopted already.
-        manager.command = [word.replace("socket.path=", "socket.path=/nowhere") for word in good]
-        with pytest.raises(RuntimeError, match="no READY=1"):
-            manager.restart()
-        assert any(name.startswith("forebay.weights") for name in manager.names())
+        for bad in ("socket.path=/nowhere/s", "swap.paths=/nowhere/swap"):
+            key = bad.partition("=")[0]
+            manager.command = [bad if word.startswith(f"{key}=") else word for word in good]
+            with pytest.raises(RuntimeError, match="no READY=1"):
+                getattr(manager, end)() if manager.process.poll() is None else manager.start()
+            assert any(name.startswith("forebay.weights") for name in manager.names())
         manager.command = good
         manager.start()
         assert opt.state_sha256() == before

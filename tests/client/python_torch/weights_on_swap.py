@@ -12,16 +12,15 @@ import json
 import os
 import signal
 import sys
-import tempfile
 
 import torch
 
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 import late_device  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as processes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
@@ -132,8 +131,6 @@ def read(shard):
 
 
 def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
-    # After a fork torch makes its pool of threads anew at the next use, and fails where two threads do at once.
-    torch.set_num_threads(1)
     os.environ["FOREBAY_RUN"] = "one"
     on_device, waits = way == "late", way == "wait"
     if on_device:
@@ -179,9 +176,7 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
 
 
 def launch(*arguments):
-    with tempfile.TemporaryDirectory() as folder:
-        # Forked, not spawned: each rank would import torch anew.
-        processes.start_processes(train, (*arguments, folder), nprocs=arguments[0], start_method="fork")
+    forked_ranks.start(train, arguments[0], *arguments)
 
 
 def main(arguments):
