@@ -17,8 +17,8 @@
 
 namespace forebay::client::internal {
 
-// Restart  Where the daemon has ended the channel to be restarted, or has died and its job has not, commands are kept, and none of these calls
-//          fails, until Resume() sends them or Close() gives them up.
+// Restart  Where the daemon has ended the channel to be restarted, or has died and its job has not, commands are kept,
+//          and none of these calls fails, until Resume() sends them or Close() gives them up.
 // Threads  One at a time. Completions are handled on the thread that calls Poll.
 class CommandPort {
  public:

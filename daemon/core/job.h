@@ -165,7 +165,8 @@ class Job {
   void TryHandOver();
   void OnExtraStatesKept(const TaskDone& done);
   void EndHandOver(DurableJob job);
-  KeptMemory KeptNow() const;
+  // What a job that is handed over has of its memory, as it is now.
+  void AddKept(DurableJob& job) const;
   void ListBlocks(DurableJob& job) const;
   void TryRecord();
   bool is_deleted() const { return deleting_ && !is_unrestored_; }

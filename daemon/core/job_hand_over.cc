@@ -67,7 +67,7 @@ void Job::ListBlocks(DurableJob& job) const {
   }
 }
 
-KeptMemory Job::KeptNow() const {
+void Job::AddKept(DurableJob& job) const {
   KeptMemory kept{.resident = {},
                   .written_steps = {},
                   .weights_bytes = spec_.plan.weights_bytes,
@@ -84,14 +84,13 @@ KeptMemory Job::KeptNow() const {
     kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
   }
   kept.spare_slots = {swap_slots().begin(), swap_slots().end()};
-  return kept;
+  job.RemoveOwn(kept.spare_slots);
+  job.kept = std::move(kept);
 }
 
 void Job::EndHandOver(DurableJob job) {
   FOREBAY_CHECK(job.step == step_.published_step());
-  KeptMemory kept = KeptNow();
-  job.RemoveOwn(kept.spare_slots);
-  job.kept = std::move(kept);
+  AddKept(job);
   handed_over_ = std::make_shared<const DurableJob>(std::move(job));
   hand_over_ = HandOver::kDone;
 }
@@ -103,16 +102,16 @@ void Job::TryRecord() {
   if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
   if (access_.in_progress() || residency_.in_progress()) return;
   if (spec_.options.loses_swap && swap_bytes() > 0) return;
-  DurableJob job = durable_.ValuesOf(step_.PublishedNow());
+  DurableSteps::Published published = step_.PublishedNow();
+  std::vector<StatePart> extra_states = std::move(published.extra_states);
+  DurableJob job = durable_.ValuesOf(std::move(published));
   ListBlocks(job);
-  KeptMemory kept = KeptNow();
-  job.RemoveOwn(kept.spare_slots);
-  step_.Record(kept);
-  job.kept = std::move(kept);
+  AddKept(job);
+  step_.Record(*job.kept);
   is_recorded_ = true;
   recorded_run_ = members_.run();
   io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),
-                               .extra_states = step_.PublishedNow().extra_states});
+                               .extra_states = std::move(extra_states)});
 }
 
 std::vector<HandedOver::Session> Job::SessionsHandedOver() const {

@@ -605,8 +605,7 @@ DurableSteps::Published Step::PublishedNow() const {
                                     .trace = trace_.committed(),
                                     .extra_states = {}};
   for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
-    published.extra_states.push_back(
-        {.offset_bytes = extra_state_offset(rank), .bytes = extra_bytes_[rank]});
+    published.extra_states.push_back(extra_state(rank));
   }
   return published;
 }

@@ -137,6 +137,9 @@ class Step {
   uint64_t extra_state_offset(uint32_t rank) const {
     return spec_.plan.extra_state_slot(rank, extra_slot_);
   }
+  StatePart extra_state(uint32_t rank) const {
+    return {.offset_bytes = extra_state_offset(rank), .bytes = extra_bytes_[rank]};
+  }
   uint64_t unanswered(const Session& session) const;
   void CheckInvariants() const;
 

@@ -695,9 +695,10 @@ void StepPipeline::Recover(const DurableJob& job) {
   }
   for (uint32_t block = 0; job.kept && block < map_.blocks(); ++block) {
     if (is_resident(block)) ledger_.RecoverInPlace(block, job.kept->written_steps[block]);
-    if (was_killed)
+    if (was_killed) {
       ledger_.RecoverKilled(
           block, job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
+    }
   }
   for (uint32_t part = 0; was_killed && part < plan_.weights_parts; ++part) {
     ledger_.SetChanged(map_.blocks() + part);

@@ -79,8 +79,7 @@ void Step::RecordPublished(std::pmr::vector<RecordBlock> written, uint64_t overf
   copy(pipeline_.updates(), record.param_updates);
   copy(trace_.committed(), record.trace);
   for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
-    record.extra_states.push_back(
-        {.offset_bytes = extra_state_offset(rank), .bytes = extra_bytes_[rank]});
+    record.extra_states.push_back(extra_state(rank));
   }
   io_.actions().Emit(std::move(record));
 }

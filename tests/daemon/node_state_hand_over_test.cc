@@ -39,6 +39,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
+using ::forebay::testing::kCasesThatGoOn;
 using ::forebay::testing::kEpoch;
 using ::forebay::testing::kMemory;
 using ::forebay::testing::kStep;
@@ -112,16 +113,7 @@ TEST(NodeStateHandOverOfDurableSteps, AFailedFlushDelaysIt) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Places, NodeStateHandOver,
-    ::testing::Values(JobCase{kMemory, Place::kDram}, JobCase{kMemory, Place::kSwap},
-                      JobCase{kMemory, Place::kHalf}, JobCase{kMemory, Place::kWeightsOnSwap},
-                      JobCase{kMemory, Place::kHalf, true},
-                      JobCase{kMemory, Place::kWeightsOnSwap, true},
-                      JobCase{kMemory, Place::kDram, false, true},
-                      JobCase{kMemory, Place::kHalf, false, true}, JobCase{kStep, Place::kDram},
-                      JobCase{kStep, Place::kHalf}, JobCase{kEpoch, Place::kDram},
-                      JobCase{kEpoch, Place::kHalf, true}, JobCase{kEpoch, Place::kWeightsOnSwap}));
+INSTANTIATE_TEST_SUITE_P(Places, NodeStateHandOver, ::testing::ValuesIn(kCasesThatGoOn));
 
 class NodeStateHandOverJob : public ::testing::Test {
  protected:

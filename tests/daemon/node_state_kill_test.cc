@@ -22,7 +22,7 @@ namespace {
 
 using ::forebay::testing::AttachRequest;
 using ::forebay::testing::JobCase;
-using ::forebay::testing::kEpoch;
+using ::forebay::testing::kCasesThatGoOn;
 using ::forebay::testing::kMemory;
 using ::forebay::testing::kStep;
 using ::forebay::testing::NodeHarness;
@@ -112,16 +112,7 @@ TEST(NodeStateKillOfAnOverflow, IsReportedByTheNextDaemon) {
   EXPECT_EQ(next->StepAll(sessions, 3)[0], protocol::ErrorId::kOverflow);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Places, NodeStateKill,
-    ::testing::Values(JobCase{kMemory, Place::kDram}, JobCase{kMemory, Place::kSwap},
-                      JobCase{kMemory, Place::kHalf}, JobCase{kMemory, Place::kWeightsOnSwap},
-                      JobCase{kMemory, Place::kHalf, true},
-                      JobCase{kMemory, Place::kWeightsOnSwap, true},
-                      JobCase{kMemory, Place::kDram, false, true},
-                      JobCase{kMemory, Place::kHalf, false, true}, JobCase{kStep, Place::kDram},
-                      JobCase{kStep, Place::kHalf}, JobCase{kEpoch, Place::kDram},
-                      JobCase{kEpoch, Place::kHalf, true}, JobCase{kEpoch, Place::kWeightsOnSwap}));
+INSTANTIATE_TEST_SUITE_P(Places, NodeStateKill, ::testing::ValuesIn(kCasesThatGoOn));
 
 }  // namespace
 }  // namespace forebay::daemon

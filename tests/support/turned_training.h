@@ -27,6 +27,23 @@ inline constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::
 inline constexpr protocol::Durability kEpoch{.level = protocol::DurabilityLevel::kEpoch,
                                              .steps = 2};
 
+// Jobs that go on with the next daemon, wherever they are.
+inline constexpr JobCase kCasesThatGoOn[] = {
+    {kMemory, Place::kDram},
+    {kMemory, Place::kSwap},
+    {kMemory, Place::kHalf},
+    {kMemory, Place::kWeightsOnSwap},
+    {kMemory, Place::kHalf, true},
+    {kMemory, Place::kWeightsOnSwap, true},
+    {kMemory, Place::kDram, false, true},
+    {kMemory, Place::kHalf, false, true},
+    {kStep, Place::kDram},
+    {kStep, Place::kHalf},
+    {kEpoch, Place::kDram},
+    {kEpoch, Place::kHalf, true},
+    {kEpoch, Place::kWeightsOnSwap},
+};
+
 inline AttachRequest RequestOf(uint32_t rank, const JobCase& with, bool reattach) {
   AttachRequest request = RequestOf(rank, with);
   request.resume = request.reattach = reattach;
