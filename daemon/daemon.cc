@@ -283,7 +283,13 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
       prepared.swap->written_before = WrittenBefore(*prepared.swap);
     }
     prepared.swap->keeps_slots = handed_over.sequence > 0 || has_slots;
-    ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
+    protocol::UniqueFd staging;
+    if (auto found = left.extract(StagingDescriptor(prepared.swap->staging_slot_bytes));
+        !found.empty()) {
+      staging = std::move(found.mapped());
+    }
+    ASSIGN_OR_RETURN(state->swap,
+                     SwapSpace::Open(*prepared.swap, *state->engine, std::move(staging)));
     options.state.swap = state->swap->free_slots();
     options.state.swap_rates = prepared.swap->rates;
     options.state.ledger_bytes_max = state->swap->ledger_bytes_max();

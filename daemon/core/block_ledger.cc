@@ -371,6 +371,11 @@ void BlockLedger::RecoverKilled(uint32_t block, const Version& version) {
   FOREBAY_CHECK(is_durable_too || paths_[version.slot->path].free.erase(*version.slot) == 1);
 }
 
+void BlockLedger::RecoverEarly(uint32_t block, const Version& version) {
+  FOREBAY_CHECK(version.slot && paths_[version.slot->path].free.erase(*version.slot) == 1);
+  blocks_[block].early = version;
+}
+
 void BlockLedger::PublishBlock(uint32_t block) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(!of.writing);

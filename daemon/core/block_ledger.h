@@ -97,6 +97,9 @@ class BlockLedger {
   // The same, or on swap in this version, whatever is durable of it.
   void RecoverKilled(uint32_t block, const Version& version);
 
+  // Beside it, what an early update has written, or one of the step that another daemon did not end.
+  void RecoverEarly(uint32_t block, const Version& version);
+
   // Between steps: the block was moved to DRAM, its slot is free.
   void SetResident(uint32_t block);
 

@@ -14,6 +14,11 @@ std::vector<nvme::Slot> DurableJob::Slots() const {
     if (block) slots.push_back(block->slot);
   }
   for (const DurableBytes& part : weights) slots.push_back(part.slot);
+  if (kept && kept->update != nullptr) {
+    for (const KeptUpdate::Block& block : kept->update->blocks) {
+      if (block.written) slots.push_back(block.written->slot);
+    }
+  }
   if (!kept || kept->durable == nullptr) return slots;
   const std::set<nvme::Slot> current(slots.begin(), slots.end());
   for (const nvme::Slot& slot : kept->durable->Slots()) {

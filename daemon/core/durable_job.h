@@ -27,6 +27,22 @@ struct DurableBytes {
 
 struct DurableJob;
 
+// Of a daemon that was killed in the middle of an update: how far it came. Of blocks in DRAM, and of those in staging slots,
+// UndoLog knows.
+struct KeptUpdate {
+  struct Block {
+    std::optional<DurableBytes> written = {};
+    uint64_t overflows = 0;  // of one that is written
+    // Its new weights are there in the step arena, and may be installed or not.
+    std::optional<uint32_t> weights_slot = {};
+    // It is there, and not written.
+    std::optional<uint32_t> staging_slot = {};
+  };
+
+  StepOrder order;
+  std::vector<Block> blocks;
+};
+
 // Of a job that goes on with the next daemon, because one hands it over or is killed: its arenas stay as they are, and
 // with them all that is not on swap. Never written to a disk.
 struct KeptMemory {
@@ -51,10 +67,13 @@ struct KeptMemory {
   // nothing. Of one that hands over, what the job says is durable.
   bool was_killed = false;
   std::shared_ptr<const DurableJob> durable = {};
-  // Of a daemon that was killed: what calls of the published step are answered with; masters that overflowed.
+  // Of a daemon that was killed: what calls of the step are answered with; masters that overflowed.
   double norm = 0;
   bool clipped = false;
   uint64_t overflowed = 0;
+  // The step of the job is decided, and is updated; its param_updates, blocks and `written_steps` are those of the step
+  // before. Null: it is published.
+  std::shared_ptr<const KeptUpdate> update = {};
 
   bool operator==(const KeptMemory&) const = default;
 };
@@ -68,9 +87,9 @@ struct DurableJob {
   std::shared_ptr<const protocol::Layout> layout;
   uint32_t world_size = 1;
   uint64_t block_elems = 0;
-  uint64_t slot_bytes = 0;              // of all its slots
-  std::vector<bool> weights_on_swap;    // by partition; empty: of none
-  uint64_t step = 0;                    // published, with all before it
+  uint64_t slot_bytes = 0;            // of all its slots
+  std::vector<bool> weights_on_swap;  // by partition; empty: of none
+  uint64_t step = 0;                  // published, with all before it (but see KeptMemory::update)
   std::vector<uint64_t> param_updates;  // by parameter: steps in which it had a gradient
   std::vector<uint32_t> trace;          // partitions, in the order in which a step fetches them
   ExtraStates extra_states;             // by rank

@@ -80,6 +80,11 @@ void EarlyUpdates::Begin(uint32_t block) {
   }
 }
 
+void EarlyUpdates::Adopt(uint32_t block, const Block& made) {
+  if (made.weights_slot) FOREBAY_CHECK(free_slots_.erase(*made.weights_slot) == 1);
+  blocks_.emplace(block, made);
+}
+
 std::optional<uint32_t> EarlyUpdates::Extract(uint32_t block) {
   const auto node = blocks_.extract(block);
   FOREBAY_CHECK(!node.empty());

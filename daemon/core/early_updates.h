@@ -50,6 +50,8 @@ class EarlyUpdates {
            (places_[block] == Place::kSlot && !free_slots_.empty());
   }
   void Begin(uint32_t block);
+  // Of a new one: what another daemon has made of the block.
+  void Adopt(uint32_t block, const Block& made);
   bool has(uint32_t block) const { return blocks_.contains(block); }
   Block& at(uint32_t block) { return blocks_.at(block); }
   const std::pmr::map<uint32_t, Block>& all() const { return blocks_; }

@@ -16,16 +16,13 @@
 #include "absl/status/status.h"
 #include "cpu_adam/square_sum.h"
 #include "cpu_adam/update_kernel.h"
+#include "daemon/core/record_actions.h"
 #include "nvme/slot_map.h"
 #include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
-
-using JobId = uint64_t;      // never used again within one daemon
-using SessionId = uint64_t;  // likewise
-using TaskId = uint64_t;     // names one asynchronous action until its TaskDone
 
 enum class Tier : uint8_t { kDram, kNvme };
 
@@ -102,11 +99,7 @@ struct SegmentNorms {
 // What each rank committed beside a step, by rank.
 using ExtraStates = std::shared_ptr<const std::vector<std::vector<std::byte>>>;
 
-struct DurableJob;  // durable_job.h
-struct DurableNode;
-
-// XXH3-64 of each page of a block's plane of weights, in order: a fetch reads and verifies single pages.
-using WeightsDigests = std::shared_ptr<const std::vector<uint64_t>>;
+struct DurableNode;  // durable_job.h
 
 // The outcome of any action that carries a TaskId.
 struct TaskDone {
@@ -156,6 +149,9 @@ struct BlockMoveRequested {
 struct HandOverRequested {};
 struct HandOverDue {};
 
+// The first event: jobs that the daemon before was killed in the middle of an update of go on with it.
+struct UpdatesResumed {};
+
 struct DeleteJobRequested {
   uint64_t request = 0;
   uint32_t uid = 0;
@@ -169,18 +165,12 @@ struct JobFreed {
   bool weights_in_use = false;
 };
 
-using Event =
-    std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived, StepRequestCopied,
-                 TaskDone, StagingSlotKept, StagingSlotReturned, LeaseTimeExpired,
-                 BlockMoveRequested, HandOverRequested, HandOverDue, DeleteJobRequested, JobFreed>;
+using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
+                           StepRequestCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
+                           LeaseTimeExpired, BlockMoveRequested, HandOverRequested, HandOverDue,
+                           UpdatesResumed, DeleteJobRequested, JobFreed>;
 
 // ----------------------------------------------------------------------------------------- actions
-
-// Part of a state arena.
-struct StatePart {
-  uint64_t offset_bytes = 0;
-  uint64_t bytes = 0;
-};
 
 // Makes weights, state and step arenas of a job (zero-filled). Ends with TaskDone.
 struct CreateJobMemory {
@@ -447,6 +437,9 @@ struct UpdateBlock {
   BlockIdentity identity_before;
   BlockIdentity identity_after;
   uint64_t checksum_before = 0;
+  // Of a step that is decided, of a job with a record: where the daemon is killed, another one goes on in the middle. What
+  // it finds done is not updated again; bytes of a block that has begun are not verified.
+  bool is_resumed = false;
   UpdatePass pass = UpdatePass::kWhole;
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::pmr::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
@@ -686,71 +679,21 @@ struct HandedOver {
   std::vector<Session> sessions = {};  // that go on with the next daemon
 };
 
-// What another daemon finds of a job where this one is killed (KeptRecord), of a node that keeps its jobs so
-// (NodeOptions::keeps_jobs). Each is done at once, before the actions behind it.
-
-// The job as it is, between two steps. From here on the record follows what changes.
-struct RecordJob {
-  std::shared_ptr<const DurableJob> job;     // without extra_states
-  std::vector<StatePart> extra_states = {};  // in the step arena, by rank
-};
-
-// Where a block's bytes are that the newest published step has: another slot, or DRAM.
-struct RecordBlock {
-  JobId job = 0;
-  uint32_t block = 0;
-  std::optional<nvme::Slot> slot = {};  // empty: DRAM, or zeros that were never written
-  uint64_t checksum = 0;
-  uint64_t written_step = 0;
-  WeightsDigests weights_digests = {};
-};
-
-// A rank has delivered gradients to an attempt at the step behind the newest committed one, which this one follows: if
-// the daemon is killed now, older attempts are over.
-struct RecordAttempt {
-  JobId job = 0;
-  uint64_t step = 0;
-  uint64_t attempt = 0;
-};
-
-// The step is decided: bytes in DRAM change until it is published.
-struct RecordDecision {
-  JobId job = 0;
-  uint64_t step = 0;
-};
-
-// The step is published. Blocks on swap that it has changed are named, as RecordBlock does.
-struct RecordStep {
-  JobId job = 0;
-  uint64_t step = 0;
-  std::pmr::vector<RecordBlock> blocks = {};
-  std::pmr::vector<uint64_t> param_updates = {};  // by parameter
-  std::pmr::vector<uint32_t> trace = {};
-  std::pmr::vector<StatePart> extra_states = {};  // in the step arena, by rank
-  // What its calls are answered with.
-  double norm = 0;
-  bool clipped = false;
-  uint64_t overflowed = 0;  // masters
-};
-
-// The job cannot go on: it has failed.
-struct DropRecord {
-  JobId job = 0;
-};
-
 // A swap path has failed again and again (PathTable), or works again.
 struct SwapPathMarked {
   uint32_t path = 0;
   bool marked = false;
 };
 
-using Action = std::variant<
-    CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,
-    AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial,
-    CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
-    EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
-    RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer,
-    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob,
-    RecordBlock, RecordAttempt, RecordDecision, RecordStep, DropRecord, SwapPathMarked>;
+using Action =
+    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
+                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
+                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
+                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
+                 PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
+                 RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited,
+                 StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished,
+                 HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged, RecordAttempt,
+                 RecordDecision, RecordStep, DropRecord, UpdateNotResumed, SwapPathMarked>;
 
 }  // namespace forebay::daemon

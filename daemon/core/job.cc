@@ -43,7 +43,9 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       residency_(io_, pipeline_, weights_, swap, spec_.plan.swap_slot_bytes),
       durable_(spec_, io_, pipeline_),
       step_(spec_, io_, members_, pipeline_, durable_, access_, weights_, leases_),
-      fetches_(spec_, io_, step_, access_, weights_, leases_) {}
+      fetches_(spec_, io_, step_, access_, weights_, leases_) {
+  if (is_resumed()) pipeline_.KeepStaged(*spec_.recovered->kept->update);
+}
 
 void Job::Begin() {
   has_begun_ = true;
@@ -761,12 +763,13 @@ void Job::Prefetch() {
 void Job::FreeWhenUnused() {
   // It holds nothing of anybody, or nothing that the ledger does not have. One that is coming back does so without
   // its sessions too.
-  const bool comes_back = is_unrestored_ && has_begun_ && !failed();
+  const bool comes_back = is_unrestored_ && (has_begun_ || is_resumed()) && !failed();
   if (!initial_.ready() && members_.empty() && !comes_back) deleting_ = true;
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;
   freed_ = true;
-  io_.actions().Emit(FreeJob{.job = spec_.id,
-                             .keeps_arenas = is_unrestored_ && spec_.recovered->kept.has_value()});
+  io_.actions().Emit(FreeJob{
+      .job = spec_.id,
+      .keeps_arenas = is_unrestored_ && spec_.recovered->kept.has_value() && !is_resumed()});
 }
 
 }  // namespace forebay::daemon

@@ -128,6 +128,13 @@ class Job {
     return is_unrestored_ ? spec_.recovered : nullptr;
   }
 
+  const absl::Status& failure() const { return failed_; }
+  // It comes back in the middle of an update. Where it cannot, what is durable of it is all that is left.
+  bool is_resumed() const {
+    const KeptMemory* const kept = KeptOf(spec_.recovered.get());
+    return kept != nullptr && kept->update != nullptr;
+  }
+
   JobId id() const { return spec_.id; }
   const std::string& name() const { return spec_.name; }
   uint32_t uid() const { return spec_.uid; }

@@ -36,6 +36,10 @@ void Job::TryEndRestore() {
   }
   is_unrestored_ = false;
   initial_.Recover();
+  if (is_resumed()) {
+    step_.Resume(*spec_.recovered->kept->update);
+    return;
+  }
   const KeptMemory* const kept = KeptOf(spec_.recovered.get());
   const bool is_due =
       durable_.IsDue(step_.published_step()) && durable_.durable_step() < step_.published_step();

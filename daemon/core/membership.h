@@ -41,7 +41,10 @@ class Membership {
   enum class Ready : uint8_t { kNo, kYes };
 
   Membership(const JobSpec& spec, JobTasks& io)
-      : spec_(spec), io_(io), detached_(spec.world_size(), false) {}
+      : spec_(spec),
+        io_(io),
+        run_(spec.recovered == nullptr ? std::string() : spec.recovered->run),
+        detached_(spec.world_size(), false) {}
 
   // Whether this client may attach by its layout, its world size and the sizes it asks for, where
   // sessions get `room`. Another world size may where no rank has a session.
@@ -99,7 +102,7 @@ class Membership {
  private:
   const JobSpec& spec_;
   JobTasks& io_;
-  std::string run_;  // token of the newest attach
+  std::string run_;  // token of the newest attach, or of the one that it comes back from
   uint64_t generation_ = 0;
   std::map<SessionId, Session> sessions_;
   std::vector<SessionId> attaching_;

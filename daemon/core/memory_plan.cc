@@ -11,6 +11,7 @@
 #include "daemon/core/durable_content.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
+#include "daemon/core/undo_sizes.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -154,15 +155,19 @@ uint64_t RecordDigestBytes(const Layout& layout, const NodeOptions& options) {
 }
 
 uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan) {
-  constexpr uint64_t kBlockRecordBytes = 128;
+  constexpr uint64_t kBlockRecordBytes = 256;
   if (!options.keeps_jobs) return 0;
   const uint64_t blocks =
       layout.total_elems() / BlockElems(layout, options, plan) + layout.owners().size() + 1;
   const uint64_t values = layout.params().size() * sizeof(uint64_t) +
                           layout.partitions().size() * sizeof(uint32_t) +
                           plan.session.world_size * sizeof(StatePart);
-  const uint64_t bytes = LedgerBytes(layout, {.entries = blocks}) + 2 * values +
-                         blocks * kBlockRecordBytes + kPageBytes;
+  const uint64_t order =
+      protocol::kParamGroupsMax * sizeof(protocol::HyperParams) + layout.params().size();
+  const uint64_t bytes =
+      LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
+      UndoBytes(layout.spec(), blocks, BlockElems(layout, options, plan), options.workers) +
+      2 * kPageBytes;
   return kRecords * RoundUp(bytes, kPageBytes) +
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }
@@ -396,6 +401,14 @@ absl::Status CheckKept(const KeptMemory& kept, const NodeOptions& options, const
                      ", by this daemon's configuration ", Bytes(plan.weights_bytes)),
         "start the daemon with the configuration that it had before");
   }
+  if (kept.update != nullptr && kept.step_bytes != plan.step_bytes) {
+    return MakeError(
+        ErrorId::kConfig,
+        absl::StrCat("the gradients of the step that the daemon before was killed in take ",
+                     Bytes(kept.step_bytes), ", by this daemon's configuration ",
+                     Bytes(plan.step_bytes)),
+        "start the daemon with the configuration that it had before");
+  }
   const uint64_t needed =
       TakenBytes(options, use) + plan.fixed_bytes + plan.placement.state_bytes();
   if (needed <= options.dram_limit_bytes) return absl::OkStatus();
@@ -518,6 +531,7 @@ uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use) {
 }
 
 void MemoryPlan::UseFloatSums(const Layout& layout) {
+  uses_float_sums = true;
   sum_dtype = protocol::DType::kFloat32;
   session.accumulate = true;
   PlaceSums(layout, float_sums_offset, *this);

@@ -117,6 +117,7 @@ struct MemoryPlan {
   // Of these, what is not free until other jobs have moved blocks to swap. Then all states are on swap.
   uint64_t missing_bytes = 0;
 
+  bool uses_float_sums = false;
   // The sums are float32 from now on. Their memory counts in fixed_bytes already.
   void UseFloatSums(const protocol::Layout& layout);
 

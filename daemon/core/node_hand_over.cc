@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/core/job_name.h"
 #include "daemon/core/node_impl.h"
 
 namespace forebay::daemon {
@@ -45,12 +46,47 @@ void NodeState::Impl::TryHandOver() {
   actions.Emit(std::move(result));
 }
 
+// Without sessions: ranks that attach meanwhile wait until the step is published.
+Job* NodeState::Impl::On(const UpdatesResumed&) {
+  const NodeLedger::Parked parked = ledger.parked();
+  for (const auto& [name, job] : parked) {
+    if (job->kept == std::nullopt || job->kept->update == nullptr) continue;
+    const AttachRequested request{.uid = job->uid,
+                                  .job = JobNameFor(/*uid=*/0, name),
+                                  .world_size = job->world_size,
+                                  .run = job->run,
+                                  .reattach = true,
+                                  .durability = job->durability,
+                                  .layout = job->layout};
+    const absl::Status status = MakeJob(request, name).status();
+    if (status.ok()) continue;
+    ledger.Unpark(name);
+    freed_weights_bytes.emplace(job->id, job->kept->weights_bytes);
+    actions.Emit(FreeJob{.job = job->id});
+    GiveUpUpdate(*job, job->AllSlots(), status);
+  }
+  return nullptr;
+}
+
+// What is durable of it is all that is left. `slots`: all that it had.
+void NodeState::Impl::GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot> slots,
+                                   const absl::Status& reason) {
+  const JobName name{.uid = job.uid, .name = job.name};
+  actions.Emit(
+      UpdateNotResumed{.job = JobNameFor(/*uid=*/0, name), .step = job.step, .reason = reason});
+  if (const auto& durable = job.kept->durable) {
+    durable->RemoveOwn(slots);
+    ledger.Park(durable);
+  }
+  swap.Free(slots);
+}
+
 std::shared_ptr<const DurableNode> NodeState::Impl::NodeHandedOver() const {
   auto node = std::make_shared<DurableNode>();
   node->last_job = last_job;
   node->last_lease = actions.last_lease();
   for (const auto& [name, job] : ledger.parked()) {
-    if (job->kept) node->jobs.push_back(job);
+    if (job->kept && job->kept->update == nullptr) node->jobs.push_back(job);
   }
   for (const auto& [id, job] : jobs) {
     if (job->handed_over() != nullptr) node->jobs.push_back(job->handed_over());

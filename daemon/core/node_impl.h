@@ -71,6 +71,7 @@ struct NodeState::Impl {
   Job* On(const TaskDone& event);
   Job* On(const HandOverRequested& event);
   Job* On(const HandOverDue& event);
+  Job* On(const UpdatesResumed& event);
   Job* On(const DeleteJobRequested& request);
   Job* On(const JobFreed& event);
 
@@ -107,6 +108,8 @@ struct NodeState::Impl {
   void TryHandOver();
   std::shared_ptr<const DurableNode> NodeHandedOver() const;
   void DeleteParked(const JobName& name, const DurableJob& job);
+  void GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot> slots,
+                    const absl::Status& reason);
 
   Options options;
   // What comes and goes within a step, of all jobs. Holds as much as was ever in use at once.

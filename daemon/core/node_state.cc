@@ -536,8 +536,10 @@ void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
   std::vector<nvme::Slot> slots(job.swap_slots().begin(), job.swap_slots().end());
-  const std::shared_ptr<const DurableJob> of_ledger = job.unrestored();
-  if (of_ledger != nullptr) {
+  std::shared_ptr<const DurableJob> of_ledger = job.unrestored();
+  if (of_ledger != nullptr && job.is_resumed()) {
+    GiveUpUpdate(*std::exchange(of_ledger, nullptr), std::move(slots), job.failure());
+  } else if (of_ledger != nullptr) {
     of_ledger->RemoveOwn(slots);
     ledger.Park(of_ledger);
     swap.Free(slots);

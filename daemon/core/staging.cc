@@ -26,6 +26,8 @@ std::optional<uint32_t> StagingPool::AllocateUrgent(StagedBlocks& asking) {
   return std::nullopt;
 }
 
+void StagingPool::Take(uint32_t slot) { FOREBAY_CHECK(free_.erase(slot) == 1); }
+
 void StagingPool::Release(uint32_t slot) {
   FOREBAY_CHECK(slot < slots_);
   if (const auto kept = kept_.find(slot); kept != kept_.end()) {

@@ -30,6 +30,8 @@ class StagingPool {
   // asking job, else of another one.
   std::optional<uint32_t> AllocateUrgent(StagedBlocks& asking);
 
+  // One that is free.
+  void Take(uint32_t slot);
   void Release(uint32_t slot);
 
   // The disk may still write to the slot: once released, it is free only after Return().
@@ -87,6 +89,11 @@ class StagedBlocks {
   Staged& at(uint32_t block) { return blocks_.at(block); }
   const std::pmr::map<uint32_t, Staged>& all() const { return blocks_; }
   void Add(uint32_t block, uint32_t slot) { blocks_.emplace(block, Staged{.slot = slot}); }
+  // Of a new table: the block is there since before, in use.
+  void Adopt(uint32_t block, uint32_t slot) {
+    pool_.Take(slot);
+    blocks_.emplace(block, Staged{.slot = slot, .state = State::kInUse});
+  }
   void Drop(uint32_t block);  // gives the slot back
 
   // A slot for a read ahead: a free one that leaves `kept`. For a read that is waited for: see StagingPool.

@@ -61,7 +61,10 @@ void Step::Recover(const DurableJob& job) {
     last_.norm = job.kept->norm;
     last_.clipped = job.kept->clipped;
     overflowed_ = job.kept->overflowed;
-    if (overflowed_ > 0) last_.status = unsaid_ = OverflowError(overflowed_);
+    is_to_be_resumed_ = job.kept->update != nullptr;
+    if (is_to_be_resumed_) --published_step_;
+    if (overflowed_ > 0) last_.status = OverflowError(overflowed_);
+    if (!is_to_be_resumed_) unsaid_ = last_.status;
   }
   trace_.Recover(job.trace);
   pipeline_.FollowTrace(job.trace);
@@ -530,9 +533,7 @@ void Step::DecideWhenReduced() {
       announced_ && !last_.clipped &&
       DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty();
   if (announced_) announcement_was_kept_ = is_as_announced;
-  if (spec_.options.keeps_jobs) {
-    io_.actions().Emit(RecordDecision{.job = spec_.id, .step = order.step});
-  }
+  RecordDecided(order);
   pipeline_.Begin(std::move(order), is_as_announced);
   weights_.ForgetUpdated();
   ArmLeaseTimer();
@@ -585,11 +586,9 @@ void Step::Commit() {
 }
 
 void Step::Publish() {
-  std::pmr::vector<RecordBlock> written(io_.memory());
-  if (spec_.options.keeps_jobs) written = pipeline_.Written();
   const uint64_t overflowed = pipeline_.Finish();
   published_step_ = committed_step_;
-  RecordPublished(std::move(written), overflowed);
+  RecordPublished(overflowed);
   io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
   if (overflowed > 0) {
     last_.status = OverflowError(overflowed);
@@ -777,7 +776,8 @@ void Step::CheckInvariants() const {
   gradients_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
   const bool updating = phase_ == Phase::kMasters || published_step_ < committed_step_;
-  FOREBAY_CHECK(updating == pipeline_.running() || phase_ == Phase::kFailed);
+  FOREBAY_CHECK(updating == (pipeline_.running() || is_to_be_resumed_) ||
+                phase_ == Phase::kFailed);
   FOREBAY_CHECK(!updating || !access_.in_progress());
   const bool is_waiting = updating || (is_durable_first() && durable_.in_progress());
   FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (is_waiting || unpublished_.empty()));

@@ -54,6 +54,11 @@ class Step {
 
   // Of a new step: the job comes back after this one.
   void Recover(const DurableJob& job);
+  // It has, with an update that the daemon before did not end.
+  void Resume(const KeptUpdate& update) {
+    pipeline_.Resume(update);
+    is_to_be_resumed_ = false;
+  }
 
   // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
   // masters.
@@ -181,7 +186,8 @@ class Step {
   void AnswerInitialDone();
   void ArmLeaseTimer();
   void RecordOpenAttempt(uint64_t attempt);
-  void RecordPublished(std::pmr::vector<RecordBlock> written, uint64_t overflowed);
+  void RecordDecided(const StepOrder& order);
+  void RecordPublished(uint64_t overflowed);
   absl::Status OverflowError(uint64_t overflowed) const;
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
@@ -210,6 +216,7 @@ class Step {
   absl::Status fault_;           // that fault; OK: none
   uint64_t recorded_attempt_ = 0;
   uint64_t overflowed_ = 0;  // masters in the published step
+  bool is_to_be_resumed_ = false;
   GradientAccumulator gradients_;
   std::optional<StepCall> announced_;  // of this attempt
   // Ranks have announced different scalars; or the newest announcement before was not kept, because of

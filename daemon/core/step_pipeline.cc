@@ -187,8 +187,23 @@ void StepPipeline::FailPrefetch(uint32_t block, const absl::Status& status) {
 }
 
 void StepPipeline::Begin(StepOrder order, bool is_as_announced) {
-  Start(std::move(order), has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole,
-        is_as_announced);
+  Prepare(std::move(order), has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
+  is_recorded_ = keeps_jobs_ && may_be_resumed();
+  AdoptEarly(is_as_announced);
+  Start();
+}
+
+void StepPipeline::Resume(const KeptUpdate& update) {
+  StepOrder order{.step = update.order.step,
+                  .grad_scale = update.order.grad_scale,
+                  .grad_min = update.order.grad_min,
+                  .grad_max = update.order.grad_max,
+                  .hyper_params = {update.order.hyper_params, io_.memory()},
+                  .params = {update.order.params, io_.memory()}};
+  Prepare(std::move(order), UpdatePass::kWhole);
+  is_recorded_ = true;
+  AdoptKept(update);
+  Start();
 }
 
 bool StepPipeline::BeginMasters() {
@@ -199,11 +214,14 @@ bool StepPipeline::BeginMasters() {
   for (const protocol::ParamPlace& param : layout_->params()) {
     order.params.push_back(param.trainable);
   }
-  Start(std::move(order), UpdatePass::kMasters, /*is_as_announced=*/false);
+  Prepare(std::move(order), UpdatePass::kMasters);
+  is_recorded_ = false;
+  AdoptEarly(/*is_as_announced=*/false);
+  Start();
   return true;
 }
 
-void StepPipeline::Start(StepOrder order, UpdatePass pass, bool is_as_announced) {
+void StepPipeline::Prepare(StepOrder order, UpdatePass pass) {
   FOREBAY_CHECK(!running_ && !abandoned_ && !is_moving());
   running_ = true;
   pass_ = pass;
@@ -214,11 +232,13 @@ void StepPipeline::Start(StepOrder order, UpdatePass pass, bool is_as_announced)
   }
   overflowed_masters_ = 0;
   bytes_at_decision_ = counters_.bytes();
-  AdoptEarly(is_as_announced);
+}
+
+void StepPipeline::Start() {
   ForgetPrefetchErrors();
   norms_.clear();
   scalars_.clear();
-  BeginPass(pass);
+  BeginPass(pass_);
   Pump();
 }
 
@@ -428,6 +448,13 @@ void StepPipeline::StartUpdate(uint32_t block) {
   BlockIdentity after = before;
   after.written_step = order_.step;
   if (ReadsSums()) sums_.PinBlock(block);
+  const bool is_resumed = running_ && is_recorded_;
+  if (is_resumed && !is_resident(block)) {
+    io_.actions().Emit(RecordStaged{.job = io_.job(),
+                                    .block = block,
+                                    .step = order_.step,
+                                    .staging_slot = staged_.at(block).slot});
+  }
   const TaskId task = io_.Start(TaskKind::kUpdateBlock, 0,
                                 UpdateBlock{.place = PlaceOf(block),
                                             .block_elems = map_.elems(block),
@@ -435,6 +462,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .identity_before = before,
                                             .identity_after = after,
                                             .checksum_before = checksum(block),
+                                            .is_resumed = is_resumed,
                                             .pass = pass_,
                                             .sum_dtype = plan_.sum_dtype,
                                             .segments = Segments(block),
@@ -488,13 +516,9 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   if (early_.has(update.block)) {
     EarlyUpdates::Block& early = early_.at(update.block);
     early.updated = true;
-    if (running_) {
-      overflowed_masters_ += done.count;
-      if (early.weights_slot) AddInstall(update.block);
-    } else {
-      early.overflows = done.count;
-    }
-    StartWrite(update.block, done.checksum, done.weights_digests);
+    early.overflows = done.count;
+    if (running_) overflowed_masters_ += done.count;
+    StartWrite(update.block, done.checksum, done.count, done.weights_digests);
     return absl::OkStatus();
   }
   if (update.reads_sums) sums_.EndUpdateOf(update.block);
@@ -509,7 +533,7 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     --blocks_left_;
     return absl::OkStatus();
   }
-  StartWrite(update.block, done.checksum, done.weights_digests);
+  StartWrite(update.block, done.checksum, done.count, done.weights_digests);
   return absl::OkStatus();
 }
 
@@ -538,7 +562,8 @@ void StepPipeline::FinishPartitionsOf(uint32_t block) {
   for (const uint32_t partition : block_partitions_[block]) --partition_blocks_left_[partition];
 }
 
-void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests) {
+void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, uint64_t overflows,
+                              WeightsDigests weights_digests) {
   const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
   WriteBlock write = BeginWrite(block, identity, checksum);
   const uint32_t path = write.place.slot->path;
@@ -548,6 +573,7 @@ void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests 
                                .path = path,
                                .checksum = checksum,
                                .weights_digests = std::move(weights_digests),
+                               .overflows = overflows,
                                .early = !running_});
 }
 
@@ -581,7 +607,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     unwritten_.insert(write.block);
     swap_wait_ = DescribeBlock(done.status, write.block);
     AddSpareSlot();
-    StartWrite(write.block, write.checksum, write.weights_digests);
+    StartWrite(write.block, write.checksum, write.overflows, write.weights_digests);
     return absl::OkStatus();
   }
   if (!running_) {
@@ -593,6 +619,11 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     return absl::OkStatus();
   }
   ledger_.EndWrite(write.block, write.checksum, order_.step, write.weights_digests);
+  // New weights are installed once the states beside them are safe.
+  const std::optional<uint32_t> weights_slot =
+      early_.has(write.block) ? early_.at(write.block).weights_slot : std::nullopt;
+  RecordWritten(write.block, write.overflows, weights_slot);
+  if (weights_slot) AddInstall(write.block);
   if (map_.has_weights(write.block) && pass_ != UpdatePass::kMoments) {
     FinishPartitionsOf(write.block);
     if (early_.has(write.block)) early_.Remove(write.block);
@@ -699,9 +730,19 @@ void StepPipeline::Recover(const DurableJob& job) {
       ledger_.RecoverKilled(
           block, job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
     }
+    if (job.kept->update == nullptr) continue;
+    const auto& written = job.kept->update->blocks[block].written;
+    if (written) ledger_.RecoverEarly(block, version(*written));
   }
   for (uint32_t part = 0; was_killed && part < plan_.weights_parts; ++part) {
     ledger_.SetChanged(map_.blocks() + part);
+  }
+}
+
+void StepPipeline::KeepStaged(const KeptUpdate& update) {
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    const auto& slot = update.blocks[block].staging_slot;
+    if (slot) staged_.Adopt(block, *slot);
   }
 }
 

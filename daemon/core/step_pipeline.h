@@ -34,17 +34,6 @@
 
 namespace forebay::daemon {
 
-// A step after the decision.
-struct StepOrder {
-  uint64_t step = 0;
-  float grad_scale = 1.0F;
-  // Of the scaled gradient's elements; both 0: none.
-  float grad_min = 0.0F;
-  float grad_max = 0.0F;
-  std::pmr::vector<protocol::HyperParams> hyper_params;  // by parameter group
-  std::pmr::vector<bool> params;  // that have a gradient; others are left alone
-};
-
 // Of steps: zeros that the first one begins with count as read, the masters before it do not.
 struct PipelineCounters {
   uint64_t update_reads = 0;             // swapped blocks updated
@@ -92,6 +81,12 @@ class StepPipeline {
   void FollowTrace(const std::vector<uint32_t>& trace);
   // `is_as_announced`: the scalars are those that BeginEarly() was called with.
   void Begin(StepOrder order, bool is_as_announced);
+  // Whether another daemon could go on in the middle of an update that begins now.
+  bool may_be_resumed() const { return !has_two_passes() && plan_.sum_page_bytes == 0; }
+  // Of a new pipeline: what the daemon before has left in staging slots is not given to others.
+  void KeepStaged(const KeptUpdate& update);
+  // And when it has recovered: goes on with the update of a daemon that was killed.
+  void Resume(const KeptUpdate& update);
 
   // The step that is being gathered will have these scalars, so it is said: `order.params` counts for nothing.
   // Nothing happens where the optimizer goes over its blocks twice. Not while a step is applied.
@@ -127,8 +122,6 @@ class StepPipeline {
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
-  // What the step that is done() has written to swap.
-  std::pmr::vector<RecordBlock> Written() const;
   // BlockLedger::PublishBlock and SetResident, with its RecordBlock.
   void PublishBlock(uint32_t block);
   void SetResident(uint32_t block);
@@ -235,12 +228,14 @@ class StepPipeline {
     // Of writes.
     uint64_t checksum = 0;
     WeightsDigests weights_digests = {};
+    uint64_t overflows = 0;
     bool early = false;  // begun before the decision
     bool reads_sums = false;
   };
 
   Running FinishTask(TaskId task);
-  void Start(StepOrder order, UpdatePass pass, bool is_as_announced);
+  void Prepare(StepOrder order, UpdatePass pass);
+  void Start();
   BlockLedger::Target AllocateSlot(
       std::optional<BlockLedger::Target> (BlockLedger::*begin)(uint32_t), uint32_t entry);
   void ExchangeSlots();
@@ -248,9 +243,11 @@ class StepPipeline {
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
-  void StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests);
+  void StartWrite(uint32_t block, uint64_t checksum, uint64_t overflows,
+                  WeightsDigests weights_digests);
   void FinishPartitionsOf(uint32_t block);
   void AdoptEarly(bool is_as_announced);
+  void AdoptKept(const KeptUpdate& update);
   void AcceptEarly(uint32_t block);
   void DropEarly(std::span<const uint32_t> blocks);
   void EndDropped(uint32_t block);
@@ -273,6 +270,7 @@ class StepPipeline {
   void Sort();
   void SetWeightsChanged();
   RecordBlock RecordOf(uint32_t block, const BlockLedger::Version& version) const;
+  void RecordWritten(uint32_t block, uint64_t overflows, std::optional<uint32_t> weights_slot);
   void SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems);
   void ReturnFreeSlots();
   uint32_t slots_wanted(uint32_t block) const;
@@ -332,6 +330,7 @@ class StepPipeline {
   bool running_ = false;
   bool is_relocating_ = false;
   bool abandoned_ = false;
+  bool is_recorded_ = false;  // another daemon can go on with the running update
   StepOrder order_;
   // Of the running step: by parameter group and t.
   std::pmr::map<std::pair<uint32_t, uint64_t>, cpu_adam::StepScalars> scalars_;

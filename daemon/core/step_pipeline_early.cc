@@ -87,14 +87,29 @@ void StepPipeline::AdoptEarly(bool is_as_announced) {
   early_.ForgetSums();
 }
 
+// Blocks that the daemon before has written are as if they had been updated early, but for the decision, which is made;
+// those that it had in staging slots are ready, whatever was done of them.
+void StepPipeline::AdoptKept(const KeptUpdate& update) {
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    const KeptUpdate::Block& of = update.blocks[block];
+    if (of.staging_slot) staged_.at(block).state = State::kReady;
+    if (!of.written) continue;
+    early_.Adopt(block, {.weights_slot = of.weights_slot,
+                         .updated = true,
+                         .written = true,
+                         .overflows = of.overflows});
+  }
+}
+
 // Of a block that the step updates.
 void StepPipeline::AcceptEarly(uint32_t block) {
   const EarlyUpdates::Block early = early_.at(block);
   ++counters_.early_updates;
   overflowed_masters_ += early.overflows;
-  if (early.written) ledger_.AcceptEarly(block);
-  if (early.updated && early.weights_slot) AddInstall(block);
   if (!early.written) return;
+  ledger_.AcceptEarly(block);
+  RecordWritten(block, early.overflows, early.weights_slot);
+  if (early.weights_slot) AddInstall(block);
   --blocks_left_;
   if (early.weights_slot) return;
   FinishPartitionsOf(block);
@@ -125,6 +140,7 @@ void StepPipeline::StartInstall(uint32_t block) {
 void StepPipeline::OnInstalled(const TaskDone& done) {
   const uint32_t block = FinishTask(done.task).block;
   --updating_;
+  if (is_recorded_) io_.actions().Emit(RecordInstalled{.job = io_.job(), .block = block});
   early_.Remove(block);
   FinishPartitionsOf(block);
   --blocks_left_;

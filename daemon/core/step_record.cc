@@ -19,13 +19,15 @@ RecordBlock StepPipeline::RecordOf(uint32_t block, const BlockLedger::Version& v
           .weights_digests = version.weights_digests};
 }
 
-std::pmr::vector<RecordBlock> StepPipeline::Written() const {
-  std::pmr::vector<RecordBlock> blocks(io_.memory());
-  for (uint32_t block = 0; block < map_.blocks(); ++block) {
-    const BlockLedger::Version* const pending = ledger_.pending(block);
-    if (pending != nullptr && pending->slot) blocks.push_back(RecordOf(block, *pending));
-  }
-  return blocks;
+// In the step that is decided.
+void StepPipeline::RecordWritten(uint32_t block, uint64_t overflows,
+                                 std::optional<uint32_t> weights_slot) {
+  if (!keeps_jobs_ || sets_masters()) return;
+  RecordBlock record = RecordOf(block, *ledger_.pending(block));
+  record.step = order_.step;
+  record.overflows = overflows;
+  record.weights_slot = weights_slot;
+  io_.actions().Emit(std::move(record));
 }
 
 void StepPipeline::PublishBlock(uint32_t block) {
@@ -63,25 +65,45 @@ absl::Status Step::OverflowError(uint64_t overflowed) const {
       "go back to a checkpoint, or lower the learning rate");
 }
 
-void Step::RecordPublished(std::pmr::vector<RecordBlock> written, uint64_t overflowed) {
-  overflowed_ = overflowed;
+void Step::RecordDecided(const StepOrder& order) {
   if (!spec_.options.keeps_jobs) return;
-  RecordStep record{.job = spec_.id,
-                    .step = published_step_,
-                    .blocks = std::move(written),
-                    .param_updates = std::pmr::vector<uint64_t>(io_.memory()),
-                    .trace = std::pmr::vector<uint32_t>(io_.memory()),
-                    .extra_states = std::pmr::vector<StatePart>(io_.memory()),
-                    .norm = last_.norm,
-                    .clipped = last_.clipped,
-                    .overflowed = overflowed};
+  RecordDecision record{.job = spec_.id,
+                        .step = order.step,
+                        .param_updates = std::pmr::vector<uint64_t>(io_.memory()),
+                        .trace = std::pmr::vector<uint32_t>(io_.memory()),
+                        .extra_states = std::pmr::vector<StatePart>(io_.memory()),
+                        .norm = last_.norm,
+                        .clipped = last_.clipped,
+                        .overflowed = last_.status.ok() ? 0 : overflowed_};
+  if (pipeline_.may_be_resumed() && !spec_.plan.uses_float_sums) {
+    record.order = StepOrder{.step = order.step,
+                             .grad_scale = order.grad_scale,
+                             .grad_min = order.grad_min,
+                             .grad_max = order.grad_max,
+                             .hyper_params = {order.hyper_params, io_.memory()},
+                             .params = {order.params, io_.memory()}};
+  }
   const auto copy = [](const auto& from, auto& to) { to.assign(from.begin(), from.end()); };
   copy(pipeline_.updates(), record.param_updates);
+  for (uint32_t param = 0; param < order.params.size(); ++param) {
+    if (order.params[param]) ++record.param_updates[param];
+  }
   copy(trace_.committed(), record.trace);
   for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
-    record.extra_states.push_back(extra_state(rank));
+    record.extra_states.push_back(
+        {.offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_)});
+  }
+  for (const auto& [rank, call] : barrier_.by_rank()) {
+    record.extra_states[rank].bytes = call.request.extra_state_bytes;
   }
   io_.actions().Emit(std::move(record));
+}
+
+void Step::RecordPublished(uint64_t overflowed) {
+  overflowed_ = overflowed;
+  if (!spec_.options.keeps_jobs) return;
+  io_.actions().Emit(
+      RecordStep{.job = spec_.id, .step = published_step_, .overflowed = overflowed});
 }
 
 }  // namespace forebay::daemon

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -155,6 +156,18 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
   return state;
 }
 
+// That have elements in it.
+std::span<const UpdateSegment> SegmentsIn(const UpdateBlock& action, ElemRange range) {
+  const auto begin =
+      std::ranges::partition_point(action.segments, [&](const UpdateSegment& segment) {
+        return segment.block_elem + segment.elems <= range.begin;
+      });
+  const auto end = std::partition_point(
+      begin, action.segments.end(),
+      [&](const UpdateSegment& segment) { return segment.block_elem < range.end; });
+  return {begin, end};
+}
+
 // The sums of a part. Where these are on two pages they are joined in memory of the thread, which holds until
 // it does this again.
 std::span<const std::byte> SumsOf(const UpdateBlock& action, const SegmentPart& part,
@@ -189,18 +202,119 @@ std::span<const std::byte> SumsOf(const UpdateBlock& action, const SegmentPart& 
 
 }  // namespace
 
+namespace {
+
+// What an update of elements of a segment changes, wherever these begin.
+class ChangedPieces {
+ public:
+  ChangedPieces(const UpdateBlock& action, const UpdateSegment& segment, const UpdateMemory& memory)
+      : is_in_groups_(memory.states.format == Format::kInt8) {
+    const StateMemory& states = memory.states;
+    const auto planes = protocol::StatePlanes(states.optimizer, states.format, states.dtype);
+    for (size_t plane = 0; plane < planes.size(); ++plane) {
+      Add({.arena = memory.block_arena,
+           .arena_bytes = memory.block_offset_bytes,
+           .memory = states.block,
+           .offset_bytes = PlaneOffsetBytes(planes, plane, action.block_elems),
+           .value_bytes = protocol::SizeBytes(planes[plane].dtype),
+           .elems_bits = std::countr_zero(planes[plane].elems_per_value)});
+    }
+    const uint64_t width = protocol::SizeBytes(states.dtype);
+    if (segment.weights.in_block) {
+      Add({.arena = memory.block_arena,
+           .arena_bytes = memory.block_offset_bytes,
+           .memory = states.block,
+           .offset_bytes = WeightsPlane(action.block_elems, states),
+           .value_bytes = width});
+    } else {
+      Add({.arena = UndoneArena::kWeights,
+           .arena_bytes = 0,
+           .memory = states.weights,
+           .offset_bytes = segment.weights.offset_bytes,
+           .value_bytes = width,
+           .first_elem = segment.block_elem});
+    }
+  }
+
+  // Elements of the block.
+  std::span<const UndoPiece> Of(ElemRange range) {
+    for (size_t i = 0; i < count_; ++i) {
+      const Plane& plane = planes_[i];
+      // Whole groups of codes are written.
+      const bool is_rounded = is_in_groups_ && plane.first_elem == 0;
+      const uint64_t end =
+          is_rounded ? protocol::RoundUp(range.end, protocol::kScaleElems) : range.end;
+      const uint64_t first_byte =
+          plane.offset_bytes +
+          ((range.begin - plane.first_elem) >> plane.elems_bits) * plane.value_bytes;
+      const uint64_t values =
+          ((end - range.begin) + (uint64_t{1} << plane.elems_bits) - 1) >> plane.elems_bits;
+      pieces_[i] = {.arena = plane.arena,
+                    .offset_bytes = plane.arena_bytes + first_byte,
+                    .bytes = plane.memory.subspan(first_byte, values * plane.value_bytes)};
+    }
+    return std::span(pieces_).first(count_);
+  }
+
+ private:
+  struct Plane {
+    UndoneArena arena = UndoneArena::kStates;
+    uint64_t arena_bytes = 0;  // of `memory`, in the arena
+    std::span<const std::byte> memory;
+    uint64_t offset_bytes = 0;  // of first_elem, in `memory`
+    uint64_t value_bytes = 0;
+    int elems_bits = 0;  // log2 of the elements of one value
+    uint64_t first_elem = 0;
+  };
+  void Add(const Plane& plane) { planes_.at(count_++) = plane; }
+
+  bool is_in_groups_;
+  size_t count_ = 0;
+  std::array<Plane, kUndoPiecesMax> planes_;
+  std::array<UndoPiece, kUndoPiecesMax> pieces_;
+};
+
+// As RunUpdate, of the elements of a part of the log that are not done.
+void UpdateWithUndo(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory,
+                    UndoLog::Part& log) {
+  const StateFormat format{memory.states.format, memory.states.dtype};
+  const uint64_t part_begin = range.begin / kPartElems * kPartElems;
+  for (const UpdateSegment& segment : SegmentsIn(action, range)) {
+    const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
+    uint64_t first = std::max({segment.block_elem, range.begin, part_begin + log.done()});
+    if (first >= end) continue;
+    const SegmentPart part{segment, first - segment.block_elem, end - first};
+    StatePlanes state = PlanesOf(action, part, memory);
+    ChangedPieces pieces(action, segment, memory);
+    while (first < end) {
+      const uint64_t next = std::min(end, first / kUndoElems * kUndoElems + kUndoElems);
+      const SegmentPart in_hand{segment, first - segment.block_elem, next - first};
+      log.Save(pieces.Of({first, next}));
+      const Gradient gradient = GradientOf(action.sum_dtype, SumsOf(action, in_hand, memory));
+      const uint64_t overflows = cpu_adam::Update(memory.states.optimizer, format, segment.scalars,
+                                                  in_hand.elems, gradient, state);
+      log.SetDone(next - part_begin, log.overflows() + overflows);
+      state = cpu_adam::Advance(state, format, in_hand.elems);
+      first = next;
+    }
+  }
+}
+
+}  // namespace
+
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
   const StateMemory& states = memory.states;
   const StateFormat format{states.format, states.dtype};
   UpdateFound found;
+  if (memory.undo != nullptr) {
+    UndoLog::Part part(*memory.undo, action.identity_after.block, range.begin / kPartElems,
+                       action.identity_after.written_step);
+    UpdateWithUndo(action, range, memory, part);
+    found.overflows = part.overflows();
+    return found;
+  }
   if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
-  const auto begins = std::partition_point(
-      action.segments.begin(), action.segments.end(), [&](const UpdateSegment& segment) {
-        return segment.block_elem + segment.elems <= range.begin;
-      });
-  for (size_t i = static_cast<size_t>(begins - action.segments.begin());
-       i < action.segments.size() && action.segments[i].block_elem < range.end; ++i) {
-    const UpdateSegment& segment = action.segments[i];
+  for (const UpdateSegment& segment : SegmentsIn(action, range)) {
     const uint64_t first = std::max(segment.block_elem, range.begin);
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
     const SegmentPart part{segment, first - segment.block_elem, end - first};
@@ -220,7 +334,8 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
     found.overflows +=
         cpu_adam::Update(states.optimizer, format, scalars, part.elems, gradient, state);
     if (action.pass == UpdatePass::kMoments) {
-      found.norms[i] = cpu_adam::SumLamb(format, scalars, part.elems, state);
+      found.norms[static_cast<size_t>(&segment - action.segments.data())] =
+          cpu_adam::SumLamb(format, scalars, part.elems, state);
     }
   }
   return found;
@@ -284,7 +399,10 @@ TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory,
   std::vector<UpdateFound> found;
   for (uint64_t begin = 0; begin < action.block_elems; begin += stride) {
     const ElemRange range{begin, std::min(begin + stride, action.block_elems)};
-    found.push_back(RunUpdate(action, range, memory));
+    const UpdateFound of_range = RunUpdate(action, range, memory);
+    // With an undo log, what its part has found so far.
+    const bool ends_part = range.end % kPartElems == 0 || range.end == action.block_elems;
+    if (memory.undo == nullptr || ends_part) found.push_back(of_range);
     AddPages(range, action, memory.states, digests);
   }
   TaskDone done = JoinUpdate(found);

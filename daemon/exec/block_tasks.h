@@ -12,6 +12,8 @@
 #include "cpu_adam/lamb.h"
 #include "cpu_adam/square_sum.h"
 #include "daemon/core/events.h"
+#include "daemon/core/undo_sizes.h"
+#include "daemon/exec/undo_log.h"
 #include "nvme/checksum.h"
 #include "nvme/verify.h"
 #include "protocol/dtype.h"
@@ -42,6 +44,10 @@ struct UpdateMemory {
   StateMemory states;
   std::span<const std::byte> accumulators;  // step arena
   std::span<std::byte> new_weights = {};    // step arena, of an early update
+  // Of an update that another daemon goes on with where this one is killed (UpdateBlock::is_resumed); null: none does.
+  UndoLog* undo = nullptr;
+  UndoneArena block_arena = UndoneArena::kStates;  // of states.block, and where it is there
+  uint64_t block_offset_bytes = 0;
 };
 
 // Elements [begin, end) of a block or of a group.
@@ -50,9 +56,6 @@ struct ElemRange {
   uint64_t end = 0;
 };
 
-// Work on many elements is cut into ranges of so many, which may be done at once: the result is the
-// same, bit for bit.
-inline constexpr uint64_t kPartElems = uint64_t{1} << 19;
 static_assert(kPartElems % cpu_adam::kSumChunkElems == 0);
 
 // What an update has found.
@@ -62,7 +65,7 @@ struct UpdateFound {
 };
 
 // Updates those elements of the block that lie in `range`, which begins at a multiple of kTileElems;
-// of kPartElems where norms are summed.
+// of kPartElems where norms are summed, or where there is an undo log: what that has as done is left alone, and counted.
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
 
 // The result of a block from those of its ranges; lists come from `memory`.

@@ -210,10 +210,13 @@ class Executor {
   void Run(HandedOver& action);
   void Run(RecordJob& action);
   void Run(RecordBlock& action) { SetRecord(action); }
+  void Run(RecordInstalled& action) { SetRecord(action); }
+  void Run(RecordStaged& action) { SetRecord(action); }
   void Run(RecordAttempt& action) { SetRecord(action); }
   void Run(RecordDecision& action) { SetRecord(action); }
   void Run(RecordStep& action) { SetRecord(action); }
   void Run(DropRecord& action) { EndRecord(action.job); }
+  void Run(UpdateNotResumed& action);
   void Run(SwapPathMarked& action);
 
   // Work on a worker, a function of nothing, that ends with its TaskDone; where `timed` is given the
@@ -300,13 +303,15 @@ class Executor {
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
   std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;  // by job and rank
-  // From which another daemon goes on where this one is killed, and their descriptors' names.
+  // From which another daemon goes on where this one is killed, and their descriptors' names. Updates that run share
+  // them.
   struct Record {
-    std::unique_ptr<KeptRecord> record;
-    std::string name;
+    std::shared_ptr<KeptRecord> record;
+    std::string name;  // empty: nobody finds it
   };
   std::map<JobId, Record> records_;
   std::vector<ArenaRegistry::Arena> adopted_;  // not owned yet
+  bool resumes_updates_ = false;
   uint64_t last_record_ = 0;
   DescriptorStore store_;
   std::map<std::string, std::weak_ptr<pinned_mem::PinnedArena>> stored_;  // by name

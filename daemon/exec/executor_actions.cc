@@ -382,9 +382,18 @@ int Executor::GroupOf(const JobMemory& job, const BlockPlace& place, uint64_t by
 void Executor::Run(UpdateBlock& action) {
   JobMemory& job = jobs_.at(action.job);
   const bool resident = action.place.resident;
-  const UpdateMemory memory{.states = StatesAt(job, action.place, action.bytes, swap_),
-                            .accumulators = job.step->bytes(),
-                            .new_weights = job.step->bytes()};
+  UpdateMemory memory{.states = StatesAt(job, action.place, action.bytes, swap_),
+                      .accumulators = job.step->bytes(),
+                      .new_weights = job.step->bytes()};
+  const auto found = records_.find(action.job);
+  std::shared_ptr<KeptRecord> record;
+  if (action.is_resumed && found != records_.end()) {
+    record = found->second.record;
+    memory.undo = &record->undo();
+    memory.block_arena = resident ? UndoneArena::kStates : UndoneArena::kStaging;
+    const std::span<std::byte> arena = resident ? job.state->bytes() : swap_->staging()->bytes();
+    memory.block_offset_bytes = static_cast<uint64_t>(memory.states.block.data() - arena.data());
+  }
   const TaskId task = action.task;
   const uint64_t elems = action.block_elems;
   const Timed timed{.job = action.job,
@@ -396,7 +405,7 @@ void Executor::Run(UpdateBlock& action) {
   if (resident) {
     PostParts<UpdateFound>(
         task, timed, elems,
-        [action = std::move(action), memory](ElemRange range) {
+        [action = std::move(action), memory, record = std::move(record)](ElemRange range) {
           return RunUpdate(action, range, memory);
         },
         JoinUpdate);
@@ -404,11 +413,18 @@ void Executor::Run(UpdateBlock& action) {
   }
   const auto expected =
       swap_->Expected(action.place, action.identity_before, action.checksum_before);
-  PostTimed(task, timed, [action = std::move(action), memory, expected, nonce = swap_->nonce()] {
-    TaskDone done;
-    done.status = VerifyBlock(expected, action.identity_before, memory.states.block);
-    return done.status.ok() ? RunUpdateForSwap(action, memory, nonce) : done;
-  });
+  PostTimed(task, timed,
+            [action = std::move(action), memory, record = std::move(record), expected,
+             nonce = swap_->nonce()] {
+              TaskDone done;
+              const BlockIdentity& after = action.identity_after;
+              const bool has_begun =
+                  memory.undo != nullptr && memory.undo->HasBegun(after.block, after.written_step);
+              if (!has_begun) {
+                done.status = VerifyBlock(expected, action.identity_before, memory.states.block);
+              }
+              return done.status.ok() ? RunUpdateForSwap(action, memory, nonce) : done;
+            });
 }
 
 void Executor::Run(InstallWeights& action) {
@@ -629,6 +645,7 @@ void Executor::Run(SwapPathMarked& action) {
 }
 
 void Executor::Run(StepPublished& action) {
+  if (!store_.keep) EndRecord(action.job);  // of an update that the daemon before did not end
   jobs_.at(action.job).timeline.StepPublished(action.step, MonotonicNs());
   registry_.UpdatePeak();
 }

@@ -21,8 +21,13 @@ void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl
 void Executor::HandOverDue() { Raise(::forebay::daemon::HandOverDue{}); }
 
 void Executor::Adopt(std::vector<AdoptedArenas> all) {
+  if (swap_ != nullptr && swap_->has_adopted_staging()) {
+    adopted_.push_back(swap_->staging());
+    if (store_.keep) stored_[StagingDescriptor(swap_->staging_slot_bytes())] = swap_->staging();
+  }
   for (AdoptedArenas& job : all) {
     const bool has_record = job.record != nullptr && store_.keep;
+    resumes_updates_ = resumes_updates_ || (job.record != nullptr && job.record->is_updating());
     adopted_.push_back(job.state);
     adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
@@ -35,8 +40,10 @@ void Executor::Adopt(std::vector<AdoptedArenas> all) {
       stored_[WeightsDescriptor(job.id)] = job.weights;
       if (job.state != nullptr) stored_[StatesDescriptor(job.id)] = job.state;
       if (job.step != nullptr) stored_[StepDescriptor(job.id)] = job.step;
+    }
+    if (has_record || (job.record != nullptr && job.record->is_updating())) {
       records_[job.id] = {.record = std::move(job.record),
-                          .name = RecordDescriptor(job.id, job.record_number)};
+                          .name = has_record ? RecordDescriptor(job.id, job.record_number) : ""};
       last_record_ = std::max(last_record_, job.record_number);
     }
     jobs_.Adopt(std::move(job));
@@ -46,7 +53,9 @@ void Executor::Adopt(std::vector<AdoptedArenas> all) {
 std::set<std::string> Executor::StoredNames() const {
   std::set<std::string> names;
   for (const auto& [name, arena] : stored_) names.insert(name);
-  for (const auto& [job, record] : records_) names.insert(record.name);
+  for (const auto& [job, record] : records_) {
+    if (!record.name.empty()) names.insert(record.name);
+  }
   return names;
 }
 
@@ -55,6 +64,18 @@ void Executor::OwnAdopted() {
     if (arena != nullptr) arena->SetAtEnd(pinned_mem::AtEnd::kFreePages);
   }
   for (auto& [id, record] : records_) record.record->Own();
+  if (swap_ != nullptr) {
+    const absl::Status stored =
+        Store(StagingDescriptor(swap_->staging_slot_bytes()), swap_->staging());
+    if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
+  }
+  if (std::exchange(resumes_updates_, false)) Raise(UpdatesResumed{});
+}
+
+void Executor::Run(UpdateNotResumed& action) {
+  spdlog::error(
+      "job {}: the update of step {}, in which the daemon before was killed, cannot go on: {}",
+      action.job, action.step, protocol::FormatError(action.reason));
 }
 
 // ------------------------------------------------------------- what is found where the daemon is killed
@@ -87,7 +108,9 @@ absl::Status Executor::StoreArenas(JobId id) {
 
 void Executor::EndRecord(JobId job) {
   const auto record = records_.extract(job);
-  if (!record.empty()) store_.drop(record.mapped().name);
+  if (record.empty()) return;
+  record.mapped().record->Drop();  // an update may still have it
+  if (!record.mapped().name.empty()) store_.drop(record.mapped().name);
 }
 
 void Executor::Run(RecordJob& action) {
@@ -95,7 +118,8 @@ void Executor::Run(RecordJob& action) {
   const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
   absl::Status status = StoreArenas(job.id);
   if (status.ok()) {
-    absl::StatusOr<std::unique_ptr<KeptRecord>> made = KeptRecord::Make(action, nonce);
+    absl::StatusOr<std::unique_ptr<KeptRecord>> made =
+        KeptRecord::Make(action, nonce, options_.state.workers);
     status = made.status();
     const std::string name = RecordDescriptor(job.id, ++last_record_);
     if (status.ok()) status = store_.keep(name, (*made)->fd());

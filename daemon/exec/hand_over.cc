@@ -34,6 +34,7 @@ std::string StepDescriptor(JobId job) { return absl::StrCat("step.", job); }
 std::string GradientsDescriptor(JobId job, uint32_t rank) {
   return absl::StrCat("gradients.", job, ".", rank);
 }
+std::string StagingDescriptor(uint64_t slot_bytes) { return absl::StrCat("staging.", slot_bytes); }
 std::string RecordDescriptor(JobId job, uint64_t number) {
   return absl::StrCat(kRecordPrefix, job, ".", number);
 }
@@ -202,6 +203,35 @@ absl::StatusOr<KilledJob> ReadRecord(const std::string& name, UniqueFd fd,
       .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
 }
 
+// Bytes that workers had in hand are as they were before.
+absl::Status UndoUpdate(const KilledJob& killed, const AdoptedArenas& arenas,
+                        const SwapSpace* swap) {
+  const auto& update = killed.job.kept->update;
+  if (update == nullptr) return absl::OkStatus();
+  const bool is_staging_there = swap != nullptr && swap->has_adopted_staging();
+  const bool is_staged = std::ranges::any_of(update->blocks, [](const KeptUpdate::Block& block) {
+    return block.staging_slot.has_value();
+  });
+  if (is_staged && !is_staging_there) {
+    return MakeError(ErrorId::kConfig,
+                     absl::StrCat("its step ", killed.job.step,
+                                  " was being updated in staging slots, which are not there, or "
+                                  "have other sizes"),
+                     "restart the daemon with the configuration that it had");
+  }
+  if (arenas.step == nullptr) {
+    return MakeError(ErrorId::kCorrupt, "the gradients of the step that was updated are missing");
+  }
+  const auto bytes_of = [](const ArenaRegistry::Arena& arena) {
+    return arena == nullptr ? std::span<std::byte>() : arena->bytes();
+  };
+  return killed.record->undo().Undo(
+      killed.job.step,
+      {.states = bytes_of(arenas.state),
+       .weights = bytes_of(arenas.weights),
+       .staging = is_staging_there ? swap->staging()->bytes() : std::span<std::byte>()});
+}
+
 }  // namespace
 
 std::vector<KilledJob> ReadRecords(DescriptorsByName& left) {
@@ -241,6 +271,7 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSp
     if (status.ok()) {
       absl::StatusOr<AdoptedArenas> taken = AdoptArenas(job, arenas, left);
       status = taken.status();
+      if (status.ok()) status = UndoUpdate(killed, *taken, swap);
       if (status.ok()) status = ReserveKilled(job, node);
       if (status.ok()) {
         taken->record = std::move(killed.record);
@@ -254,8 +285,8 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSp
                   protocol::FormatError(status));
   }
   for (const DurableJob& job : going_on) {
-    spdlog::info("job {} goes on at step {}, after the daemon before was killed", job.name,
-                 job.step);
+    spdlog::info("job {} goes on {} step {}, after the daemon before was killed", job.name,
+                 job.kept->update == nullptr ? "at" : "in the middle of the update of", job.step);
   }
   AddKilled(std::move(going_on), node);
   // Numbers of leases grow by far fewer than one a nanosecond.

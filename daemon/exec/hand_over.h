@@ -38,6 +38,8 @@ std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
 std::string StepDescriptor(JobId job);
 std::string GradientsDescriptor(JobId job, uint32_t rank);
+// Of the node: staging slots of this size.
+std::string StagingDescriptor(uint64_t slot_bytes);
 // Each record of a job has another number: the newest one that is whole counts.
 std::string RecordDescriptor(JobId job, uint64_t number);
 

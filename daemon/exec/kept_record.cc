@@ -32,9 +32,10 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
-constexpr uint64_t kRecordVersion = 1;
+constexpr uint64_t kRecordVersion = 2;
 constexpr uint64_t kAlignment = 64;
 constexpr uint64_t kNoSlot = UINT64_MAX;
+constexpr int kStagedBits = 16;
 constexpr int kAttemptBits = 16;
 constexpr uint64_t kAttemptMax = (uint64_t{1} << kAttemptBits) - 1;
 
@@ -72,6 +73,12 @@ struct KeptRecord::Header {
   uint64_t values_bytes = 0;  // of one step
   uint64_t blocks_offset = 0;
   uint64_t digests_offset = 0;
+  uint64_t order_offset = 0;
+  uint64_t undo_offset = 0;
+  uint64_t undo_bytes = 0;
+  uint64_t undo_area_bytes = 0;
+  uint64_t block_elems = 0;
+  uint64_t workers = 0;
   std::atomic<uint64_t> is_valid = 0;
   std::atomic<uint64_t> published = 0;
   std::atomic<uint64_t> decided = 0;
@@ -87,12 +94,26 @@ struct KeptRecord::Version {
   uint64_t written_step = 0;
   uint64_t digests = 0;
   uint64_t is_resident = 0;
+  uint64_t overflows = 0;
+  // 1 + that of its new weights; 0: they are installed.
+  uint64_t weights_slot = 0;
 };
 
 // `state`: which version is meant, and the step (or 0) from whose publication on it is the other one: step << 1 | copy.
+// `staged`: the step in which it is updated in a staging slot, then kStagedBits of that.
 struct KeptRecord::Block {
   std::atomic<uint64_t> state = 0;
+  std::atomic<uint64_t> staged = 0;
   std::array<Version, 2> versions;
+};
+
+// Of the newest decision. Then HyperParams by group, and a byte for each parameter.
+struct KeptRecord::Order {
+  uint64_t is_resumed = 0;
+  uint64_t param_groups = 0;
+  float grad_scale = 0;
+  float grad_min = 0;
+  float grad_max = 0;
 };
 
 // Then updates of each parameter, extra_state of each rank, the trace.
@@ -106,7 +127,10 @@ struct KeptRecord::Values {
 };
 
 KeptRecord::KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes)
-    : fd_(std::move(fd)), bytes_(bytes) {}
+    : fd_(std::move(fd)),
+      bytes_(bytes),
+      undo_(bytes.subspan(header().undo_offset, header().undo_bytes), header().blocks,
+            header().block_elems, header().workers, header().undo_area_bytes) {}
 
 KeptRecord::~KeptRecord() {
   if (is_owned_) Drop();
@@ -135,6 +159,23 @@ uint32_t* KeptRecord::trace(uint64_t step) const {
   return reinterpret_cast<uint32_t*>(extra_states(step) + header().ranks);
 }
 
+KeptRecord::Order& KeptRecord::order() const {
+  return *reinterpret_cast<Order*>(bytes_.data() + header().order_offset);
+}
+
+protocol::HyperParams* KeptRecord::hyper_params() const {
+  return reinterpret_cast<protocol::HyperParams*>(bytes_.data() + header().order_offset +
+                                                  kAlignment);
+}
+
+uint8_t* KeptRecord::params_updated() const {
+  return reinterpret_cast<uint8_t*>(hyper_params() + protocol::kParamGroupsMax);
+}
+
+bool KeptRecord::is_updating() const { return header().decided > header().published; }
+
+uint64_t KeptRecord::workers() const { return header().workers; }
+
 KeptRecord::Block& KeptRecord::block(uint32_t index) const {
   FOREBAY_CHECK(index < header().blocks);
   return reinterpret_cast<Block*>(bytes_.data() + header().blocks_offset)[index];
@@ -146,7 +187,7 @@ uint64_t* KeptRecord::digests(uint32_t index, uint64_t copy) const {
 }
 
 absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& record,
-                                                             uint64_t nonce) {
+                                                             uint64_t nonce, uint64_t workers) {
   const DurableJob& job = *record.job;
   FOREBAY_CHECK(job.kept.has_value());
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
@@ -169,9 +210,18 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
               sizes.partitions * sizeof(uint32_t));
   sizes.blocks_offset = sizes.values_offset + 2 * sizes.values_bytes;
   sizes.digests_offset = Aligned(sizes.blocks_offset + sizes.blocks * sizeof(Block));
-  const uint64_t bytes =
-      protocol::RoundUp(sizes.digests_offset + 2 * sizes.blocks * sizes.digests * sizeof(uint64_t),
-                        protocol::kPageBytes);
+  sizes.order_offset =
+      Aligned(sizes.digests_offset + 2 * sizes.blocks * sizes.digests * sizeof(uint64_t));
+  sizes.undo_offset = protocol::RoundUp(
+      sizes.order_offset + kAlignment + protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+          sizes.params,
+      protocol::kPageBytes);
+  const protocol::LayoutSpec& spec = job.layout->spec();
+  sizes.block_elems = job.block_elems;
+  sizes.workers = workers;
+  sizes.undo_area_bytes = UndoAreaBytes(spec);
+  sizes.undo_bytes = UndoBytes(spec, sizes.blocks, job.block_elems, workers);
+  const uint64_t bytes = sizes.undo_offset + sizes.undo_bytes;
   sizes.file_bytes = bytes;
 
   protocol::UniqueFd fd(::memfd_create("forebay-record", MFD_CLOEXEC));
@@ -203,11 +253,11 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
     made->Write(one, 0);
     made->block(i).versions[0].is_resident = job.kept->resident[i] ? 1 : 0;
   }
-  RecordStep values{.job = job.id,
-                    .step = job.step,
-                    .norm = job.kept->norm,
-                    .clipped = job.kept->clipped,
-                    .overflowed = job.kept->overflowed};
+  RecordDecision values{.job = job.id,
+                        .step = job.step,
+                        .norm = job.kept->norm,
+                        .clipped = job.kept->clipped,
+                        .overflowed = job.kept->overflowed};
   values.param_updates.assign(job.param_updates.begin(), job.param_updates.end());
   values.trace.assign(job.trace.begin(), job.trace.end());
   values.extra_states.assign(record.extra_states.begin(), record.extra_states.end());
@@ -228,7 +278,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd
   if (mapped == MAP_FAILED) return Corrupt(protocol::ErrnoText("mmap", errno));
   const auto* const header = static_cast<const Header*>(mapped);
   const bool is_ours = header->magic == kMagic && header->version == kRecordVersion;
-  if (is_ours && header->file_bytes == bytes) {
+  if (is_ours && header->file_bytes == bytes && header->undo_offset + header->undo_bytes == bytes) {
     return std::unique_ptr<KeptRecord>(
         new KeptRecord(std::move(fd), {static_cast<std::byte*>(mapped), bytes}));
   }
@@ -256,7 +306,9 @@ void KeptRecord::Write(const RecordBlock& record, uint64_t copy) {
         .checksum = record.checksum,
         .written_step = record.written_step,
         .digests = record.weights_digests ? record.weights_digests->size() : 0,
-        .is_resident = record.slot ? 0U : 1U};
+        .is_resident = record.slot ? 0U : 1U,
+        .overflows = record.overflows,
+        .weights_slot = record.weights_slot ? *record.weights_slot + uint64_t{1} : 0};
   if (to.digests == 0) return;
   FOREBAY_CHECK(to.digests <= header().digests);
   std::ranges::copy(*record.weights_digests, digests(record.block, copy));
@@ -266,16 +318,25 @@ void KeptRecord::Set(const RecordBlock& record) {
   const uint64_t current = CurrentCopy(record.block);
   block(record.block).state = current;  // the step of the other one is over
   Write(record, 1 - current);
-  block(record.block).state = 1 - current;
+  block(record.block).state = record.step == 0 ? 1 - current : record.step << 1 | current;
+}
+
+void KeptRecord::Set(const RecordInstalled& record) {
+  for (Version& version : block(record.block).versions) {
+    std::atomic_ref(version.weights_slot).store(0);
+  }
+}
+
+void KeptRecord::Set(const RecordStaged& record) {
+  FOREBAY_CHECK(record.staging_slot < uint64_t{1} << kStagedBits);
+  block(record.block).staged = record.step << kStagedBits | record.staging_slot;
 }
 
 void KeptRecord::Set(const RecordAttempt& record) {
   header().attempt = record.step << kAttemptBits | std::min(record.attempt, kAttemptMax);
 }
 
-void KeptRecord::Set(const RecordDecision& record) { header().decided = record.step; }
-
-void KeptRecord::WriteValues(const RecordStep& record) {
+void KeptRecord::WriteValues(const RecordDecision& record) {
   Values& to = values(record.step);
   const uint64_t ranks = std::min<uint64_t>(record.extra_states.size(), header().ranks);
   to = {.step = record.step,
@@ -291,19 +352,79 @@ void KeptRecord::WriteValues(const RecordStep& record) {
   std::ranges::copy(record.trace, trace(record.step));
 }
 
-void KeptRecord::Set(const RecordStep& record) {
+void KeptRecord::WriteOrder(const RecordDecision& record) {
+  Order& to = order();
+  to = {.is_resumed = record.order ? 1U : 0U};
+  if (!record.order) return;
+  FOREBAY_CHECK(record.order->hyper_params.size() <= protocol::kParamGroupsMax &&
+                record.order->params.size() == header().params);
+  to.param_groups = record.order->hyper_params.size();
+  to.grad_scale = record.order->grad_scale;
+  to.grad_min = record.order->grad_min;
+  to.grad_max = record.order->grad_max;
+  std::ranges::copy(record.order->hyper_params, hyper_params());
+  std::ranges::copy(record.order->params, params_updated());
+}
+
+void KeptRecord::Set(const RecordDecision& record) {
   FOREBAY_CHECK(record.step == header().published + 1);
-  for (const RecordBlock& one : record.blocks) {
-    const uint64_t current = CurrentCopy(one.block);
-    block(one.block).state = current;
-    Write(one, 1 - current);
-    block(one.block).state = record.step << 1 | current;
-  }
   WriteValues(record);
+  WriteOrder(record);
+  header().decided = record.step;
+}
+
+void KeptRecord::Set(const RecordStep& record) {
+  FOREBAY_CHECK(record.step == header().decided);
+  values(record.step).overflowed = record.overflowed;
   header().published = record.step;
 }
 
 void KeptRecord::Drop() { header().is_valid = 0; }
+
+std::optional<DurableBytes> KeptRecord::BytesOf(uint32_t index, uint64_t copy) const {
+  const Version& version = block(index).versions[copy];
+  if (version.path == kNoSlot) return std::nullopt;
+  DurableBytes bytes{.slot = {.path = static_cast<uint32_t>(version.path),
+                              .offset_bytes = version.offset_bytes,
+                              .size_bytes = version.size_bytes},
+                     .checksum = version.checksum,
+                     .written_step = version.written_step};
+  if (version.digests > 0) {
+    const uint64_t* const from = digests(index, copy);
+    bytes.weights_digests =
+        std::make_shared<const std::vector<uint64_t>>(from, from + version.digests);
+  }
+  return bytes;
+}
+
+std::shared_ptr<const KeptUpdate> KeptRecord::ReadUpdate() const {
+  const Header& at = header();
+  const Order& from = order();
+  auto update = std::make_shared<KeptUpdate>();
+  update->order = {.step = at.decided,
+                   .grad_scale = from.grad_scale,
+                   .grad_min = from.grad_min,
+                   .grad_max = from.grad_max};
+  update->order.hyper_params.assign(hyper_params(), hyper_params() + from.param_groups);
+  update->order.params.assign(params_updated(), params_updated() + at.params);
+  update->blocks.resize(at.blocks);
+  for (uint32_t i = 0; i < at.blocks; ++i) {
+    KeptUpdate::Block& of = update->blocks[i];
+    const uint64_t staged = block(i).staged;
+    if (block(i).state >> 1 == at.decided) {
+      const uint64_t copy = 1 - CurrentCopy(i);
+      const Version& version = block(i).versions[copy];
+      of.written = BytesOf(i, copy);
+      of.overflows = version.overflows;
+      if (version.weights_slot > 0) {
+        of.weights_slot = static_cast<uint32_t>(version.weights_slot - 1);
+      }
+    } else if (staged >> kStagedBits == at.decided) {
+      of.staging_slot = static_cast<uint32_t>(staged & ((uint64_t{1} << kStagedBits) - 1));
+    }
+  }
+  return update;
+}
 
 absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   const Header& at = header();
@@ -315,6 +436,7 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   KeptMemory kept = *std::exchange(job.kept, std::nullopt);
   if (job.blocks.size() != at.blocks || job.world_size != at.ranks) return Corrupt("other sizes");
   const uint64_t published = at.published;
+  const uint64_t decided = at.decided;
   const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
   const auto state_bytes = [&] {
     return Placement(*job.layout, map, kept.resident, {}).state_bytes();
@@ -324,16 +446,16 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
     return MakeError(ErrorId::kJobFailed, absl::StrCat("job ", job.name, ": ", what));
   };
   if (at.is_valid == 0) return failed("nothing was recorded of it when the daemon was killed");
-  if (at.decided > published) {
-    return failed(absl::StrCat("the daemon was killed while it updated step ", at.decided.load()));
+  if (decided > published && order().is_resumed == 0) {
+    return failed(absl::StrCat("the daemon was killed while it updated step ", decided));
   }
-  job.step = published;
+  job.step = decided;
   job.param_updates.assign(param_updates(published), param_updates(published) + at.params);
-  const Values& of_step = values(published);
-  job.trace.assign(trace(published), trace(published) + of_step.traced);
+  const Values& of_step = values(decided);
+  job.trace.assign(trace(decided), trace(decided) + of_step.traced);
   std::vector<std::vector<std::byte>> extra;
   for (uint64_t rank = 0; rank < of_step.ranks; ++rank) {
-    const StatePart part = extra_states(published)[rank];
+    const StatePart part = extra_states(decided)[rank];
     std::vector<std::byte>& bytes = extra.emplace_back(part.bytes);
     if (part.bytes == 0) continue;
     const ssize_t got =
@@ -344,31 +466,22 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   for (uint32_t i = 0; i < at.blocks; ++i) {
     const uint64_t copy = CurrentCopy(i);
     const Version& version = block(i).versions[copy];
-    job.blocks[i].reset();
     kept.resident[i] = version.is_resident != 0;
     kept.written_steps[i] = kept.resident[i] ? published : version.written_step;
-    if (version.path == kNoSlot) continue;
-    DurableBytes& bytes = job.blocks[i].emplace();
-    bytes.slot = {.path = static_cast<uint32_t>(version.path),
-                  .offset_bytes = version.offset_bytes,
-                  .size_bytes = version.size_bytes};
-    bytes.checksum = version.checksum;
-    bytes.written_step = version.written_step;
-    if (version.digests == 0) continue;
-    const uint64_t* const from = digests(i, copy);
-    bytes.weights_digests =
-        std::make_shared<const std::vector<uint64_t>>(from, from + version.digests);
+    job.blocks[i] = BytesOf(i, copy);
   }
+  if (decided > published) kept.update = ReadUpdate();
   kept.norm = of_step.norm;
   kept.clipped = of_step.clipped != 0;
   kept.overflowed = of_step.overflowed;
   const uint64_t attempt = at.attempt;
-  kept.attempt = attempt >> kAttemptBits == published + 1 ? attempt & kAttemptMax : 0;
+  kept.attempt = attempt >> kAttemptBits == decided + 1 ? attempt & kAttemptMax : 0;
   kept.dram_bytes += state_bytes();
-  // That it had when it was recorded: others may have some of them now.
-  job.RemoveOwn(slots);
-  kept.spare_slots = std::move(slots);
   job.kept = std::move(kept);
+  // That it had when it was recorded: others may have some of them now.
+  job.kept->spare_slots.clear();
+  job.RemoveOwn(slots);
+  job.kept->spare_slots = std::move(slots);
   return job;
 }
 

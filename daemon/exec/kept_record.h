@@ -4,13 +4,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/durable_job.h"
 #include "daemon/core/events.h"
+#include "daemon/exec/undo_log.h"
 #include "protocol/os/unique_fd.h"
+#include "protocol/wire.h"
 
 namespace forebay::daemon {
 
@@ -19,13 +22,14 @@ namespace forebay::daemon {
 //
 // Ownership  Of the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
 //            bytes; a process that is killed does not come that far. One that was adopted it leaves as it is until Own().
-// Threads    One.
+// Threads    One, beside those of the undo log.
 class KeptRecord {
  public:
-  // Of a RecordJob; slots of the swap that has this nonce (SwapSpace).
+  // Of a RecordJob; slots of the swap that has this nonce (SwapSpace). `workers`: that update blocks at once.
   //
   // Errors  of EncodeHandedOver. E_LIMIT  no memory or descriptor for it.
-  static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce);
+  static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce,
+                                                          uint64_t workers);
   // That another process has left.
   //
   // Errors  E_CORRUPT  it is none, or of another version.
@@ -39,20 +43,30 @@ class KeptRecord {
   void Own() { is_owned_ = true; }
 
   int fd() const { return fd_.get(); }
+  // A step is decided, and not published.
+  bool is_updating() const;
   uint64_t nonce() const;
 
   void Set(const RecordBlock& record);
+  void Set(const RecordInstalled& record);
+  void Set(const RecordStaged& record);
   void Set(const RecordAttempt& record);
   void Set(const RecordDecision& record);
   void Set(const RecordStep& record);
   // The job cannot go on from it.
   void Drop();
 
+  // What workers say of updates in place.
+  UndoLog& undo() { return undo_; }
+  // As many as it has room for.
+  uint64_t workers() const;
+
   // The job, with `kept`, and its extra_state out of `step_arena` (a descriptor; -1: there is none). What is durable of
   // it, and which of its slots are free, the record does not know.
   //
   // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
-  //         E_JOB_FAILED  it was dropped, or the daemon was killed in the middle of an update: which step.
+  //         E_JOB_FAILED  it was dropped, or the daemon was killed in the middle of an update that nobody can go on with:
+  //                       which step.
   absl::StatusOr<DurableJob> Read(int step_arena) const;
 
  private:
@@ -60,6 +74,7 @@ class KeptRecord {
   struct Version;
   struct Block;
   struct Values;
+  struct Order;
 
   KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes);
 
@@ -68,14 +83,21 @@ class KeptRecord {
   uint64_t* param_updates(uint64_t step) const;
   StatePart* extra_states(uint64_t step) const;
   uint32_t* trace(uint64_t step) const;
+  Order& order() const;
+  protocol::HyperParams* hyper_params() const;
+  uint8_t* params_updated() const;
   Block& block(uint32_t index) const;
   uint64_t* digests(uint32_t index, uint64_t copy) const;
   uint64_t CurrentCopy(uint32_t index) const;
   void Write(const RecordBlock& record, uint64_t copy);
-  void WriteValues(const RecordStep& record);
+  void WriteValues(const RecordDecision& record);
+  void WriteOrder(const RecordDecision& record);
+  std::optional<DurableBytes> BytesOf(uint32_t index, uint64_t copy) const;
+  std::shared_ptr<const KeptUpdate> ReadUpdate() const;
 
   protocol::UniqueFd fd_;
   std::span<std::byte> bytes_;
+  UndoLog undo_;
   bool is_owned_ = false;
 };
 

@@ -27,6 +27,7 @@ namespace {
 
 using protocol::ErrorId;
 using protocol::UniqueFd;
+using ::testing::Contains;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using testing::HasError;
@@ -65,7 +66,7 @@ class KeptRecordTest : public ::testing::Test {
     ASSERT_EQ(::pwrite(step_arena_.get(), "zeroone.", 8, 0), 8);
     RecordJob record{.job = std::make_shared<const DurableJob>(job_), .extra_states = {}};
     record.extra_states = {{.offset_bytes = 0, .bytes = 4}};
-    ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Make(record, kNonce));
+    ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Make(record, kNonce, /*workers=*/2));
   }
   nvme::Slot SlotOf(uint64_t index) const {
     nvme::Slot slot = kSlot;
@@ -85,6 +86,16 @@ class KeptRecordTest : public ::testing::Test {
   std::string ExtraStateOf(const DurableJob& job, size_t rank) {
     const std::vector<std::byte>& bytes = job.extra_states->at(rank);
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  }
+  RecordDecision Decision(uint64_t step) const {
+    RecordDecision decision{.step = step, .norm = 0.5 * static_cast<double>(step), .clipped = true};
+    decision.param_updates.assign(job_.param_updates.size(), step);
+    decision.extra_states = {{.offset_bytes = 4, .bytes = 3}};
+    return decision;
+  }
+  RecordBlock Written(uint32_t block, uint64_t step) const {
+    return {
+        .block = block, .slot = SlotOf(step), .checksum = step, .written_step = step, .step = step};
   }
   // Of a block that has none yet.
   uint32_t InDram() const {
@@ -137,17 +148,13 @@ TEST_F(KeptRecordTest, ABlockThatMovesIsInOnePlaceAlone) {
 TEST_F(KeptRecordTest, AStepTakesAllOfItsBlocksAtOnceAndSoOn) {
   const uint32_t block = InDram();
   for (uint64_t step = 7; step < 12; ++step) {
-    record_->Set(RecordDecision{.step = step});
+    record_->Set(Decision(step));
     EXPECT_THAT(Found(), HasError(ErrorId::kJobFailed));
-    RecordStep record{
-        .step = step, .norm = 0.5 * static_cast<double>(step), .clipped = true, .overflowed = step};
-    record.blocks.push_back(
-        {.block = block, .slot = SlotOf(step), .checksum = step, .written_step = step});
-    record.param_updates.assign(job_.param_updates.size(), step);
-    record.extra_states = {{.offset_bytes = 4, .bytes = 3}};
-    record_->Set(record);
+    record_->Set(Written(block, step));
+    record_->Set(RecordStep{.step = step, .overflowed = step});
     ASSERT_OK_AND_ASSIGN(const DurableJob found, Found());
     EXPECT_EQ(found.step, step);
+    EXPECT_EQ(found.kept->update, nullptr);
     EXPECT_THAT(found.param_updates, Each(step));
     EXPECT_THAT(found.trace, IsEmpty());
     EXPECT_EQ(ExtraStateOf(found, 0), "one");
@@ -156,6 +163,66 @@ TEST_F(KeptRecordTest, AStepTakesAllOfItsBlocksAtOnceAndSoOn) {
     EXPECT_TRUE(found.kept->clipped);
     EXPECT_EQ(found.kept->overflowed, step);
     EXPECT_EQ(found.kept->attempt, 0U) << "of the step before";
+  }
+}
+
+// What is said is the step's, and what blocks were before it, until it is published.
+TEST_F(KeptRecordTest, TheMiddleOfAnUpdateIsSaid) {
+  const uint32_t block = InDram();
+  for (uint64_t step = 7; step < 10; ++step) {
+    RecordDecision decision = Decision(step);
+    decision.order = StepOrder{.step = step, .grad_scale = 0.25F, .grad_min = -1, .grad_max = 1};
+    decision.order->hyper_params = {{.lr = 0.5}, {.lr = 0.125}};
+    decision.order->params.assign(job_.param_updates.size(), true);
+    decision.order->params[0] = false;
+    record_->Set(RecordAttempt{.step = step, .attempt = 9});
+    record_->Set(decision);
+    record_->Set(RecordStaged{.block = block, .step = step, .staging_slot = 5});
+    record_->Set(RecordAttempt{.step = step + 1, .attempt = 4});
+    ASSERT_OK_AND_ASSIGN(const DurableJob begun, Found());
+    EXPECT_EQ(begun.step, step);
+    EXPECT_THAT(begun.param_updates, Each(step - 1));
+    EXPECT_EQ(ExtraStateOf(begun, 0), "one");
+    EXPECT_EQ(begun.kept->attempt, 4U);
+    ASSERT_NE(begun.kept->update, nullptr);
+    const StepOrder& order = begun.kept->update->order;
+    EXPECT_EQ(order.step, step);
+    EXPECT_EQ(order.grad_scale, 0.25F);
+    EXPECT_EQ(order.grad_min, -1);
+    EXPECT_EQ(order.grad_max, 1);
+    ASSERT_THAT(order.hyper_params, SizeIs(2));
+    EXPECT_EQ(order.hyper_params[1].lr, 0.125);
+    EXPECT_EQ(order.params, decision.order->params);
+    EXPECT_EQ(begun.kept->update->blocks[block].staging_slot, 5U);
+    EXPECT_EQ(begun.kept->update->blocks[block].written, std::nullopt);
+    const auto before = begun.blocks[block];
+
+    RecordBlock written = Written(block, step);
+    written.overflows = 3;
+    written.weights_slot = 2;
+    record_->Set(written);
+    ASSERT_OK_AND_ASSIGN(const DurableJob later, Found());
+    const KeptUpdate::Block& of = later.kept->update->blocks[block];
+    EXPECT_EQ(of.staging_slot, std::nullopt);
+    ASSERT_TRUE(of.written.has_value());
+    EXPECT_EQ(of.written->slot, SlotOf(step));
+    EXPECT_EQ(of.written->checksum, step);
+    EXPECT_EQ(of.overflows, 3U);
+    EXPECT_EQ(of.weights_slot, 2U);
+    EXPECT_EQ(later.blocks[block].has_value(), before.has_value());
+    if (before) {
+      EXPECT_EQ(later.blocks[block]->slot, before->slot);
+    }
+    EXPECT_THAT(later.Slots(), Contains(SlotOf(step)));
+
+    record_->Set(RecordInstalled{.block = block});
+    ASSERT_OK_AND_ASSIGN(const DurableJob installed, Found());
+    EXPECT_EQ(installed.kept->update->blocks[block].weights_slot, std::nullopt);
+    EXPECT_TRUE(installed.kept->update->blocks[block].written.has_value());
+    record_->Set(RecordStep{.step = step});
+    ASSERT_OK_AND_ASSIGN(const DurableJob published, Found());
+    EXPECT_EQ(published.kept->update, nullptr);
+    EXPECT_EQ(published.blocks[block]->slot, SlotOf(step));
   }
 }
 

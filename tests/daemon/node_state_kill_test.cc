@@ -31,6 +31,7 @@ using ::forebay::testing::Place;
 using ::forebay::testing::RequestOf;
 using ::forebay::testing::Training;
 using ::testing::IsEmpty;
+using ::testing::SizeIs;
 
 class NodeStateKill : public ::testing::TestWithParam<JobCase> {};
 
@@ -48,10 +49,10 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     if (run.answered_ >= kSteps) break;
     ++points;
     const uint32_t resident = run.View().resident_blocks;
-    if (!run.Kill()) {
-      ++in_update;
-      continue;
-    }
+    const bool is_updating = run.node_->model().is_updating(run.View().id);
+    ASSERT_TRUE(run.Kill()) << "point " << point;
+    in_update += is_updating ? 1 : 0;
+    run.Resume();
     ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
     run.AttachAll(/*reattach=*/true);
     steps.insert(run.answered_);
@@ -61,15 +62,38 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     run.TrainTo(run.answered_ + 2);
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
     // And once more.
-    if (!run.Kill()) continue;
+    ASSERT_TRUE(run.Kill()) << "point " << point;
+    run.Resume();
     run.AttachAll(/*reattach=*/true);
     run.TrainTo(run.answered_ + 1);
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
     ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
   }
   EXPECT_GT(points, 40U);
-  EXPECT_LT(in_update, points / 2);
+  EXPECT_GT(in_update, 3U);
   EXPECT_GE(steps.size(), 3U);
+}
+
+// The daemon that goes on with it is killed too, and so on, each a little later than the one before.
+TEST_P(NodeStateKill, AnUpdateSurvivesOneKillAfterTheOther) {
+  const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
+  for (size_t tasks = 1; tasks <= 4; ++tasks) {
+    Training run(GetParam(), options);
+    run.AttachAll();
+    run.TrainTo(1);
+    while (!run.node_->model().is_updating(run.View().id)) run.Turn();
+    for (int kills = 0; kills < 100; ++kills) {
+      ASSERT_TRUE(run.Kill());
+      ASSERT_EQ(run.node_->fault(), "");
+      if (!run.node_->model().is_updating(run.View().id)) break;
+      run.Resume(tasks + (kills >= 6 ? 3 : 0));
+    }
+    run.Resume();
+    ASSERT_FALSE(run.node_->model().is_updating(run.View().id));
+    run.AttachAll(/*reattach=*/true);
+    run.TrainTo(run.answered_ + 2);
+    ASSERT_EQ(run.node_->fault(), "");
+  }
 }
 
 // What sessions of before have mapped is gone: nothing is read for them.
@@ -110,6 +134,37 @@ TEST(NodeStateKillOfAnOverflow, IsReportedByTheNextDaemon) {
     sessions.push_back(next->Attach(run.layout_, RequestOf(rank, with, /*reattach=*/true)));
   }
   EXPECT_EQ(next->StepAll(sessions, 3)[0], protocol::ErrorId::kOverflow);
+}
+
+// A daemon with other limits: the log says so, and what is durable is all that is left.
+TEST(NodeStateKillInAnUpdate, ThatCannotGoOnLeavesWhatIsDurable) {
+  for (const protocol::Durability& level : {kMemory, kStep}) {
+    for (const Place place : {Place::kDram, Place::kSwap}) {
+      const JobCase with{level, place};
+      Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+      run.AttachAll();
+      run.TrainTo(2);
+      while (!run.node_->model().is_updating(run.View().id)) run.Turn();
+      NodeState::Options less = run.options_;
+      less.dram_limit_bytes = less.node_bytes + (64 << 10);
+      const auto next = NodeHarness::AfterKill(*run.node_, less);
+      ASSERT_NE(next, nullptr);
+      const auto given_up = next->Logged<UpdateNotResumed>();
+      ASSERT_THAT(given_up, SizeIs(1));
+      EXPECT_EQ(given_up[0].job, "1000:job");
+      EXPECT_EQ(given_up[0].step, 3U);
+      EXPECT_EQ(protocol::IdOf(given_up[0].reason), protocol::ErrorId::kDramLimit);
+      EXPECT_THAT(next->Logged<FreeJob>(), SizeIs(1));
+      const auto left = next->FindJob("job");
+      EXPECT_EQ(left.has_value(), level == kStep);
+      if (left) {
+        EXPECT_EQ(left->committed_step, 2U);
+      } else {
+        EXPECT_EQ(next->state().Node().swap_used_bytes, 0U);
+      }
+      EXPECT_EQ(next->fault(), "");
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, NodeStateKill, ::testing::ValuesIn(kCasesThatGoOn));

@@ -126,9 +126,12 @@ struct Words {
   void operator()(const HandedOver& a) const { Put({a.node->jobs.size(), a.sessions.size()}); }
   void operator()(const RecordJob& a) const { Put({a.job->id, a.job->step}); }
   void operator()(const RecordBlock& a) const { Put({a.job, a.block, a.checksum}); }
+  void operator()(const RecordInstalled& a) const { Put({a.job, a.block}); }
+  void operator()(const RecordStaged& a) const { Put({a.job, a.block, a.step, a.staging_slot}); }
   void operator()(const RecordAttempt& a) const { Put({a.job, a.step, a.attempt}); }
   void operator()(const RecordDecision& a) const { Put({a.job, a.step}); }
-  void operator()(const RecordStep& a) const { Put({a.job, a.step, a.blocks.size()}); }
+  void operator()(const RecordStep& a) const { Put({a.job, a.step, a.overflowed}); }
+  void operator()(const UpdateNotResumed& a) const { Put({a.step}); }
   void operator()(const DropRecord& a) const { Put({a.job}); }
   void operator()(const SwapPathMarked& a) const { Put({a.path, a.marked ? 1U : 0U}); }
 
@@ -141,7 +144,7 @@ struct Words {
 };
 
 NodeState::Options TightOptions() {
-  return {.dram_limit_bytes = 1480 << 10,  // three jobs and their records, few of their blocks
+  return {.dram_limit_bytes = 1852 << 10,  // three jobs and their records, few of their blocks
           .node_bytes = 3 * 12288,
           .staging_slots = 3,
           .staging_slot_bytes = 12288,  // three planes of a page

@@ -18,11 +18,15 @@ void KeptRecords::Execute(const Action& action) {
     if (found != records_.end()) found->second->Set(record);
   };
   if (const auto* job = std::get_if<RecordJob>(&action)) {
-    auto made = KeptRecord::Make(*job, /*nonce=*/1);
+    auto made = KeptRecord::Make(*job, /*nonce=*/1, /*workers=*/1);
     FOREBAY_CHECK(made.ok());
     records_[job->job->id] = *std::move(made);
   } else if (const auto* block = std::get_if<RecordBlock>(&action)) {
     set(*block);
+  } else if (const auto* installed = std::get_if<RecordInstalled>(&action)) {
+    set(*installed);
+  } else if (const auto* staged = std::get_if<RecordStaged>(&action)) {
+    set(*staged);
   } else if (const auto* attempt = std::get_if<RecordAttempt>(&action)) {
     set(*attempt);
   } else if (const auto* decision = std::get_if<RecordDecision>(&action)) {

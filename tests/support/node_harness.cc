@@ -177,7 +177,10 @@ std::unique_ptr<NodeHarness> NodeHarness::AfterKill(NodeHarness& before,
   daemon::AddKilled(std::move(jobs), options);
   options.recovered.last_lease = uint64_t{1} << 40;
   NodeModel left = before.model_.Killed(options.recovered);
-  return std::make_unique<NodeHarness>(options, before.world_size_, std::move(left));
+  auto next = std::make_unique<NodeHarness>(options, before.world_size_, std::move(left));
+  next->records_ = std::move(before.records_);
+  next->Send(daemon::UpdatesResumed{});
+  return next;
 }
 
 void NodeHarness::Send(const Event& event) {

@@ -23,26 +23,6 @@ concept HasTask = requires(T action) {
   action.task;
 };
 
-BlockToken TokenOf(const BlockIdentity& identity, uint64_t checksum) {
-  return {.job = identity.job,
-          .block = identity.block,
-          .written_step = identity.written_step,
-          .checksum = checksum};
-}
-
-// Of the plane of weights behind the states of a block; null: it has none.
-WeightsDigests DigestsOf(uint64_t checksum, const protocol::LayoutSpec& spec, uint64_t states_elems,
-                         uint64_t block_bytes) {
-  uint64_t states_bytes = 0;
-  for (const auto& plane : protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
-    states_bytes +=
-        protocol::RoundUp(protocol::PlaneBytes(plane, states_elems), protocol::kPageBytes);
-  }
-  const uint64_t pages = (block_bytes - states_bytes) / protocol::kPageBytes;
-  if (pages == 0) return nullptr;
-  return std::make_shared<const std::vector<uint64_t>>(pages, checksum);
-}
-
 }  // namespace
 
 void NodeModel::Fault(const std::string& what) {
@@ -593,6 +573,7 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   JobMemory& job = jobs_[a.job];
   BlockToken& block =
       a.place.resident ? job.resident[a.place.state_offset_bytes] : staging_[a.place.staging_slot];
+  if (WasDone(a, block, done)) return;
   const bool fresh =
       a.identity_before.written_step == 0 && !a.place.slot && block.written_step == 0;
   if (!fresh && !(block == TokenOf(a.identity_before, a.checksum_before))) {

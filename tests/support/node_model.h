@@ -46,6 +46,12 @@ struct BlockToken {
   bool operator==(const BlockToken&) const = default;
 };
 
+// Of a block with these bytes.
+BlockToken TokenOf(const daemon::BlockIdentity& identity, uint64_t checksum);
+// Of the plane of weights behind the states of a block; null: it has none.
+daemon::WeightsDigests DigestsOf(uint64_t checksum, const protocol::LayoutSpec& spec,
+                                 uint64_t states_elems, uint64_t block_bytes);
+
 class NodeModel {
  public:
   using TaskMap = std::map<daemon::TaskId, daemon::Action>;
@@ -100,13 +106,16 @@ class NodeModel {
   NodeModel HandedOver(const daemon::DurableNode& node);
   // The same where it was killed; with what tasks had begun, of which nobody knows how far they came.
   NodeModel Killed(const daemon::DurableNode& node);
-  // What a record says of a job that could go on from it: its published step, and where the blocks of that are.
+  // What a record says of a job that could go on from it: its published step, and where the blocks of that are; in the
+  // middle of an update, what was written of the next one.
   void CheckRecord(const daemon::DurableJob& record);
   // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
   // Memory of a job's state arena.
   uint64_t StateBytes(uint64_t job);
+  // Its step is decided, and not published.
+  bool is_updating(uint64_t job) const { return jobs_.at(job).is_updating; }
   bool has_job(uint64_t job) const { return jobs_.contains(job); }
 
  private:
@@ -276,6 +285,9 @@ class NodeModel {
   bool NamesDoubted(const daemon::CommitLedger& a) const;
   void CheckDurable(const daemon::DurableJob& job);
   void Recover(const daemon::DurableJob& job);
+  // Another daemon has updated the block in this step.
+  bool WasDone(const daemon::UpdateBlock& a, const BlockToken& block, daemon::TaskDone& done);
+  void CheckKeptUpdate(const JobMemory& job, const daemon::KeptUpdate& update);
   NodeModel GoOn(const daemon::DurableNode& node);
   static BlockToken WeightsToken(const daemon::BlockIdentity& identity, uint64_t checksum);
   template <typename Other>

@@ -12,6 +12,25 @@ namespace forebay::testing {
 // NOLINTNEXTLINE(google-build-using-namespace): the actions
 using namespace daemon;
 
+BlockToken TokenOf(const BlockIdentity& identity, uint64_t checksum) {
+  return {.job = identity.job,
+          .block = identity.block,
+          .written_step = identity.written_step,
+          .checksum = checksum};
+}
+
+WeightsDigests DigestsOf(uint64_t checksum, const protocol::LayoutSpec& spec, uint64_t states_elems,
+                         uint64_t block_bytes) {
+  uint64_t states_bytes = 0;
+  for (const auto& plane : protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
+    states_bytes +=
+        protocol::RoundUp(protocol::PlaneBytes(plane, states_elems), protocol::kPageBytes);
+  }
+  const uint64_t pages = (block_bytes - states_bytes) / protocol::kPageBytes;
+  if (pages == 0) return nullptr;
+  return std::make_shared<const std::vector<uint64_t>>(pages, checksum);
+}
+
 // A part of the weights arena has no token but its slot's.
 BlockToken NodeModel::WeightsToken(const BlockIdentity& identity, uint64_t checksum) {
   constexpr uint64_t kWeights = uint64_t{1} << 32;
@@ -247,8 +266,12 @@ NodeModel NodeModel::HandedOver(const DurableNode& node) {
 
 void NodeModel::CheckRecord(const DurableJob& record) {
   const JobMemory& job = jobs_.at(record.id);
-  if (job.is_updating) Fault("a record is whole while its job is updated");
-  if (job.committed_step != record.step) Fault("a record is of another step than was published");
+  const bool is_updating = record.kept->update != nullptr;
+  if (job.is_updating != is_updating) Fault("a record is whole while its job is updated");
+  if (job.committed_step + (is_updating ? 1 : 0) != record.step) {
+    Fault("a record is of another step than was decided");
+  }
+  if (is_updating) CheckKeptUpdate(job, *record.kept->update);
   for (uint32_t block = 0; block < record.blocks.size(); ++block) {
     const auto slot = job.published.find(block);
     const bool is_on_swap = slot != job.published.end();
@@ -265,6 +288,33 @@ void NodeModel::CheckRecord(const DurableJob& record) {
   }
 }
 
+void NodeModel::CheckKeptUpdate(const JobMemory& job, const KeptUpdate& update) {
+  for (uint32_t block = 0; block < update.blocks.size(); ++block) {
+    const std::optional<DurableBytes>& recorded = update.blocks[block].written;
+    const auto written = job.written.find(block);
+    const bool is_written = written != job.written.end();
+    if (is_written != recorded.has_value() ||
+        (is_written && (written->second != recorded->slot ||
+                        disk_[recorded->slot].checksum != recorded->checksum))) {
+      Fault(absl::StrCat("a record has other bytes of block ", block, " than were written"));
+    }
+    const auto made = job.updates.find(block);
+    const bool is_installed = made == job.updates.end() || made->second.to_install.empty();
+    if (is_written && is_installed == update.blocks[block].weights_slot.has_value()) {
+      Fault(absl::StrCat("a record is wrong about new weights of block ", block));
+    }
+  }
+}
+
+bool NodeModel::WasDone(const UpdateBlock& a, const BlockToken& block, TaskDone& done) {
+  const BlockToken after = TokenOf(a.identity_after, block.checksum);
+  if (!a.is_resumed || !(block == after)) return false;
+  done.checksum = block.checksum;
+  done.weights_digests =
+      DigestsOf(done.checksum, jobs_[a.job].layout->spec(), a.block_elems, a.bytes);
+  return true;
+}
+
 NodeModel NodeModel::Killed(const DurableNode& node) {
   NodeModel next = GoOn(node);
   for (const auto& [task, action] : running_) {
@@ -273,7 +323,8 @@ NodeModel NodeModel::Killed(const DurableNode& node) {
           update->place.resident || std::ranges::any_of(update->segments, [](const auto& segment) {
             return !segment.weights.in_block && !segment.weights.new_offset_bytes;
           });
-      if (is_in_place && next.jobs_.contains(update->job)) {
+      const auto job = next.jobs_.find(update->job);
+      if (is_in_place && job != next.jobs_.end() && !job->second.is_updating) {
         next.Fault("a job goes on that was killed in the middle of an update");
       }
     }
@@ -290,7 +341,9 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
   for (const auto& job : node.jobs) {
     if (!job->kept) continue;
     JobMemory& kept = next.jobs_[job->id] = jobs_.at(job->id);
-    if (kept.committed_step != job->step || kept.is_updating) {
+    const KeptUpdate* const update = job->kept->update.get();
+    if (kept.committed_step + (update == nullptr ? 0 : 1) != job->step ||
+        kept.is_updating != (update != nullptr)) {
       Fault("a job is handed over in the middle of a step");
     }
     for (uint32_t block = 0; block < job->blocks.size(); ++block) {
@@ -304,7 +357,14 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
     kept.step_bytes = kept.float_sums_end = 0;
     kept.float_sums_offset = UINT64_MAX;
     kept.overflow.clear();
-    kept.accumulators.clear();
+    if (update != nullptr) {
+      CheckKeptUpdate(kept, *update);
+      for (const KeptUpdate::Block& block : update->blocks) {
+        if (block.staging_slot) next.staging_[*block.staging_slot] = staging_[*block.staging_slot];
+      }
+    } else {
+      kept.accumulators.clear();
+    }
     kept.float_sums.clear();
     kept.paged.clear();
     kept.spilled.clear();

@@ -126,7 +126,12 @@ class Training {
     node_ = NodeHarness::GoOn(*node_, options_);
   }
 
-  // False: the job was in the middle of an update, and does not go on.
+  // An update that was killed goes on, to the end or for so many tasks.
+  void Resume(size_t tasks = SIZE_MAX) {
+    for (size_t i = 0; i < tasks && !node_->model().running().empty(); ++i) FinishOldest();
+  }
+
+  // False: the job was in the middle of an update that nobody can go on with.
   bool Kill() {
     EXPECT_EQ(node_->fault(), "");
     auto next = NodeHarness::AfterKill(*node_, options_);

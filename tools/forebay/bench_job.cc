@@ -1,5 +1,7 @@
 #include "tools/forebay/bench_job.h"
 
+#include <poll.h>
+
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -81,6 +83,15 @@ absl::StatusOr<std::unique_ptr<BenchJob>> BenchJob::Create(const BenchJobOptions
   ASSIGN_OR_RETURN(std::unique_ptr<PrivateDaemon> daemon, PrivateDaemon::Start(options.daemon));
   // The constructor is private: make_unique cannot reach it.
   std::unique_ptr<BenchJob> job(new BenchJob(std::move(daemon)));
+  if (options.daemon.can_start_again) {
+    job->keeper_ = std::jthread([daemon = job->daemon_.get()](const std::stop_token& stop) {
+      constexpr int kPeriodMs = 20;
+      while (!stop.stop_requested()) {
+        pollfd messages{.fd = daemon->messages_fd(), .events = POLLIN, .revents = 0};
+        if (::poll(&messages, 1, kPeriodMs) > 0) daemon->HandleMessages();
+      }
+    });
+  }
   ASSIGN_OR_RETURN(job->admin_, client::AdminClient::Connect({.socket = job->daemon_->socket()}));
   for (uint32_t rank = 0; rank < options.ranks; ++rank) {
     client::AttachOptions attach;

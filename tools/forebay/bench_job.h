@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -74,6 +75,7 @@ class BenchJob {
   std::unique_ptr<client::AdminClient> admin_;
   std::vector<std::unique_ptr<client::Attachment>> attachments_;  // by rank
   std::vector<std::vector<uint32_t>> partitions_;                 // by rank
+  std::jthread keeper_;  // of the descriptors of a daemon that can start again
 };
 
 // A path in the bench's folder for each of its limit_rates, with that limit; without them one path.

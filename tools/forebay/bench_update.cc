@@ -1,5 +1,5 @@
-// Bench update: a whole step of AdamW, all in DRAM beside the memory limit, and all, half and a quarter of the states
-// on swap beside the disk limit.
+// Bench update: a whole step of AdamW, all in DRAM beside the memory limit, the same with a record beside it without one,
+// and all, half and a quarter of the states on swap beside the disk limit.
 
 #include <algorithm>
 #include <cstdint>
@@ -165,6 +165,30 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
   });
 }
 
+// What it costs that another daemon can go on in the middle of the update: the same job, on a daemon whose descriptors
+// are kept.
+absl::StatusOr<BenchResult> Recorded(const CaseOptions& options, Format format) {
+  BenchJobOptions plain = JobOptions(options, format, options.params * 24 + 512 * kMiB);
+  BenchJobOptions recorded = plain;
+  recorded.daemon.can_start_again = true;
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> limit, BenchJob::Create(plain));
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(recorded));
+  const uint64_t bytes = BytesOfPass(format, options.params);
+  Traffic last;
+  Traffic limit_last;
+  return WithLoopWork(*job, [&] {
+    return MeasureCase(
+        {.bench = "update",
+         .name = absl::StrCat("update/opt=adamw/format=", std::string(protocol::Name(format)),
+                              "/place=dram/recorded"),
+         .unit = "GB/s",
+         .limit_what = "the same where no record is kept",
+         .measure = Measure::kRate},
+        options.samples, [&] { return TimeStep(*job, bytes, last); },
+        [&] { return TimeStep(*limit, bytes, limit_last); });
+  });
+}
+
 absl::StatusOr<BenchResult> MeasureOnSwap(const CaseOptions& options, BenchJob& job,
                                           const std::string& place) {
   Traffic last;
@@ -224,6 +248,10 @@ absl::Status BenchUpdate(const BenchOptions& options, const Report& report) {
   for (const Format format : {Format::kExact, Format::kFp32}) {
     ASSIGN_OR_RETURN(const BenchResult in_dram, InDram(case_options, format, beside_states));
     report(in_dram);
+  }
+  for (const Format format : {Format::kExact, Format::kFp32}) {
+    ASSIGN_OR_RETURN(const BenchResult recorded, Recorded(case_options, format));
+    report(recorded);
   }
   for (const double in_dram : {0.0, 0.5, 0.75}) {
     ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(case_options, beside_states, in_dram));

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 RANKS = 2
 STEPS_MAX = 20_000  # a daemon that nobody kills
-WIDTH = 48  # some ten blocks of the test's daemon
+WIDTH = int(os.environ.get("FOREBAY_WIDTH", "48"))  # some ten blocks of the test's daemon
 
 
 def say(*values):

@@ -1,13 +1,14 @@
-# Goal    A daemon that is killed and started again under a training run costs it no committed step and no bit, as long
-#         as it does not die in the middle of an update: ranks go on by themselves; where gradients were under way, each
-#         rank gets E_GRAD_DROPPED and repeats its batch.
+# Goal    A daemon that is killed and started again under a training run costs it no committed step and no bit: ranks go
+#         on by themselves; where gradients were under way, each rank gets E_GRAD_DROPPED and repeats its batch.
 # Method  Two ranks on a real daemon, which a stand-in for the service manager kills with SIGKILL and starts again
-#         several times: between two steps, or behind backward, where the ranks are held meanwhile. Then SHA-256 of
-#         weights and states beside the same training in a job that saw no kill.
+#         several times: behind a step, whose update may run, or behind backward, where the ranks are held meanwhile; and
+#         while they are under way. Then SHA-256 of weights and states beside the same training in a job that saw no
+#         kill.
 
 import json
 import random
 import threading
+import time
 
 import forebay
 import pytest
@@ -33,6 +34,7 @@ CASES = [
     ("shared", "memory", "dram"),
     ("shared", "step", "swap"),
     ("sharded", "memory", "swap"),
+    ("sharded", "memory", "dram"),
     ("sharded", "epoch=3", "dram"),
 ]
 
@@ -65,14 +67,6 @@ class Ranks:
         return status, error
 
 
-def await_published(service):
-    """A call of step may be answered before its blocks are updated."""
-    while True:
-        [job] = [job for job in forebay.status(f"{service.folder}/s")["jobs"] if job["name"] == "durable"]
-        if job["published_step"] == job["committed_step"]:
-            return
-
-
 @pytest.mark.parametrize(("mode", "level", "place"), CASES)
 def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place, tmp_path):
     chance = random.Random(f"{SEED} {mode} {level} {place}")
@@ -89,6 +83,10 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
             last = ["answered", 0, step]
             if ranks.until(lambda line, last=last: line == last) is None:
                 break
+            if kill % 2 == 1:
+                time.sleep(chance.uniform(0, 0.03))  # house: allow sleep: anywhere in the steps that follow
+                manager.kill()
+                continue
             (tmp_path / "next").write_text(str(kill))
             (tmp_path / "next").rename(hold)
             # The other one is held too, or waits for this one, or is still under way.
@@ -96,14 +94,14 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
             if held is None:
                 break
             where.append(held)
-            await_published(service)
             manager.kill()
             hold.unlink()
         status, error = ranks.end()
         assert status == 0, f"seed {SEED}: {error}\n{service.log()}"
         [job] = [job for job in forebay.status(f"{folder}/s")["jobs"] if job["name"] == "durable"]
         log = service.log()
-    assert len(where) == KILLS and log.count("job durable goes on at step") == KILLS, log
+    in_update = log.count("job durable goes on in the middle of the update of step")
+    assert len(where) == KILLS // 2 and log.count("job durable goes on at step") + in_update == KILLS, log
     assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
     for rank in range(RANKS):
         assert [line[2] for line in ranks.of("answered") if line[1] == rank] == list(range(1, STEPS + 1))

@@ -1,0 +1,124 @@
+// Actions that say what another daemon finds of a job where this one is killed (KeptRecord), of a node that keeps its jobs
+// so (NodeOptions::keeps_jobs); and what they are made of.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <memory_resource>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "nvme/slot_map.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+using JobId = uint64_t;      // never used again within one daemon
+using SessionId = uint64_t;  // likewise
+using TaskId = uint64_t;     // names one asynchronous action until its TaskDone
+
+struct DurableJob;  // durable_job.h
+
+// XXH3-64 of each page of a block's plane of weights, in order: a fetch reads and verifies single pages.
+using WeightsDigests = std::shared_ptr<const std::vector<uint64_t>>;
+
+// Part of a state arena.
+struct StatePart {
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
+};
+
+// Each is done at once, before the actions behind it.
+
+// The job as it is, between two steps. From here on the record follows what changes.
+struct RecordJob {
+  std::shared_ptr<const DurableJob> job;     // without extra_states
+  std::vector<StatePart> extra_states = {};  // in the step arena, by rank
+};
+
+// Where a block's bytes are: another slot, or DRAM.
+struct RecordBlock {
+  JobId job = 0;
+  uint32_t block = 0;
+  std::optional<nvme::Slot> slot = {};  // empty: DRAM, or zeros that were never written
+  uint64_t checksum = 0;
+  uint64_t written_step = 0;
+  WeightsDigests weights_digests = {};
+  // The step that is decided and has written it: it counts with that, once that is published. 0: at once.
+  uint64_t step = 0;
+  uint64_t overflows = 0;  // masters in it, of that step
+  // Its new weights are in this slot of the step arena, until RecordInstalled.
+  std::optional<uint32_t> weights_slot = {};
+};
+
+struct RecordInstalled {
+  JobId job = 0;
+  uint32_t block = 0;
+};
+
+// The block is in a staging slot, and is updated there, until a RecordBlock of the step says where it was written.
+struct RecordStaged {
+  JobId job = 0;
+  uint32_t block = 0;
+  uint64_t step = 0;
+  uint32_t staging_slot = 0;
+};
+
+// A rank has delivered gradients to an attempt at the step behind the newest committed one, which this one follows: if
+// the daemon is killed now, older attempts are over.
+struct RecordAttempt {
+  JobId job = 0;
+  uint64_t step = 0;
+  uint64_t attempt = 0;
+};
+
+// A step after the decision.
+struct StepOrder {
+  uint64_t step = 0;
+  float grad_scale = 1.0F;
+  // Of the scaled gradient's elements; both 0: none.
+  float grad_min = 0.0F;
+  float grad_max = 0.0F;
+  std::pmr::vector<protocol::HyperParams> hyper_params = {};  // by parameter group
+  std::pmr::vector<bool> params = {};  // that have a gradient; others are left alone
+};
+
+// The step is decided: bytes in DRAM change until it is published.
+struct RecordDecision {
+  JobId job = 0;
+  uint64_t step = 0;
+  // Nothing: another daemon could not go on in the middle of its update.
+  std::optional<StepOrder> order = {};
+  // As they are from its publication on.
+  std::pmr::vector<uint64_t> param_updates = {};  // by parameter
+  std::pmr::vector<uint32_t> trace = {};
+  std::pmr::vector<StatePart> extra_states = {};  // in the step arena, by rank
+  // What its calls are answered with.
+  double norm = 0;
+  bool clipped = false;
+  uint64_t overflowed = 0;  // masters in the step before, not reported yet
+};
+
+// The step is published.
+struct RecordStep {
+  JobId job = 0;
+  uint64_t step = 0;
+  uint64_t overflowed = 0;  // masters
+};
+
+// The job cannot go on: it has failed.
+struct DropRecord {
+  JobId job = 0;
+};
+
+// A job that the daemon before was killed in the middle of an update of cannot go on with it: it is as its disk has it,
+// or is no more.
+struct UpdateNotResumed {
+  std::string job;  // as root writes names
+  uint64_t step = 0;
+  absl::Status reason;
+};
+
+}  // namespace forebay::daemon
