@@ -39,8 +39,18 @@ struct KeptUpdate {
     std::optional<uint32_t> staging_slot = {};
   };
 
+  // A page of gradient sums that is still needed: in a frame of the step arena, or in a slot.
+  struct Sums {
+    uint32_t page = 0;
+    std::optional<uint32_t> frame = {};
+    std::optional<nvme::Slot> slot = {};
+    uint64_t checksum = 0;  // of what is in the slot
+    uint64_t spills = 0;
+  };
+
   StepOrder order;
   std::vector<Block> blocks;
+  std::vector<Sums> sums = {};
 };
 
 // Of a job that goes on with the next daemon, because one hands it over or is killed: its arenas stay as they are, and
@@ -58,6 +68,7 @@ struct KeptMemory {
   SessionRequest session;
   // Of MemoryPlan.
   uint32_t early_weights_slots = 0;
+  uint32_t sum_frames = 0;
   // At the next step: older ones are over.
   uint64_t attempt = 0;
   // For blocks, and for pages of gradient sums; nothing is in them.

@@ -685,15 +685,14 @@ struct SwapPathMarked {
   bool marked = false;
 };
 
-using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
-                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
-                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
-                 PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
-                 RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited,
-                 StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished,
-                 HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged, RecordAttempt,
-                 RecordDecision, RecordStep, DropRecord, UpdateNotResumed, SwapPathMarked>;
+using Action = std::variant<
+    CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,
+    AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial,
+    CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
+    EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
+    RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer,
+    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob,
+    RecordBlock, RecordInstalled, RecordStaged, RecordSums, RecordAttempt, RecordDecision,
+    RecordStep, DropRecord, UpdateNotResumed, SwapPathMarked>;
 
 }  // namespace forebay::daemon

@@ -75,6 +75,7 @@ void Job::AddKept(DurableJob& job) const {
                   .dram_bytes = dram_bytes(),
                   .session = spec_.plan.session,
                   .early_weights_slots = spec_.plan.early_weights_slots,
+                  .sum_frames = spec_.plan.sum_frames,
                   .attempt = step_.open_attempt(),
                   .spare_slots = {},
                   .sum_slots = {sum_slots().begin(), sum_slots().end()},
@@ -111,7 +112,8 @@ void Job::TryRecord() {
   is_recorded_ = true;
   recorded_run_ = members_.run();
   io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),
-                               .extra_states = std::move(extra_states)});
+                               .extra_states = std::move(extra_states),
+                               .sum_pages = spec_.plan.sum_pages});
 }
 
 std::vector<HandedOver::Session> Job::SessionsHandedOver() const {

@@ -30,7 +30,11 @@ absl::Status ReserveKilled(DurableJob& job, NodeOptions& node) {
   if (job.durability.level != protocol::DurabilityLevel::kMemory) {
     job.kept->durable = FindNamed(node.recovered, job);
   }
-  return ReserveSlots(job, job.Slots(), node);
+  std::vector<nvme::Slot> slots = job.Slots();
+  if (job.kept->update != nullptr) {
+    slots.insert(slots.end(), job.kept->sum_slots.begin(), job.kept->sum_slots.end());
+  }
+  return ReserveSlots(job, std::move(slots), node);
 }
 
 namespace {
@@ -38,6 +42,7 @@ namespace {
 void ReserveSpare(DurableJob& job, nvme::SlotMap& swap) {
   const auto is_taken = [&swap](const nvme::Slot& slot) { return !swap.Reserve(slot); };
   std::erase_if(job.kept->spare_slots, is_taken);
+  if (job.kept->update != nullptr) return;  // it has those of sums
   std::vector<nvme::Slot>& sums = job.kept->sum_slots;
   const size_t count = sums.size();
   std::erase_if(sums, is_taken);

@@ -156,6 +156,7 @@ uint64_t RecordDigestBytes(const Layout& layout, const NodeOptions& options) {
 
 uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan) {
   constexpr uint64_t kBlockRecordBytes = 256;
+  constexpr uint64_t kSumsRecordBytes = 128;
   if (!options.keeps_jobs) return 0;
   const uint64_t blocks =
       layout.total_elems() / BlockElems(layout, options, plan) + layout.owners().size() + 1;
@@ -166,6 +167,7 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
       protocol::kParamGroupsMax * sizeof(protocol::HyperParams) + layout.params().size();
   const uint64_t bytes =
       LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
+      plan.sum_pages * kSumsRecordBytes +
       UndoBytes(layout.spec(), blocks, BlockElems(layout, options, plan), options.workers) +
       2 * kPageBytes;
   return kRecords * RoundUp(bytes, kPageBytes) +
@@ -307,9 +309,10 @@ uint32_t PagesOfABlock(const Layout& layout, const MemoryPlan& plan) {
 }
 
 // Gradient sums get frames in the step arena: those of two blocks and some to spare at least, and as many more as
-// `limit` bytes for the job have room for.
+// `limit` bytes for the job have room for; or as many as there were, `kept` > 0.
 absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
-                           const NodeOptions& options, uint64_t limit, MemoryPlan& plan) {
+                           const NodeOptions& options, uint64_t limit, uint32_t kept,
+                           MemoryPlan& plan) {
   // Nor would there be room for a map of its blocks.
   if (plan.table_bytes > limit) return absl::OkStatus();
   MemoryPlan paged = plan;
@@ -319,11 +322,12 @@ absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
   RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
   const uint32_t block_pages = PagesOfABlock(layout, paged);
   paged.sum_frames = 2 * block_pages + kSpareSumFrames;
-  if (paged.sum_frames >= paged.sum_pages) return absl::OkStatus();
+  if (kept == 0 && paged.sum_frames >= paged.sum_pages) return absl::OkStatus();
   RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
   const uint64_t left = limit - std::min(limit, paged.fixed_bytes);
-  paged.sum_frames = static_cast<uint32_t>(
+  const auto frames = static_cast<uint32_t>(
       std::min<uint64_t>(paged.sum_pages, paged.sum_frames + left / paged.sum_page_bytes));
+  paged.sum_frames = kept > 0 ? kept : frames;
   paged.sum_slots = std::min(
       paged.sum_pages, paged.sum_pages - paged.sum_frames + std::max(kSpareSumFrames, block_pages));
   RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
@@ -336,7 +340,10 @@ absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
 absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& request,
                               const NodeOptions& options, uint64_t state_bytes, uint64_t room,
                               const KeptMemory* kept, MemoryPlan& plan) {
-  if (!HasEarlyUpdates(layout, request) || state_bytes <= room) return absl::OkStatus();
+  const bool had_slots = kept != nullptr && kept->early_weights_slots > 0;
+  if (!HasEarlyUpdates(layout, request) || (state_bytes <= room && !had_slots)) {
+    return absl::OkStatus();
+  }
   const uint64_t slot_bytes = plan.block_elems * protocol::SizeBytes(layout.spec().dtype);
   uint64_t blocks = 0;
   const BlockMap map = MapOf(layout, plan);
@@ -508,7 +515,7 @@ bool HasOwnSumSlots(const MemoryPlan& plan, const DurableJob* recovered) {
   const KeptMemory* const kept = KeptOf(recovered);
   if (kept == nullptr) return false;
   const std::vector<nvme::Slot>& slots = kept->sum_slots;
-  return slots.size() == plan.sum_slots && std::ranges::all_of(slots, [&](const nvme::Slot& slot) {
+  return slots.size() >= plan.sum_slots && std::ranges::all_of(slots, [&](const nvme::Slot& slot) {
            return slot.size_bytes == plan.sum_page_bytes;
          });
 }
@@ -695,7 +702,13 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
     if (use.recovered == nullptr) {
       RETURN_IF_ERROR(CheckBlocksOnSwap(layout, plan, state_bytes, *use.swap));
     }
-    if (!fits) RETURN_IF_ERROR(PlanSumFrames(layout, request, options, for_job, plan));
+    // The sums of a step that is updated are where they are.
+    const bool is_updated = kept != nullptr && kept->update != nullptr;
+    const bool has_frames = is_updated ? kept->sum_frames > 0 : !fits;
+    if (has_frames) {
+      RETURN_IF_ERROR(PlanSumFrames(layout, request, options, for_job,
+                                    is_updated ? kept->sum_frames : 0, plan));
+    }
   }
   plan.missing_bytes = needed() - std::min(needed(), options.dram_limit_bytes);
   if (plan.missing_bytes > use.movable_bytes) {
@@ -735,7 +748,8 @@ absl::StatusOr<LeastLimits> LeastLimitsOf(const Layout& layout, const SessionReq
   least.gradients_on_swap = least.weights_on_swap;
   plan.block_elems = BlockElems(layout, options, plan);
   if (layout.total_elems() / plan.block_elems > kAdvisedBlocksMax) return least;
-  RETURN_IF_ERROR(PlanSumFrames(layout, request, options, /*limit=*/plan.table_bytes, plan));
+  RETURN_IF_ERROR(
+      PlanSumFrames(layout, request, options, /*limit=*/plan.table_bytes, /*kept=*/0, plan));
   least.gradients_on_swap = std::min(least.weights_on_swap, taken_bytes + plan.fixed_bytes);
   return least;
 }

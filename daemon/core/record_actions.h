@@ -36,6 +36,7 @@ struct StatePart {
 struct RecordJob {
   std::shared_ptr<const DurableJob> job;     // without extra_states
   std::vector<StatePart> extra_states = {};  // in the step arena, by rank
+  uint32_t sum_pages = 0;                    // of gradient sums that are paged
 };
 
 // Where a block's bytes are: another slot, or DRAM.
@@ -66,6 +67,18 @@ struct RecordStaged {
   uint32_t staging_slot = 0;
 };
 
+// Where a page of gradient sums of the step that is decided is: in a frame of the step arena, or in a slot. Neither: all
+// its blocks are updated.
+struct RecordSums {
+  JobId job = 0;
+  uint32_t page = 0;
+  uint64_t step = 0;
+  std::optional<uint32_t> frame = {};
+  std::optional<nvme::Slot> slot = {};
+  uint64_t checksum = 0;  // of what is in the slot
+  uint64_t spills = 0;    // part of its identity
+};
+
 // A rank has delivered gradients to an attempt at the step behind the newest committed one, which this one follows: if
 // the daemon is killed now, older attempts are over.
 struct RecordAttempt {
@@ -85,7 +98,8 @@ struct StepOrder {
   std::pmr::vector<bool> params = {};  // that have a gradient; others are left alone
 };
 
-// The step is decided: bytes in DRAM change until it is published.
+// The step is decided: bytes in DRAM change until it is published. What is recorded of the step before this counts from
+// here on.
 struct RecordDecision {
   JobId job = 0;
   uint64_t step = 0;

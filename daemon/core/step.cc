@@ -533,8 +533,10 @@ void Step::DecideWhenReduced() {
       announced_ && !last_.clipped &&
       DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty();
   if (announced_) announcement_was_kept_ = is_as_announced;
-  RecordDecided(order);
+  std::optional<RecordDecision> decision;
+  if (spec_.options.keeps_jobs) decision = DecisionOf(order);
   pipeline_.Begin(std::move(order), is_as_announced);
+  if (decision) io_.actions().Emit(*std::move(decision));
   weights_.ForgetUpdated();
   ArmLeaseTimer();
   Commit();
@@ -776,8 +778,7 @@ void Step::CheckInvariants() const {
   gradients_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
   const bool updating = phase_ == Phase::kMasters || published_step_ < committed_step_;
-  FOREBAY_CHECK(updating == (pipeline_.running() || is_to_be_resumed_) ||
-                phase_ == Phase::kFailed);
+  FOREBAY_CHECK(updating == (pipeline_.running() || is_to_be_resumed_) || phase_ == Phase::kFailed);
   FOREBAY_CHECK(!updating || !access_.in_progress());
   const bool is_waiting = updating || (is_durable_first() && durable_.in_progress());
   FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (is_waiting || unpublished_.empty()));

@@ -186,7 +186,7 @@ class Step {
   void AnswerInitialDone();
   void ArmLeaseTimer();
   void RecordOpenAttempt(uint64_t attempt);
-  void RecordDecided(const StepOrder& order);
+  RecordDecision DecisionOf(const StepOrder& order) const;
   void RecordPublished(uint64_t overflowed);
   absl::Status OverflowError(uint64_t overflowed) const;
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;

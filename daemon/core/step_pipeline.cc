@@ -239,7 +239,6 @@ void StepPipeline::Start() {
   norms_.clear();
   scalars_.clear();
   BeginPass(pass_);
-  Pump();
 }
 
 void StepPipeline::BeginPass(UpdatePass pass) {
@@ -257,7 +256,9 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       }
     }
     const bool is_staged = staged_.contains(block);
-    if (needed && !early_.has(block)) from_sums.push_back(block);
+    // Until an early update is written, another daemon would make it anew.
+    const bool needs_sums = !early_.has(block) || (is_recorded_ && !early_.at(block).written);
+    if (needed && needs_sums) from_sums.push_back(block);
     // One in use is of an early update, taken or dropped.
     if (is_staged && staged_.at(block).state != State::kInUse)
       staged_.at(block).cancelled = !needed;
@@ -272,7 +273,9 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       swapped_.insert(position_[block]);
     }
   }
-  if (pass != UpdatePass::kMasters) sums_.BeginUpdate(from_sums);
+  if (pass != UpdatePass::kMasters) {
+    sums_.BeginUpdate(from_sums, is_recorded_ ? order_.step : 0);
+  }
 }
 
 // Norms of each parameter, over its segments in the order of blocks.
@@ -624,6 +627,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
       early_.has(write.block) ? early_.at(write.block).weights_slot : std::nullopt;
   RecordWritten(write.block, write.overflows, weights_slot);
   if (weights_slot) AddInstall(write.block);
+  if (early_.has(write.block) && is_recorded_) sums_.EndUpdateOf(write.block);
   if (map_.has_weights(write.block) && pass_ != UpdatePass::kMoments) {
     FinishPartitionsOf(write.block);
     if (early_.has(write.block)) early_.Remove(write.block);
@@ -733,6 +737,9 @@ void StepPipeline::Recover(const DurableJob& job) {
     if (job.kept->update == nullptr) continue;
     const auto& written = job.kept->update->blocks[block].written;
     if (written) ledger_.RecoverEarly(block, version(*written));
+  }
+  if (job.kept && job.kept->update != nullptr) {
+    for (const KeptUpdate::Sums& sums : job.kept->update->sums) sums_.Adopt(sums);
   }
   for (uint32_t part = 0; was_killed && part < plan_.weights_parts; ++part) {
     ledger_.SetChanged(map_.blocks() + part);

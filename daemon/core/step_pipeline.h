@@ -80,9 +80,10 @@ class StepPipeline {
   // in it come last. Not while a step is applied.
   void FollowTrace(const std::vector<uint32_t>& trace);
   // `is_as_announced`: the scalars are those that BeginEarly() was called with.
+  // Nothing is started before Pump().
   void Begin(StepOrder order, bool is_as_announced);
   // Whether another daemon could go on in the middle of an update that begins now.
-  bool may_be_resumed() const { return !has_two_passes() && plan_.sum_page_bytes == 0; }
+  bool may_be_resumed() const { return !has_two_passes(); }
   // Of a new pipeline: what the daemon before has left in staging slots is not given to others.
   void KeepStaged(const KeptUpdate& update);
   // And when it has recovered: goes on with the update of a daemon that was killed.

@@ -65,8 +65,7 @@ absl::Status Step::OverflowError(uint64_t overflowed) const {
       "go back to a checkpoint, or lower the learning rate");
 }
 
-void Step::RecordDecided(const StepOrder& order) {
-  if (!spec_.options.keeps_jobs) return;
+RecordDecision Step::DecisionOf(const StepOrder& order) const {
   RecordDecision record{.job = spec_.id,
                         .step = order.step,
                         .param_updates = std::pmr::vector<uint64_t>(io_.memory()),
@@ -96,7 +95,7 @@ void Step::RecordDecided(const StepOrder& order) {
   for (const auto& [rank, call] : barrier_.by_rank()) {
     record.extra_states[rank].bytes = call.request.extra_state_bytes;
   }
-  io_.actions().Emit(std::move(record));
+  return record;
 }
 
 void Step::RecordPublished(uint64_t overflowed) {

@@ -250,8 +250,42 @@ std::pmr::vector<SumFrame> SumPages::FramesOf(uint32_t block) const {
   return frames;
 }
 
-void SumPages::BeginUpdate(std::span<const uint32_t> blocks) {
+void SumPages::Adopt(const KeptUpdate::Sums& sums) {
+  Page& page = pages_[sums.page];
+  page.spills = sums.spills;
+  if (sums.frame) {
+    FOREBAY_CHECK(free_frames_.erase(*sums.frame) == 1);
+    page.frame = *sums.frame;
+    SetThere(sums.page);
+    return;
+  }
+  const auto slot = std::ranges::find(free_slots_, *sums.slot);
+  FOREBAY_CHECK(slot != free_slots_.end());
+  free_slots_.erase(slot);
+  page.slot = sums.slot;
+  page.checksum = sums.checksum;
+  page.state = State::kOnSwap;
+}
+
+// Where a page of the running update is, before its old place is used for another one.
+void SumPages::Record(uint32_t index) {
+  const Page& page = pages_[index];
+  if (recorded_step_ == 0) return;
+  RecordSums record{.job = io_.job(), .page = index, .step = recorded_step_};
+  const bool is_on_swap = page.state == State::kOnSwap || page.state == State::kLoading;
+  if (page.updates_left > 0 && is_on_swap) {
+    record.slot = page.slot;
+    record.checksum = page.checksum;
+  } else if (page.updates_left > 0 && page.state != State::kNone) {
+    record.frame = page.frame;
+  }
+  record.spills = page.spills;
+  io_.actions().Emit(record);
+}
+
+void SumPages::BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_step) {
   if (!is_paged()) return;
+  recorded_step_ = recorded_step;
   for (Page& page : pages_) {
     FOREBAY_CHECK(page.updates_left == 0);
     page.prepared = 0;
@@ -268,6 +302,7 @@ void SumPages::BeginUpdate(std::span<const uint32_t> blocks) {
     if (pages_[page].updates_left == 0) Forget(page);
     if (pages_[page].state == State::kOnSwap) ++of_update_on_swap_;
     List(page);
+    if (pages_[page].updates_left > 0) Record(page);
   }
 }
 
@@ -275,7 +310,9 @@ void SumPages::EndUpdateOf(uint32_t block) {
   if (!is_paged()) return;
   for (const uint32_t page : block_pages_[block]) {
     FOREBAY_CHECK(pages_[page].updates_left > 0);
-    if (--pages_[page].updates_left == 0) Forget(page);
+    if (--pages_[page].updates_left > 0) continue;
+    Record(page);
+    Forget(page);
   }
 }
 
@@ -325,6 +362,7 @@ absl::Status SumPages::OnLoaded(const TaskDone& done) {
     counters_.read_bytes += plan_.sum_page_bytes;
     FreeSlot(index);
     SetThere(index);
+    if (page.updates_left > 0) Record(index);
     if (page.is_forgotten) Forget(index);
     return absl::OkStatus();
   }
@@ -416,7 +454,9 @@ void SumPages::EndSpill(uint32_t index, uint64_t checksum) {
   page.checksum = checksum;
   page.state = State::kOnSwap;
   FreeFrame(index);
-  if (page.updates_left > 0) ++of_update_on_swap_;
+  if (page.updates_left == 0) return;
+  ++of_update_on_swap_;
+  Record(index);
 }
 
 // ---------------------------------------------------------------------------------------------- pump

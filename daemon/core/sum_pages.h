@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/durable_job.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/memory_plan.h"
@@ -84,8 +85,11 @@ class SumPages {
   void UnpinBlock(uint32_t block);
   std::pmr::vector<SumFrame> FramesOf(uint32_t block) const;
 
-  // The step is decided: `blocks` will be updated from their sums. Other sums are of no use.
-  void BeginUpdate(std::span<const uint32_t> blocks);
+  // The step is decided: `blocks` will be updated from their sums. Other sums are of no use. `recorded_step`: another daemon
+  // could go on with it (RecordSums); 0: none could.
+  void BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_step);
+  // Before that, of a new one: where the daemon before has left a page.
+  void Adopt(const KeptUpdate::Sums& sums);
   void EndUpdateOf(uint32_t block);
   // Before the decision: what the block's sums were read for is on swap, or is of no use after all.
   void SetUpdatedEarly(uint32_t block, bool is_updated);
@@ -143,6 +147,7 @@ class SumPages {
   }
   uint64_t FrameOffset(uint32_t frame) const { return frame * plan_.sum_page_bytes; }
   BlockIdentity IdentityOf(uint32_t page) const;
+  void Record(uint32_t page);
   bool HasFrameForAdds() const;
   void SetThere(uint32_t page);
   void AllocateFrame(uint32_t page);
@@ -191,6 +196,7 @@ class SumPages {
   uint32_t of_update_on_swap_ = 0;       // pages of the running update
   std::optional<uint32_t> short_block_;  // of it, the first one that found no frames
   bool abandoned_ = false;
+  uint64_t recorded_step_ = 0;  // 0: the running update is not recorded
   uint64_t clock_ = 0;
   Counters counters_;
   absl::Status error_;

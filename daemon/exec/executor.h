@@ -212,6 +212,7 @@ class Executor {
   void Run(RecordBlock& action) { SetRecord(action); }
   void Run(RecordInstalled& action) { SetRecord(action); }
   void Run(RecordStaged& action) { SetRecord(action); }
+  void Run(RecordSums& action) { SetRecord(action); }
   void Run(RecordAttempt& action) { SetRecord(action); }
   void Run(RecordDecision& action) { SetRecord(action); }
   void Run(RecordStep& action) { SetRecord(action); }

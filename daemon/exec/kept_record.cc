@@ -74,6 +74,8 @@ struct KeptRecord::Header {
   uint64_t blocks_offset = 0;
   uint64_t digests_offset = 0;
   uint64_t order_offset = 0;
+  uint64_t sums_offset = 0;
+  uint64_t sum_pages = 0;
   uint64_t undo_offset = 0;
   uint64_t undo_bytes = 0;
   uint64_t undo_area_bytes = 0;
@@ -105,6 +107,21 @@ struct KeptRecord::Block {
   std::atomic<uint64_t> state = 0;
   std::atomic<uint64_t> staged = 0;
   std::array<Version, 2> versions;
+};
+
+// `state`: the step, then which place is meant, then whether the page is needed.
+struct KeptRecord::Sums {
+  struct Place {
+    uint64_t frame = kNoSlot;
+    uint64_t path = kNoSlot;
+    uint64_t offset_bytes = 0;
+    uint64_t size_bytes = 0;
+    uint64_t checksum = 0;
+    uint64_t spills = 0;
+  };
+
+  std::atomic<uint64_t> state = 0;
+  std::array<Place, 2> places;
 };
 
 // Of the newest decision. Then HyperParams by group, and a byte for each parameter.
@@ -181,6 +198,11 @@ KeptRecord::Block& KeptRecord::block(uint32_t index) const {
   return reinterpret_cast<Block*>(bytes_.data() + header().blocks_offset)[index];
 }
 
+KeptRecord::Sums& KeptRecord::sums(uint32_t page) const {
+  FOREBAY_CHECK(page < header().sum_pages);
+  return reinterpret_cast<Sums*>(bytes_.data() + header().sums_offset)[page];
+}
+
 uint64_t* KeptRecord::digests(uint32_t index, uint64_t copy) const {
   return reinterpret_cast<uint64_t*>(bytes_.data() + header().digests_offset) +
          (2 * uint64_t{index} + copy) * header().digests;
@@ -212,10 +234,12 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   sizes.digests_offset = Aligned(sizes.blocks_offset + sizes.blocks * sizeof(Block));
   sizes.order_offset =
       Aligned(sizes.digests_offset + 2 * sizes.blocks * sizes.digests * sizeof(uint64_t));
-  sizes.undo_offset = protocol::RoundUp(
-      sizes.order_offset + kAlignment + protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
-          sizes.params,
-      protocol::kPageBytes);
+  sizes.sum_pages = record.sum_pages;
+  sizes.sums_offset =
+      Aligned(sizes.order_offset + kAlignment +
+              protocol::kParamGroupsMax * sizeof(protocol::HyperParams) + sizes.params);
+  sizes.undo_offset =
+      protocol::RoundUp(sizes.sums_offset + sizes.sum_pages * sizeof(Sums), protocol::kPageBytes);
   const protocol::LayoutSpec& spec = job.layout->spec();
   sizes.block_elems = job.block_elems;
   sizes.workers = workers;
@@ -332,6 +356,19 @@ void KeptRecord::Set(const RecordStaged& record) {
   block(record.block).staged = record.step << kStagedBits | record.staging_slot;
 }
 
+void KeptRecord::Set(const RecordSums& record) {
+  Sums& of = sums(record.page);
+  const uint64_t other = (of.state >> 1 & 1) ^ 1;
+  of.places[other] = {.frame = record.frame ? *record.frame : kNoSlot,
+                      .path = record.slot ? record.slot->path : kNoSlot,
+                      .offset_bytes = record.slot ? record.slot->offset_bytes : 0,
+                      .size_bytes = record.slot ? record.slot->size_bytes : 0,
+                      .checksum = record.checksum,
+                      .spills = record.spills};
+  const bool is_needed = record.frame || record.slot;
+  of.state = record.step << 2 | other << 1 | (is_needed ? 1U : 0U);
+}
+
 void KeptRecord::Set(const RecordAttempt& record) {
   header().attempt = record.step << kAttemptBits | std::min(record.attempt, kAttemptMax);
 }
@@ -423,6 +460,18 @@ std::shared_ptr<const KeptUpdate> KeptRecord::ReadUpdate() const {
       of.staging_slot = static_cast<uint32_t>(staged & ((uint64_t{1} << kStagedBits) - 1));
     }
   }
+  for (uint32_t page = 0; page < at.sum_pages; ++page) {
+    const uint64_t state = sums(page).state;
+    if (state >> 2 != at.decided || (state & 1) == 0) continue;
+    const Sums::Place& place = sums(page).places[state >> 1 & 1];
+    KeptUpdate::Sums& of = update->sums.emplace_back();
+    of = {.page = page, .checksum = place.checksum, .spills = place.spills};
+    if (place.frame != kNoSlot) of.frame = static_cast<uint32_t>(place.frame);
+    if (place.path == kNoSlot) continue;
+    of.slot = {.path = static_cast<uint32_t>(place.path),
+               .offset_bytes = place.offset_bytes,
+               .size_bytes = place.size_bytes};
+  }
   return update;
 }
 
@@ -470,7 +519,15 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
     kept.written_steps[i] = kept.resident[i] ? published : version.written_step;
     job.blocks[i] = BytesOf(i, copy);
   }
-  if (decided > published) kept.update = ReadUpdate();
+  if (decided > published) {
+    kept.update = ReadUpdate();
+    // The node has given some where paths failed.
+    for (const KeptUpdate::Sums& sums : kept.update->sums) {
+      const bool is_known =
+          !sums.slot || std::ranges::find(kept.sum_slots, *sums.slot) != kept.sum_slots.end();
+      if (!is_known) kept.sum_slots.push_back(*sums.slot);
+    }
+  }
   kept.norm = of_step.norm;
   kept.clipped = of_step.clipped != 0;
   kept.overflowed = of_step.overflowed;

@@ -50,6 +50,7 @@ class KeptRecord {
   void Set(const RecordBlock& record);
   void Set(const RecordInstalled& record);
   void Set(const RecordStaged& record);
+  void Set(const RecordSums& record);
   void Set(const RecordAttempt& record);
   void Set(const RecordDecision& record);
   void Set(const RecordStep& record);
@@ -75,6 +76,7 @@ class KeptRecord {
   struct Block;
   struct Values;
   struct Order;
+  struct Sums;
 
   KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes);
 
@@ -87,6 +89,7 @@ class KeptRecord {
   protocol::HyperParams* hyper_params() const;
   uint8_t* params_updated() const;
   Block& block(uint32_t index) const;
+  Sums& sums(uint32_t page) const;
   uint64_t* digests(uint32_t index, uint64_t copy) const;
   uint64_t CurrentCopy(uint32_t index) const;
   void Write(const RecordBlock& record, uint64_t copy);

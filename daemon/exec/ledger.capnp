@@ -70,6 +70,7 @@ struct Kept {
   norm @17 :Float64;
   clipped @18 :Bool;
   overflowed @19 :UInt64;
+  sumFrames @20 :UInt32;
 }
 
 struct Bytes {

@@ -115,6 +115,7 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   to.setAccumulate(kept.session.accumulate);
   to.setEarlyUpdates(kept.session.early_updates);
   to.setEarlyWeightsSlots(kept.early_weights_slots);
+  to.setSumFrames(kept.sum_frames);
   to.setAttempt(kept.attempt);
   to.setWasKilled(kept.was_killed);
   to.setNorm(kept.norm);
@@ -436,6 +437,7 @@ class JobReader {
                                 .early_updates = from.getEarlyUpdates(),
                                 .durability = job_.durability},
                     .early_weights_slots = from.getEarlyWeightsSlots(),
+                    .sum_frames = from.getSumFrames(),
                     .attempt = from.getAttempt(),
                     .spare_slots = {},
                     .sum_slots = {},

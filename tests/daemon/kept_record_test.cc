@@ -66,6 +66,7 @@ class KeptRecordTest : public ::testing::Test {
     ASSERT_EQ(::pwrite(step_arena_.get(), "zeroone.", 8, 0), 8);
     RecordJob record{.job = std::make_shared<const DurableJob>(job_), .extra_states = {}};
     record.extra_states = {{.offset_bytes = 0, .bytes = 4}};
+    record.sum_pages = 3;
     ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Make(record, kNonce, /*workers=*/2));
   }
   nvme::Slot SlotOf(uint64_t index) const {
@@ -179,7 +180,21 @@ TEST_F(KeptRecordTest, TheMiddleOfAnUpdateIsSaid) {
     record_->Set(decision);
     record_->Set(RecordStaged{.block = block, .step = step, .staging_slot = 5});
     record_->Set(RecordAttempt{.step = step + 1, .attempt = 4});
+    record_->Set(RecordSums{.page = 0, .step = step, .frame = 6});
+    record_->Set(
+        RecordSums{.page = 1, .step = step, .slot = SlotOf(90), .checksum = 8, .spills = 9});
+    record_->Set(RecordSums{.page = 2, .step = step, .frame = 3});
+    record_->Set(RecordSums{.page = 2, .step = step});
     ASSERT_OK_AND_ASSIGN(const DurableJob begun, Found());
+    ASSERT_THAT(begun.kept->update->sums, SizeIs(2));
+    EXPECT_EQ(begun.kept->update->sums[0].frame, 6U);
+    EXPECT_EQ(begun.kept->update->sums[0].slot, std::nullopt);
+    EXPECT_EQ(begun.kept->update->sums[1].page, 1U);
+    EXPECT_EQ(begun.kept->update->sums[1].frame, std::nullopt);
+    EXPECT_EQ(begun.kept->update->sums[1].slot, SlotOf(90));
+    EXPECT_EQ(begun.kept->update->sums[1].checksum, 8U);
+    EXPECT_EQ(begun.kept->update->sums[1].spills, 9U);
+    EXPECT_THAT(begun.kept->sum_slots, ElementsAre(SlotOf(90)));
     EXPECT_EQ(begun.step, step);
     EXPECT_THAT(begun.param_updates, Each(step - 1));
     EXPECT_EQ(ExtraStateOf(begun, 0), "one");

@@ -128,6 +128,7 @@ struct Words {
   void operator()(const RecordBlock& a) const { Put({a.job, a.block, a.checksum}); }
   void operator()(const RecordInstalled& a) const { Put({a.job, a.block}); }
   void operator()(const RecordStaged& a) const { Put({a.job, a.block, a.step, a.staging_slot}); }
+  void operator()(const RecordSums& a) const { Put({a.job, a.page, a.step, a.checksum}); }
   void operator()(const RecordAttempt& a) const { Put({a.job, a.step, a.attempt}); }
   void operator()(const RecordDecision& a) const { Put({a.job, a.step}); }
   void operator()(const RecordStep& a) const { Put({a.job, a.step, a.overflowed}); }

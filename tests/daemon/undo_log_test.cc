@@ -1,9 +1,8 @@
 // Goal    An update that is killed anywhere, several times, and goes on from its undo log has every bit of one that was
 //         not, and counts what overflowed once.
-// Method  A process updates a block in shared memory, in DRAM or as it is staged, and ends somewhere in the middle: by
-//         SIGKILL from one of its threads, or at a store to some page; then the log is undone, and another process goes
-//         on, until one comes to the end. Formats and optimizers with every kind of plane, weights in the arena and
-//         behind the states. And by hand, between the stores.
+// Method  A process updates a block in shared memory, in DRAM or as it is staged, and ends somewhere in the middle: by SIGKILL
+//         from one of its threads, or at a store to some page; then the log is undone, and another process goes on, until one comes to the end. Formats and
+//         optimizers with every kind of plane, weights in the arena and behind the states. And by hand, between the stores.
 
 #include "daemon/exec/undo_log.h"
 
@@ -235,7 +234,7 @@ TEST_P(Killed, AnUpdateGoesOnWithEveryBit) {
     return Run(action_, nullptr);
   }();
   int in_middle = 0;
-  const int rounds = testing::kSanitized ? 4 : 12;
+  const int rounds = testing::kSanitized ? 4 : 25;
   for (int round = 0; round < rounds; ++round) {
     Set(before_);
     std::ranges::fill(undo_.all(), std::byte{0});

@@ -13,7 +13,8 @@
 
 namespace forebay::testing {
 
-enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap };
+// The last two in the smallest limit, without gradients on swap and with them.
+enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap, kSumsOnSwap };
 
 struct JobCase {
   protocol::Durability durability = {};
@@ -27,7 +28,10 @@ inline constexpr uint32_t kCaseRanks = 2;
 // Sharded with a frozen parameter.
 inline std::shared_ptr<const protocol::Layout> LayoutOf(const JobCase& with) {
   if (with.shared) return MakeLayout({2048, 2048, 1000});
-  std::vector<std::vector<ShardedParam>> groups(3, {{.rows = uint64_t{kCaseRanks} * 1024}});
+  // More pages of gradient sums than there are frames for.
+  const bool has_pages = with.place == Place::kSumsOnSwap;
+  std::vector<std::vector<ShardedParam>> groups(
+      has_pages ? 10 : 3, {{.rows = kCaseRanks * uint64_t{has_pages ? 4096U : 1024U}}});
   groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
   return MakeShardedLayout(groups);
 }
@@ -46,7 +50,7 @@ inline AttachRequest RequestOf(uint32_t rank, const JobCase& with) {
   return {.rank = rank,
           .early_updates = with.early_updates,
           .durability = with.durability,
-          .grad_arena_bytes = 64 << 10};
+          .grad_arena_bytes = with.place == Place::kSumsOnSwap ? 512U << 10 : 64U << 10};
 }
 
 inline std::unique_ptr<NodeHarness> NodeWith(const JobCase& with,
@@ -62,10 +66,14 @@ inline std::unique_ptr<NodeHarness> NodeWith(const JobCase& with,
 inline daemon::NodeState::Options OptionsOf(const JobCase& with, bool keeps_jobs = false) {
   daemon::NodeState::Options options = RoomyCaseOptions();
   options.keeps_jobs = keeps_jobs;
+  if (with.place == Place::kSumsOnSwap) {
+    options.block_elems = 4096;
+    options.staging_slot_bytes = 65536;
+  }
   if (with.place == Place::kDram) return options;
-  if (with.place == Place::kWeightsOnSwap) {
+  if (with.place == Place::kWeightsOnSwap || with.place == Place::kSumsOnSwap) {
     options.dram_limit_bytes = LeastDramOf(LayoutOf(with), options, kCaseRanks, RequestOf(0, with),
-                                           /*gradients_in_dram=*/true);
+                                           with.place == Place::kWeightsOnSwap);
     // No byte of swap is left either.
     options.swap = SwapPaths({NodeWith(with, options)->state().Node().swap_used_bytes});
     return options;

@@ -27,6 +27,8 @@ void KeptRecords::Execute(const Action& action) {
     set(*installed);
   } else if (const auto* staged = std::get_if<RecordStaged>(&action)) {
     set(*staged);
+  } else if (const auto* sums = std::get_if<RecordSums>(&action)) {
+    set(*sums);
   } else if (const auto* attempt = std::get_if<RecordAttempt>(&action)) {
     set(*attempt);
   } else if (const auto* decision = std::get_if<RecordDecision>(&action)) {

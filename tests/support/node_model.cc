@@ -221,7 +221,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
                         segment.elems * width, !masters && !aside});
       }
       if (aside) uses.push_back(StepUse(update->job, *aside, segment.elems * width, true));
-      if (!masters) AddSumUses(*update, segment, uses);
+      if (!masters && !IsDone(*update)) AddSumUses(*update, segment, uses);
       if (segment.block_elem + segment.elems > update->block_elems) {
         Fault("a segment is outside its block");
       }
@@ -573,7 +573,11 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   JobMemory& job = jobs_[a.job];
   BlockToken& block =
       a.place.resident ? job.resident[a.place.state_offset_bytes] : staging_[a.place.staging_slot];
-  if (WasDone(a, block, done)) return;
+  if (IsDone(a)) {
+    done.checksum = block.checksum;
+    done.weights_digests = DigestsOf(done.checksum, job.layout->spec(), a.block_elems, a.bytes);
+    return;
+  }
   const bool fresh =
       a.identity_before.written_step == 0 && !a.place.slot && block.written_step == 0;
   if (!fresh && !(block == TokenOf(a.identity_before, a.checksum_before))) {

@@ -286,7 +286,7 @@ class NodeModel {
   void CheckDurable(const daemon::DurableJob& job);
   void Recover(const daemon::DurableJob& job);
   // Another daemon has updated the block in this step.
-  bool WasDone(const daemon::UpdateBlock& a, const BlockToken& block, daemon::TaskDone& done);
+  bool IsDone(const daemon::UpdateBlock& a);
   void CheckKeptUpdate(const JobMemory& job, const daemon::KeptUpdate& update);
   NodeModel GoOn(const daemon::DurableNode& node);
   static BlockToken WeightsToken(const daemon::BlockIdentity& identity, uint64_t checksum);

@@ -306,13 +306,11 @@ void NodeModel::CheckKeptUpdate(const JobMemory& job, const KeptUpdate& update) 
   }
 }
 
-bool NodeModel::WasDone(const UpdateBlock& a, const BlockToken& block, TaskDone& done) {
-  const BlockToken after = TokenOf(a.identity_after, block.checksum);
-  if (!a.is_resumed || !(block == after)) return false;
-  done.checksum = block.checksum;
-  done.weights_digests =
-      DigestsOf(done.checksum, jobs_[a.job].layout->spec(), a.block_elems, a.bytes);
-  return true;
+bool NodeModel::IsDone(const UpdateBlock& a) {
+  if (!a.is_resumed) return false;
+  const BlockToken& block = a.place.resident ? jobs_[a.job].resident[a.place.state_offset_bytes]
+                                             : staging_[a.place.staging_slot];
+  return block == TokenOf(a.identity_after, block.checksum);
 }
 
 NodeModel NodeModel::Killed(const DurableNode& node) {
@@ -364,10 +362,10 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
       }
     } else {
       kept.accumulators.clear();
+      kept.paged.clear();
+      kept.spilled.clear();
     }
     kept.float_sums.clear();
-    kept.paged.clear();
-    kept.spilled.clear();
     kept.early.clear();
     kept.loaded.clear();
     const std::vector<nvme::Slot> slots = job->AllSlots();
