@@ -28,10 +28,26 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
   return moved;
 }
 
+size_t SavedSlotBytes(Optimizer optimizer, StateFormat format) {
+  size_t bytes = internal::kSavedCountBytes;
+  const auto add = [&bytes](size_t width) { bytes += internal::SavedPlaneBytes(width); };
+  add(format.weights == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t));
+  if (format.format != Format::kFp32) add(sizeof(int16_t));
+  const size_t moments = protocol::kMomentShapes[static_cast<size_t>(optimizer) - 1].count;
+  for (size_t m = 0; m < moments; ++m) {
+    add(format.format == Format::kInt8   ? sizeof(uint8_t)
+        : format.format == Format::kBf16 ? sizeof(uint16_t)
+                                         : sizeof(float));
+    if (format.format == Format::kInt8) bytes += internal::kSavedScaleBytes;
+  }
+  if (format.format == Format::kFp32 && format.weights != DType::kFloat32) add(sizeof(float));
+  return bytes;
+}
+
 // The loop itself is in internal/update_simd.inc, once a target instruction set.
 uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
-                Gradient g, const StatePlanes& state) {
-  return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, state);
+                Gradient g, const StatePlanes& state, const SavedElems* saved) {
+  return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, state, saved);
 }
 
 }  // namespace forebay::cpu_adam

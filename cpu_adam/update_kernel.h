@@ -2,6 +2,7 @@
 // no threads, no I/O, no errors.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -89,6 +90,27 @@ struct StatePlanes {
 // The same planes from element `elems` on, which is a multiple of kScaleElems in kInt8.
 StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems);
 
+// Elements that are saved at once.
+inline constexpr size_t kSavedElems = 128;
+static_assert(kSavedElems % kScaleElems == 0);
+
+// Where an update saves what it is about to change, so that whoever finds the memory later, because the process was
+// killed, can undo the elements in hand. Before it writes any of elements [i, i + kSavedElems), i a multiple of
+// kSavedElems, it writes all of them to slot i / kSavedElems % 2, then stores at_first + 2·i in `done`: those before i
+// are done. The stores are in the order of the program; nothing is fenced.
+//
+// A slot has the 8 bytes of a count, how many masters of elements before i have become non-finite beside `non_finite`,
+// then, each at a multiple of 64 bytes, the planes in the order of StatePlanes: weights, remainder, moments, scales,
+// master, as far as there are any, of kSavedElems elements each; of fewer behind the last whole piece, but whole groups
+// of codes.
+struct SavedElems {
+  std::byte* slots = nullptr;  // two, of SavedSlotBytes(), each aligned to 64 bytes
+  std::atomic<uint64_t>* done = nullptr;
+  uint64_t at_first = 0;
+  uint64_t non_finite = 0;
+};
+size_t SavedSlotBytes(Optimizer optimizer, StateFormat format);
+
 // Updates n elements; for each i in [0, n), in float32, in this order, fma rounded once, with the
 // names of StepScalars and a, b, c for the moments:
 //
@@ -120,6 +142,7 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 //           any other over the keys.
 // Shapes   Every plane and the gradient have n elements; n may be 0 and need not be a multiple of
 //          any vector width.
+// Saved    Null: nothing is saved.
 // Memory   Planes and gradient do not overlap. Any alignment that the element type allows is
 //          correct; 64 bytes is fastest.
 // Threads  Pure. Disjoint ranges may run at once; the split changes no bit of the result (kInt8:
@@ -129,6 +152,6 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 //          the same gradients, kFp32, kExact, kFp32Bf16 and kFp32Fp16 hold the same masters. Requires
 //          the default MXCSR: no FTZ, no DAZ.
 uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
-                Gradient g, const StatePlanes& state);
+                Gradient g, const StatePlanes& state, const SavedElems* saved = nullptr);
 
 }  // namespace forebay::cpu_adam

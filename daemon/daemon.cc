@@ -265,6 +265,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   // What was handed over is newer than what its daemon has recorded before.
   std::vector<KilledJob> killed;
   if (handed_over.node.jobs.empty()) killed = ReadRecords(left);
+  LeftStaging staging;
   const bool has_slots =
       std::ranges::any_of(killed, [](const KilledJob& one) { return !one.job.AllSlots().empty(); });
   auto state = std::make_unique<State>();
@@ -283,13 +284,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
       prepared.swap->written_before = WrittenBefore(*prepared.swap);
     }
     prepared.swap->keeps_slots = handed_over.sequence > 0 || has_slots;
-    protocol::UniqueFd staging;
-    if (auto found = left.extract(StagingDescriptor(prepared.swap->staging_slot_bytes));
-        !found.empty()) {
-      staging = std::move(found.mapped());
-    }
-    ASSIGN_OR_RETURN(state->swap,
-                     SwapSpace::Open(*prepared.swap, *state->engine, std::move(staging)));
+    ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
+    staging = FindStaging(prepared.swap->staging_slot_bytes, left);
     options.state.swap = state->swap->free_slots();
     options.state.swap_rates = prepared.swap->rates;
     options.state.ledger_bytes_max = state->swap->ledger_bytes_max();
@@ -304,8 +300,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
   std::vector<AdoptedArenas> adopted =
       AdoptJobs(handed_over, state->swap.get(), options.arenas, left, options.state);
-  for (AdoptedArenas& of_killed :
-       AdoptKilled(std::move(killed), state->swap.get(), options.arenas, left, options.state)) {
+  for (AdoptedArenas& of_killed : AdoptKilled(std::move(killed), state->swap.get(), staging,
+                                              options.arenas, left, options.state)) {
     adopted.push_back(std::move(of_killed));
   }
   options.state.keeps_jobs = store.keep != nullptr;
@@ -314,7 +310,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   state->executor =
       std::make_unique<Executor>(options, *state->engine, *state->runner, state->swap.get());
   if (store.keep) state->executor->SetStore(std::move(store));
-  state->executor->Adopt(std::move(adopted));
+  state->executor->Adopt(std::move(adopted), staging.name);
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
   if (forget) RETURN_IF_ERROR(forget(state->executor->StoredNames()));
   state->executor->OwnAdopted();

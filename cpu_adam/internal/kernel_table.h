@@ -49,7 +49,13 @@ inline constexpr bool kHasMaster = !kHasRemainder<kFormat> && kFormat.weights !=
 template <StateFormat kFormat>
 inline constexpr bool kWeightsAreMaster = kFormat.weights == DType::kFloat32;
 
-using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes&);
+using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes&,
+                          const SavedElems*);
+
+// Of a slot of SavedElems.
+inline constexpr size_t kSavedCountBytes = 64;
+inline constexpr size_t kSavedScaleBytes = 64;
+constexpr size_t SavedPlaneBytes(size_t width) { return (kSavedElems * width + 63) / 64 * 64; }
 
 // The kernels of one format.
 struct FormatKernels {

@@ -1,6 +1,7 @@
 // The definition of an update: one element at a time, every rounding written out.
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -220,11 +221,50 @@ void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_
 
 // ---------------------------------------------------------------------------------------- the passes
 
+// `count` values of a plane from value i on -> a slot; returns what is behind a whole plane there.
+template <typename T>
+std::byte* SavePlane(const void* plane, size_t i, size_t count, std::byte* to) {
+  std::memcpy(to, static_cast<const T*>(plane) + i, count * sizeof(T));
+  return to + SavedPlaneBytes(sizeof(T));
+}
+
 template <Optimizer kOptimizer, StateFormat kFormat>
-uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& state) {
+void Save(const SavedElems& saved, const StatePlanes& state, size_t i, size_t n,
+          uint64_t non_finite) {
+  constexpr size_t kMoments = kMomentShape<kOptimizer>.count;
+  constexpr Format kStates = kFormat.format;
+  const size_t count = std::min(kSavedElems, n - i);
+  std::byte* to = saved.slots + i / kSavedElems % 2 * SavedSlotBytes(kOptimizer, kFormat);
+  non_finite += saved.non_finite;
+  std::memcpy(to, &non_finite, sizeof(non_finite));
+  to += kSavedCountBytes;
+  to = kFormat.weights == DType::kFloat32 ? SavePlane<float>(state.weights, i, count, to)
+                                          : SavePlane<uint16_t>(state.weights, i, count, to);
+  if (kStates != Format::kFp32) to = SavePlane<int16_t>(state.remainder, i, count, to);
+  for (size_t m = 0; m < kMoments; ++m) {
+    to = kStates == Format::kInt8   ? SavePlane<uint8_t>(state.moments[m], i, kSavedElems, to)
+         : kStates == Format::kBf16 ? SavePlane<uint16_t>(state.moments[m], i, count, to)
+                                    : SavePlane<float>(state.moments[m], i, count, to);
+  }
+  for (size_t m = 0; kStates == Format::kInt8 && m < kMoments; ++m) {
+    std::memcpy(to, state.scales[m] + i / kScaleElems, sizeof(float));
+    to += kSavedScaleBytes;
+  }
+  constexpr bool kHasOwnMaster = kStates == Format::kFp32 && kFormat.weights != DType::kFloat32;
+  if (kHasOwnMaster) SavePlane<float>(state.master, i, count, to);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  saved.done->store(saved.at_first + 2 * i, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
+
+template <Optimizer kOptimizer, StateFormat kFormat>
+uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& state,
+             const SavedElems* saved) {
+  static_assert(kSavedElems == kScaleElems);
   uint64_t non_finite = 0;
   for (size_t begin = 0; begin < n; begin += kScaleElems) {
     const size_t count = std::min(kScaleElems, n - begin);
+    if (saved != nullptr) Save<kOptimizer, kFormat>(*saved, state, begin, n, non_finite);
     Element group[kScaleElems];
     for (size_t i = 0; i < count; ++i) {
       group[i] = Load<kOptimizer, kFormat>(state, begin + i);

@@ -179,6 +179,7 @@ struct CreateJobMemory {
   // Weights and state arena are there: the daemon before has left them. `keeps_gradients`: the ranks' arenas too.
   bool is_kept = false;
   bool keeps_gradients = false;
+  bool keeps_step = false;  // the step arena has sums that are needed: there is no job without it
   uint64_t weights_bytes = 0;
   // Size of the state arena, which has a place for every block; 0: there are no states. Only these
   // parts get memory.

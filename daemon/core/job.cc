@@ -54,6 +54,7 @@ void Job::Begin() {
             CreateJobMemory{
                 .is_kept = KeptOf(spec_.recovered.get()) != nullptr,
                 .keeps_gradients = spec_.keeps_gradients,
+                .keeps_step = is_resumed(),
                 .weights_bytes = spec_.plan.weights_bytes,
                 .state_bytes = spec_.plan.placement.arena_bytes(),
                 .resident = spec_.plan.placement.ResidentParts(),
@@ -692,6 +693,7 @@ void Job::Advance() {
   durable_.Pump();
   TryHandOver();
   if (is_at_rest()) return;
+  TryRecord();
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
   TryUseFloatSums();
   step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves() &&

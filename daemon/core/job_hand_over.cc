@@ -84,6 +84,7 @@ void Job::AddKept(DurableJob& job) const {
     kept.resident.push_back(pipeline_.is_resident(block));
     kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
   }
+  step_.AddLast(kept);
   kept.spare_slots = {swap_slots().begin(), swap_slots().end()};
   job.RemoveOwn(kept.spare_slots);
   job.kept = std::move(kept);

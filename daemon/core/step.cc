@@ -616,7 +616,8 @@ bool Step::is_quiet() const {
     if (session.step_being_copied) return false;
   }
   return phase_ == Phase::kOpen && published_step_ == committed_step_ && !is_gathering() &&
-         barrier_.by_rank().empty() && unpublished_.empty() && unsaid_.ok();
+         barrier_.by_rank().empty() && unpublished_.empty() &&
+         (unsaid_.ok() || members_.live_ranks() == 0);
 }
 
 void Step::AnswerPublished() {

@@ -58,6 +58,7 @@ class Step {
   void Resume(const KeptUpdate& update) {
     pipeline_.Resume(update);
     is_to_be_resumed_ = false;
+    has_answered_early_ = true;
   }
 
   // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
@@ -94,6 +95,12 @@ class Step {
     return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
   }
 
+  // What the calls of the published step are answered with.
+  void AddLast(KeptMemory& kept) const {
+    kept.norm = last_.norm;
+    kept.clipped = last_.clipped;
+    if (!unsaid_.ok()) kept.overflowed = overflowed_;
+  }
   // What it is to say of the step that is published; nothing is delivered to the next one without RecordAttempt.
   void Record(KeptMemory& kept);
 

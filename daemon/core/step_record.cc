@@ -22,7 +22,7 @@ RecordBlock StepPipeline::RecordOf(uint32_t block, const BlockLedger::Version& v
 // In the step that is decided.
 void StepPipeline::RecordWritten(uint32_t block, uint64_t overflows,
                                  std::optional<uint32_t> weights_slot) {
-  if (!keeps_jobs_ || sets_masters()) return;
+  if (!keeps_jobs_ || sets_masters() || pass_ == UpdatePass::kMoments) return;
   RecordBlock record = RecordOf(block, *ledger_.pending(block));
   record.step = order_.step;
   record.overflows = overflows;
@@ -45,9 +45,7 @@ void Step::Record(KeptMemory& kept) {
   recorded_attempt_ = gradients_.empty() ? open : std::max(open, attempt_ + 1);
   kept.attempt = recorded_attempt_;
   kept.was_killed = true;
-  kept.norm = last_.norm;
-  kept.clipped = last_.clipped;
-  kept.overflowed = overflowed_;
+  kept.overflowed = overflowed_;  // whether it was said, nobody knows
 }
 
 void Step::RecordOpenAttempt(uint64_t attempt) {

@@ -311,6 +311,7 @@ void SumPages::EndUpdateOf(uint32_t block) {
   for (const uint32_t page : block_pages_[block]) {
     FOREBAY_CHECK(pages_[page].updates_left > 0);
     if (--pages_[page].updates_left > 0) continue;
+    if (pages_[page].state == State::kOnSwap) --of_update_on_swap_;
     Record(page);
     Forget(page);
   }

@@ -1,5 +1,6 @@
 #include "daemon/core/undo_sizes.h"
 
+#include "cpu_adam/update_kernel.h"
 #include "protocol/optimizer.h"
 #include "protocol/units.h"
 
@@ -7,16 +8,12 @@ namespace forebay::daemon {
 
 namespace {
 constexpr uint64_t kHeaderBytes = 512;
-constexpr uint64_t kAlignment = 64;
 }  // namespace
 
 uint64_t UndoAreaBytes(const protocol::LayoutSpec& spec) {
-  uint64_t bytes = kHeaderBytes + kUndoElems * protocol::SizeBytes(spec.dtype);
-  for (const protocol::Plane& plane :
-       protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
-    bytes += protocol::RoundUp(protocol::PlaneBytes(plane, kUndoElems), kAlignment);
-  }
-  return protocol::RoundUp(bytes, protocol::kPageBytes);
+  return protocol::RoundUp(
+      kHeaderBytes + 2 * cpu_adam::SavedSlotBytes(spec.optimizer, {spec.format, spec.dtype}),
+      protocol::kPageBytes);
 }
 
 uint64_t UndoBytes(const protocol::LayoutSpec& spec, uint64_t blocks, uint64_t block_elems,

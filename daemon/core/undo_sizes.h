@@ -10,14 +10,6 @@ namespace forebay::daemon {
 // Work on many elements is cut into parts of so many, which may be done at once: the result is the same, bit for bit.
 inline constexpr uint64_t kPartElems = uint64_t{1} << 19;
 
-// Elements that a worker updates before what they were is given up. Their states and a copy of these stay in the
-// first-level cache, or nearly so.
-inline constexpr uint64_t kUndoElems = uint64_t{1} << 11;
-static_assert(kPartElems % kUndoElems == 0 && kUndoElems % protocol::kScaleElems == 0);
-
-// Planes of states, and weights.
-inline constexpr uint64_t kUndoPiecesMax = 8;
-
 constexpr uint64_t PartsOf(uint64_t elems) { return (elems + kPartElems - 1) / kPartElems; }
 
 // Of what one worker has in hand, and of the progress of one part.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -21,6 +20,7 @@ namespace forebay::daemon {
 namespace {
 
 using cpu_adam::Gradient;
+using cpu_adam::kSavedElems;
 using cpu_adam::kSumChunkElems;
 using cpu_adam::StatePlanes;
 using protocol::DType;
@@ -204,74 +204,48 @@ std::span<const std::byte> SumsOf(const UpdateBlock& action, const SegmentPart& 
 
 namespace {
 
-// What an update of elements of a segment changes, wherever these begin.
-class ChangedPieces {
+// The planes of an update, in the order of cpu_adam::StatePlanes, from element `first` of the block on.
+class PlanesInArenas {
  public:
-  ChangedPieces(const UpdateBlock& action, const UpdateSegment& segment, const UpdateMemory& memory)
-      : is_in_groups_(memory.states.format == Format::kInt8) {
+  PlanesInArenas(const UpdateBlock& action, const UpdateSegment& segment, uint64_t first,
+                 const UpdateMemory& memory) {
     const StateMemory& states = memory.states;
-    const auto planes = protocol::StatePlanes(states.optimizer, states.format, states.dtype);
-    for (size_t plane = 0; plane < planes.size(); ++plane) {
-      Add({.arena = memory.block_arena,
-           .arena_bytes = memory.block_offset_bytes,
-           .memory = states.block,
-           .offset_bytes = PlaneOffsetBytes(planes, plane, action.block_elems),
-           .value_bytes = protocol::SizeBytes(planes[plane].dtype),
-           .elems_bits = std::countr_zero(planes[plane].elems_per_value)});
-    }
     const uint64_t width = protocol::SizeBytes(states.dtype);
-    if (segment.weights.in_block) {
+    const auto planes = protocol::StatePlanes(states.optimizer, states.format, states.dtype);
+    const auto add_of_block = [&](uint64_t plane_begin, uint64_t value_bytes,
+                                  uint64_t elems_per_value) {
+      // Whole groups of codes are written.
+      const bool is_code = value_bytes == 1;
       Add({.arena = memory.block_arena,
-           .arena_bytes = memory.block_offset_bytes,
-           .memory = states.block,
-           .offset_bytes = WeightsPlane(action.block_elems, states),
-           .value_bytes = width});
+           .offset_bytes =
+               memory.block_offset_bytes + plane_begin + first / elems_per_value * value_bytes,
+           .group_bytes = kSavedElems / elems_per_value * value_bytes,
+           .elem_bytes = elems_per_value > 1 || is_code ? 0 : value_bytes});
+    };
+    const auto add_plane = [&](size_t plane) {
+      add_of_block(PlaneOffsetBytes(planes, plane, action.block_elems),
+                   protocol::SizeBytes(planes[plane].dtype), planes[plane].elems_per_value);
+    };
+    if (segment.weights.in_block) {
+      add_of_block(WeightsPlane(action.block_elems, states), width, /*elems_per_value=*/1);
     } else {
       Add({.arena = UndoneArena::kWeights,
-           .arena_bytes = 0,
-           .memory = states.weights,
-           .offset_bytes = segment.weights.offset_bytes,
-           .value_bytes = width,
-           .first_elem = segment.block_elem});
+           .offset_bytes = segment.weights.offset_bytes + (first - segment.block_elem) * width,
+           .group_bytes = kSavedElems * width,
+           .elem_bytes = width});
     }
+    const bool has_master = states.format == Format::kFp32 && states.dtype != DType::kFloat32;
+    for (size_t plane = has_master ? 1 : 0; plane < planes.size(); ++plane) add_plane(plane);
+    if (has_master) add_plane(0);
   }
 
-  // Elements of the block.
-  std::span<const UndoPiece> Of(ElemRange range) {
-    for (size_t i = 0; i < count_; ++i) {
-      const Plane& plane = planes_[i];
-      // Whole groups of codes are written.
-      const bool is_rounded = is_in_groups_ && plane.first_elem == 0;
-      const uint64_t end =
-          is_rounded ? protocol::RoundUp(range.end, protocol::kScaleElems) : range.end;
-      const uint64_t first_byte =
-          plane.offset_bytes +
-          ((range.begin - plane.first_elem) >> plane.elems_bits) * plane.value_bytes;
-      const uint64_t values =
-          ((end - range.begin) + (uint64_t{1} << plane.elems_bits) - 1) >> plane.elems_bits;
-      pieces_[i] = {.arena = plane.arena,
-                    .offset_bytes = plane.arena_bytes + first_byte,
-                    .bytes = plane.memory.subspan(first_byte, values * plane.value_bytes)};
-    }
-    return std::span(pieces_).first(count_);
-  }
+  std::span<const UndoPlane> all() const { return std::span(planes_).first(count_); }
 
  private:
-  struct Plane {
-    UndoneArena arena = UndoneArena::kStates;
-    uint64_t arena_bytes = 0;  // of `memory`, in the arena
-    std::span<const std::byte> memory;
-    uint64_t offset_bytes = 0;  // of first_elem, in `memory`
-    uint64_t value_bytes = 0;
-    int elems_bits = 0;  // log2 of the elements of one value
-    uint64_t first_elem = 0;
-  };
-  void Add(const Plane& plane) { planes_.at(count_++) = plane; }
+  void Add(const UndoPlane& plane) { planes_.at(count_++) = plane; }
 
-  bool is_in_groups_;
   size_t count_ = 0;
-  std::array<Plane, kUndoPiecesMax> planes_;
-  std::array<UndoPiece, kUndoPiecesMax> pieces_;
+  std::array<UndoPlane, kUndoPlanesMax> planes_;
 };
 
 // As RunUpdate, of the elements of a part of the log that are not done.
@@ -281,22 +255,16 @@ void UpdateWithUndo(const UpdateBlock& action, ElemRange range, const UpdateMemo
   const uint64_t part_begin = range.begin / kPartElems * kPartElems;
   for (const UpdateSegment& segment : SegmentsIn(action, range)) {
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
-    uint64_t first = std::max({segment.block_elem, range.begin, part_begin + log.done()});
+    const uint64_t first = std::max({segment.block_elem, range.begin, part_begin + log.done()});
     if (first >= end) continue;
     const SegmentPart part{segment, first - segment.block_elem, end - first};
-    StatePlanes state = PlanesOf(action, part, memory);
-    ChangedPieces pieces(action, segment, memory);
-    while (first < end) {
-      const uint64_t next = std::min(end, first / kUndoElems * kUndoElems + kUndoElems);
-      const SegmentPart in_hand{segment, first - segment.block_elem, next - first};
-      log.Save(pieces.Of({first, next}));
-      const Gradient gradient = GradientOf(action.sum_dtype, SumsOf(action, in_hand, memory));
-      const uint64_t overflows = cpu_adam::Update(memory.states.optimizer, format, segment.scalars,
-                                                  in_hand.elems, gradient, state);
-      log.SetDone(next - part_begin, log.overflows() + overflows);
-      state = cpu_adam::Advance(state, format, in_hand.elems);
-      first = next;
-    }
+    const StatePlanes state = PlanesOf(action, part, memory);
+    const cpu_adam::SavedElems saved = log.Begin(
+        first - part_begin, part.elems, PlanesInArenas(action, segment, first, memory).all());
+    const Gradient gradient = GradientOf(action.sum_dtype, SumsOf(action, part, memory));
+    const uint64_t overflows = cpu_adam::Update(memory.states.optimizer, format, segment.scalars,
+                                                part.elems, gradient, state, &saved);
+    log.SetDone(end - part_begin, log.overflows() + overflows);
   }
 }
 

@@ -101,7 +101,7 @@ class Executor {
   void SetStore(DescriptorStore store) { store_ = std::move(store); }
   // Of jobs that the state machine was made with: before the loop runs. Until OwnAdopted() all that is in them stays
   // where the executor ends: another daemon finds it.
-  void Adopt(std::vector<AdoptedArenas> all);
+  void Adopt(std::vector<AdoptedArenas> all, const std::string& left_staging = {});
   void OwnAdopted();
   // What of it the store is to keep on: that of jobs whose records this daemon writes on.
   std::set<std::string> StoredNames() const;
@@ -313,6 +313,7 @@ class Executor {
   std::map<JobId, Record> records_;
   std::vector<ArenaRegistry::Arena> adopted_;  // not owned yet
   bool resumes_updates_ = false;
+  std::string left_staging_;  // in the store, until this one's is
   uint64_t last_record_ = 0;
   DescriptorStore store_;
   std::map<std::string, std::weak_ptr<pinned_mem::PinnedArena>> stored_;  // by name

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
 #include "daemon/exec/hand_over.h"
 #include "protocol/error.h"
@@ -20,11 +21,8 @@ void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl
 
 void Executor::HandOverDue() { Raise(::forebay::daemon::HandOverDue{}); }
 
-void Executor::Adopt(std::vector<AdoptedArenas> all) {
-  if (swap_ != nullptr && swap_->has_adopted_staging()) {
-    adopted_.push_back(swap_->staging());
-    if (store_.keep) stored_[StagingDescriptor(swap_->staging_slot_bytes())] = swap_->staging();
-  }
+void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_staging) {
+  if (store_.keep) left_staging_ = left_staging;
   for (AdoptedArenas& job : all) {
     const bool has_record = job.record != nullptr && store_.keep;
     resumes_updates_ = resumes_updates_ || (job.record != nullptr && job.record->is_updating());
@@ -53,6 +51,7 @@ void Executor::Adopt(std::vector<AdoptedArenas> all) {
 std::set<std::string> Executor::StoredNames() const {
   std::set<std::string> names;
   for (const auto& [name, arena] : stored_) names.insert(name);
+  if (!left_staging_.empty()) names.insert(left_staging_);
   for (const auto& [job, record] : records_) {
     if (!record.name.empty()) names.insert(record.name);
   }
@@ -66,9 +65,10 @@ void Executor::OwnAdopted() {
   for (auto& [id, record] : records_) record.record->Own();
   if (swap_ != nullptr) {
     const absl::Status stored =
-        Store(StagingDescriptor(swap_->staging_slot_bytes()), swap_->staging());
+        Store(StagingDescriptor(swap_->staging_slot_bytes(), MonotonicNs()), swap_->staging());
     if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
   }
+  if (!left_staging_.empty()) store_.drop(std::exchange(left_staging_, {}));
   if (std::exchange(resumes_updates_, false)) Raise(UpdatesResumed{});
 }
 

@@ -1,11 +1,14 @@
 #include "daemon/exec/hand_over.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -26,6 +29,7 @@ namespace forebay::daemon {
 
 namespace {
 constexpr char kRecordPrefix[] = "record.";
+constexpr char kStagingPrefix[] = "staging.";
 }  // namespace
 
 std::string WeightsDescriptor(JobId job) { return absl::StrCat("weights.", job); }
@@ -34,7 +38,9 @@ std::string StepDescriptor(JobId job) { return absl::StrCat("step.", job); }
 std::string GradientsDescriptor(JobId job, uint32_t rank) {
   return absl::StrCat("gradients.", job, ".", rank);
 }
-std::string StagingDescriptor(uint64_t slot_bytes) { return absl::StrCat("staging.", slot_bytes); }
+std::string StagingDescriptor(uint64_t slot_bytes, uint64_t number) {
+  return absl::StrCat(kStagingPrefix, slot_bytes, ".", number);
+}
 std::string RecordDescriptor(JobId job, uint64_t number) {
   return absl::StrCat(kRecordPrefix, job, ".", number);
 }
@@ -203,33 +209,71 @@ absl::StatusOr<KilledJob> ReadRecord(const std::string& name, UniqueFd fd,
       .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
 }
 
-// Bytes that workers had in hand are as they were before.
-absl::Status UndoUpdate(const KilledJob& killed, const AdoptedArenas& arenas,
-                        const SwapSpace* swap) {
+// Shared memory of the daemon before, while this one reads it.
+class Mapping {
+ public:
+  static absl::StatusOr<Mapping> Of(const UniqueFd& fd) {
+    if (!fd.valid()) return Mapping({});
+    ASSIGN_OR_RETURN(const uint64_t size, SizeOf(fd));
+    void* const mapped =
+        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), /*offset=*/0);
+    if (mapped == MAP_FAILED) {
+      return MakeError(ErrorId::kInternal, protocol::ErrnoText("map staging slots", errno));
+    }
+    return Mapping({static_cast<std::byte*>(mapped), size});
+  }
+  Mapping(Mapping&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}
+  Mapping& operator=(Mapping&&) = delete;
+  ~Mapping() {
+    if (!bytes_.empty()) ::munmap(bytes_.data(), bytes_.size());
+  }
+  std::span<std::byte> bytes() const { return bytes_; }
+
+ private:
+  explicit Mapping(std::span<std::byte> bytes) : bytes_(bytes) {}
+
+  std::span<std::byte> bytes_;
+};
+
+// Bytes that workers had in hand are as they were before, and staged blocks in the slots of this daemon. `taken`: slots of
+// other jobs.
+absl::Status UndoUpdate(const KilledJob& killed, const AdoptedArenas& arenas, const SwapSpace* swap,
+                        const Mapping& staging, std::set<uint32_t>& taken) {
   const auto& update = killed.job.kept->update;
   if (update == nullptr) return absl::OkStatus();
-  const bool is_staging_there = swap != nullptr && swap->has_adopted_staging();
-  const bool is_staged = std::ranges::any_of(update->blocks, [](const KeptUpdate::Block& block) {
-    return block.staging_slot.has_value();
-  });
-  if (is_staged && !is_staging_there) {
-    return MakeError(ErrorId::kConfig,
-                     absl::StrCat("its step ", killed.job.step,
-                                  " was being updated in staging slots, which are not there, or "
-                                  "have other sizes"),
-                     "restart the daemon with the configuration that it had");
-  }
   if (arenas.step == nullptr) {
     return MakeError(ErrorId::kCorrupt, "the gradients of the step that was updated are missing");
+  }
+  std::set<uint32_t> slots;
+  for (const KeptUpdate::Block& block : update->blocks) {
+    if (!block.staging_slot) continue;
+    const bool is_there =
+        swap != nullptr && *block.staging_slot < swap->staging_slots() &&
+        (*block.staging_slot + uint64_t{1}) * swap->staging_slot_bytes() <= staging.bytes().size();
+    if (!is_there) {
+      return MakeError(ErrorId::kConfig,
+                       absl::StrCat("its step ", killed.job.step,
+                                    " was being updated in staging slots, which are not there, or "
+                                    "have other sizes"),
+                       "restart the daemon with the configuration that it had");
+    }
+    if (taken.contains(*block.staging_slot) || !slots.insert(*block.staging_slot).second) {
+      return MakeError(ErrorId::kCorrupt, "two blocks are in one staging slot");
+    }
   }
   const auto bytes_of = [](const ArenaRegistry::Arena& arena) {
     return arena == nullptr ? std::span<std::byte>() : arena->bytes();
   };
-  return killed.record->undo().Undo(
-      killed.job.step,
-      {.states = bytes_of(arenas.state),
-       .weights = bytes_of(arenas.weights),
-       .staging = is_staging_there ? swap->staging()->bytes() : std::span<std::byte>()});
+  RETURN_IF_ERROR(killed.record->undo().Undo(killed.job.step, {.states = bytes_of(arenas.state),
+                                                               .weights = bytes_of(arenas.weights),
+                                                               .staging = staging.bytes()}));
+  for (const uint32_t slot : slots) {
+    const uint64_t bytes = swap->staging_slot_bytes();
+    std::ranges::copy(staging.bytes().subspan(slot * bytes, bytes),
+                      swap->Slot(slot, bytes).begin());
+  }
+  taken.merge(slots);
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -254,9 +298,27 @@ std::vector<KilledJob> ReadRecords(DescriptorsByName& left) {
   return all;
 }
 
+LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
+  LeftStaging newest;
+  uint64_t newest_number = 0;
+  const std::string prefix = absl::StrCat(kStagingPrefix, slot_bytes, ".");
+  for (auto& [name, fd] : left) {
+    uint64_t number = 0;
+    const bool is_one =
+        name.starts_with(prefix) && absl::SimpleAtoi(name.substr(prefix.size()), &number);
+    if (!is_one || number < newest_number) continue;
+    newest_number = number;
+    newest.name = name;
+  }
+  if (!newest.name.empty()) newest.fd = std::move(left.extract(newest.name).mapped());
+  return newest;
+}
+
 std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
-                                       const ArenaPolicy& arenas, DescriptorsByName& left,
-                                       NodeOptions& node) {
+                                       const LeftStaging& staging, const ArenaPolicy& arenas,
+                                       DescriptorsByName& left, NodeOptions& node) {
+  const absl::StatusOr<Mapping> left_slots = Mapping::Of(staging.fd);
+  std::set<uint32_t> taken_slots;
   std::vector<AdoptedArenas> adopted;
   std::vector<DurableJob> going_on;
   for (KilledJob& killed : jobs) {
@@ -271,7 +333,8 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSp
     if (status.ok()) {
       absl::StatusOr<AdoptedArenas> taken = AdoptArenas(job, arenas, left);
       status = taken.status();
-      if (status.ok()) status = UndoUpdate(killed, *taken, swap);
+      if (status.ok()) status = left_slots.status();
+      if (status.ok()) status = UndoUpdate(killed, *taken, swap, *left_slots, taken_slots);
       if (status.ok()) status = ReserveKilled(job, node);
       if (status.ok()) {
         taken->record = std::move(killed.record);

@@ -38,8 +38,8 @@ std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
 std::string StepDescriptor(JobId job);
 std::string GradientsDescriptor(JobId job, uint32_t rank);
-// Of the node: staging slots of this size.
-std::string StagingDescriptor(uint64_t slot_bytes);
+// Of the node, with slots of this size; the one with the largest number is the newest.
+std::string StagingDescriptor(uint64_t slot_bytes, uint64_t number);
 // Each record of a job has another number: the newest one that is whole counts.
 std::string RecordDescriptor(JobId job, uint64_t number);
 
@@ -60,6 +60,13 @@ std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpac
                                      const ArenaPolicy& arenas, DescriptorsByName& left,
                                      NodeOptions& node);
 
+// The staging slots that a daemon which was killed has left; no name: none of this size.
+struct LeftStaging {
+  std::string name;
+  protocol::UniqueFd fd;
+};
+LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left);
+
 // A job of a daemon that was killed, as its record says.
 struct KilledJob {
   DurableJob job;
@@ -71,9 +78,11 @@ struct KilledJob {
 // Takes records out of `left`. Those that no job can go on from are left out, and the log says why.
 std::vector<KilledJob> ReadRecords(DescriptorsByName& left);
 
-// As AdoptJobs. What is durable of a job, on the disk of `node`, stays so.
+// As AdoptJobs. What is durable of a job, on the disk of `node`, stays so. Of a job that was killed in an update, what workers
+// had in hand is undone, and its blocks are in the same staging slots of `swap`: not in the memory that was left, into
+// which the disk may still write for the dead process.
 std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
-                                       const ArenaPolicy& arenas, DescriptorsByName& left,
-                                       NodeOptions& node);
+                                       const LeftStaging& staging, const ArenaPolicy& arenas,
+                                       DescriptorsByName& left, NodeOptions& node);
 
 }  // namespace forebay::daemon

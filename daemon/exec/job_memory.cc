@@ -6,7 +6,9 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/exec/clock.h"
+#include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
 #include "spdlog/spdlog.h"
@@ -93,6 +95,18 @@ bool JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
                   std::max(action.step_bytes, action.step_capacity_bytes));
   ArenaRegistry::Arena old_step;
   const bool has_step = HasStepArena(job, step);
+  if (!has_step && action.keeps_step) {
+    job.is_making = false;
+    raise_(TaskDone{
+        .task = action.task,
+        .status = protocol::MakeError(
+            protocol::ErrorId::kConfig,
+            absl::StrCat("job ", job.name.name,
+                         ": its step arena, with the gradients of the step "
+                         "that was updated, has another size than the daemon before has left"),
+            "start the daemon with the configuration that it had before")});
+    return false;
+  }
   if (!has_step) {
     to_make[2] = step;
     old_step = std::exchange(job.step, nullptr);

@@ -32,7 +32,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
-constexpr uint64_t kRecordVersion = 2;
+constexpr uint64_t kRecordVersion = 3;
 constexpr uint64_t kAlignment = 64;
 constexpr uint64_t kNoSlot = UINT64_MAX;
 constexpr int kStagedBits = 16;
@@ -339,6 +339,8 @@ void KeptRecord::Write(const RecordBlock& record, uint64_t copy) {
 }
 
 void KeptRecord::Set(const RecordBlock& record) {
+  // Said already, by the daemon before: at no moment is it unsaid.
+  if (record.step != 0 && block(record.block).state >> 1 == record.step) return;
   const uint64_t current = CurrentCopy(record.block);
   block(record.block).state = current;  // the step of the other one is over
   Write(record, 1 - current);

@@ -100,24 +100,12 @@ SwapSpace::~SwapSpace() {
 }
 
 absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOptions& options,
-                                                           nvme::IoEngine& engine,
-                                                           protocol::UniqueFd staging) {
+                                                           nvme::IoEngine& engine) {
   std::unique_ptr<SwapSpace> space(new SwapSpace(options, engine));
-  const pinned_mem::ArenaOptions of_staging =
-      options.arenas.ByStripe("forebay-staging", StagingBytes(options), options.staging_slot_bytes);
-  if (staging.valid()) {
-    auto adopted = pinned_mem::PinnedArena::Adopt(of_staging, std::move(staging));
-    if (adopted.ok()) {
-      space->staging_ = *std::move(adopted);
-      // Until the daemon starts: where it does not, the next one finds what was left.
-      space->staging_->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
-      space->has_adopted_staging_ = true;
-    }
-  }
   // Memory first: where there is not enough, no space was reserved on a disk.
-  if (space->staging_ == nullptr) {
-    ASSIGN_OR_RETURN(space->staging_, pinned_mem::PinnedArena::Create(of_staging));
-  }
+  ASSIGN_OR_RETURN(space->staging_,
+                   pinned_mem::PinnedArena::Create(options.arenas.ByStripe(
+                       "forebay-staging", StagingBytes(options), options.staging_slot_bytes)));
   RETURN_IF_ERROR(space->OpenVolume());
   (void)engine.RegisterBuffer(space->staging_->bytes());  // speed alone
   return space;

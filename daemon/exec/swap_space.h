@@ -135,11 +135,8 @@ class SwapSpace {
   // Errors  of Volume::Open, FindVolume, DecodeLedger and PinnedArena::Create.
   //         E_SWAP_PATH  kUnlinked paths hold a durable ledger; durable jobs are on a volume that was last used on
   //                      another machine or on other paths. Nothing is written.
-  //
-  // `staging`: what the daemon before has left of it, with what was in its slots; where it cannot be had, they are empty.
   static absl::StatusOr<std::unique_ptr<SwapSpace>> Open(const SwapSpaceOptions& options,
-                                                         nvme::IoEngine& engine,
-                                                         protocol::UniqueFd staging = {});
+                                                         nvme::IoEngine& engine);
 
   SwapSpace(const SwapSpace&) = delete;
   SwapSpace& operator=(const SwapSpace&) = delete;
@@ -149,8 +146,7 @@ class SwapSpace {
   static uint64_t StagingBytes(const SwapSpaceOptions& options);
 
   const ArenaRegistry::Arena& staging() const { return staging_; }
-  // It is the one that the daemon before has left.
-  bool has_adopted_staging() const { return has_adopted_staging_; }
+  uint32_t staging_slots() const { return options_.staging_slots; }
   uint64_t staging_slot_bytes() const { return options_.staging_slot_bytes; }
   const nvme::SlotMap& free_slots() const { return volume_->free_slots(); }
   std::span<std::byte> Slot(uint32_t slot, uint64_t bytes) const;
@@ -259,7 +255,6 @@ class SwapSpace {
   VolumePlace place_;
   std::string adopted_;
   ArenaRegistry::Arena staging_;
-  bool has_adopted_staging_ = false;
   struct FreeMemory {
     void operator()(std::byte* memory) const { std::free(memory); }
   };

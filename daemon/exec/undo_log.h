@@ -3,7 +3,6 @@
 // what is done.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -11,21 +10,26 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "cpu_adam/update_kernel.h"
 #include "daemon/core/undo_sizes.h"
 
 namespace forebay::daemon {
 
 enum class UndoneArena : uint32_t { kStates, kWeights, kStaging };
 
-// Bytes that are going to be changed.
-struct UndoPiece {
+// A plane of StatePlanes, from the first element of an update on.
+struct UndoPlane {
   UndoneArena arena = UndoneArena::kStates;
   uint64_t offset_bytes = 0;  // in the arena
-  std::span<const std::byte> bytes;
+  uint64_t group_bytes = 0;   // of kSavedElems elements
+  uint64_t elem_bytes = 0;    // 0: whole groups alone, as codes and scales
 };
+// The most that StatePlanes has.
+inline constexpr size_t kUndoPlanesMax = 8;
 
 // Elements are done from the beginning of a part on, in order; at every moment those behind are either as they were
-// before, or in hand and saved. All numbers are tagged with the step: what another step has left counts for nothing.
+// before, or in hand and saved (cpu_adam::SavedElems). All numbers are tagged with the step: what another step has left
+// counts for nothing.
 //
 // Ownership  Borrows its memory.
 // Threads    One a part; as many parts at once as there are areas, further ones wait.
@@ -47,9 +51,9 @@ class UndoLog {
     uint64_t done() const;
     // Masters that overflowed in them.
     uint64_t overflows() const;
-    // The elements that follow are in hand from now on. At most kUndoPiecesMax pieces, none beyond kUndoElems elements.
-    void Save(std::span<const UndoPiece> pieces);
-    // They are done.
+    // `elems` elements from `first` of the part on are updated next, and may be in hand until SetDone(). `planes` in the order
+    // of StatePlanes, of the element `first`.
+    cpu_adam::SavedElems Begin(uint64_t first, uint64_t elems, std::span<const UndoPlane> planes);
     void SetDone(uint64_t done, uint64_t overflows);
 
    private:
@@ -63,7 +67,7 @@ class UndoLog {
   UndoLog(std::span<std::byte> bytes, uint64_t blocks, uint64_t block_elems, uint64_t workers,
           uint64_t area_bytes);
 
-  // Something of the block is done in this step.
+  // Something of the block is done in this step, or in hand.
   bool HasBegun(uint64_t block, uint64_t step) const;
 
   // What a process that was killed had in hand in this step is as it was before. Before any Part is made.

@@ -1,13 +1,17 @@
 // Goal    Every instruction set gives the bits of the scalar definition for every optimizer and format,
-//         at every size, tail and misalignment, and writes nothing else.
+//         at every size, tail and misalignment, and writes nothing else; what it is about to change it saves.
 // Method  Run two steps on each target that this processor has and on "scalar", on the same seeded
 //         data with denormals and overflows; compare all planes and the count of bad masters bit by
-//         bit.
+//         bit. The targets save what they change; in the end the last two pieces are in the slots, as they were.
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <tuple>
+#include <vector>
 
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
@@ -88,17 +92,68 @@ struct Result {
   uint64_t bad = 0;
 };
 
-std::unique_ptr<Result> RunTwoSteps(const AdamData& data, const Case& run) {
+std::unique_ptr<Result> RunSteps(const AdamData& data, const Case& run, uint64_t steps,
+                                 const SavedElems* saved = nullptr) {
   GuardedGrad grad(data, run);
   auto result = std::make_unique<Result>(run.n, run.offset);
   result->state.Assign(data);
-  for (const uint64_t t : {1u, 2u}) {
+  for (uint64_t t = 1; t <= steps; ++t) {
     result->bad += Update(run.optimizer, run.format, ScalarsOf(run.optimizer, t), run.n, grad.get(),
-                          result->state.Planes(run.format));
+                          result->state.Planes(run.format), saved);
   }
   result->state.ExpectGuards();
   return result;
 }
+
+// Two slots, and what an update says to them.
+struct Slots {
+  explicit Slots(const Case& run)
+      : slot_bytes(SavedSlotBytes(run.optimizer, run.format)), memory(2 * slot_bytes / 64) {}
+
+  static constexpr uint64_t kAtFirst = 1001;
+  SavedElems saved() {
+    return {.slots = bytes(), .done = &done, .at_first = kAtFirst, .non_finite = 7};
+  }
+  std::byte* bytes() { return reinterpret_cast<std::byte*>(memory.data()); }
+
+  // The piece that begins with element i has what was there before.
+  void ExpectPiece(const Case& run, size_t i, const StatePlanes& before) {
+    const size_t count = std::min(kSavedElems, run.n - i);
+    const std::byte* at = bytes() + i / kSavedElems % 2 * slot_bytes;
+    uint64_t non_finite = 0;
+    std::memcpy(&non_finite, at, sizeof(non_finite));
+    EXPECT_TRUE(non_finite >= 7 && non_finite <= 7 + i);
+    at += 64;
+    const auto expect = [&](const void* plane, size_t first, size_t elems, size_t width) {
+      const auto* const from = static_cast<const std::byte*>(plane) + first * width;
+      EXPECT_EQ(std::memcmp(at, from, elems * width), 0) << "piece " << i;
+      at += (kSavedElems * width + 63) / 64 * 64;
+    };
+    const bool has_codes = run.format.format == Format::kInt8;
+    const size_t width = has_codes ? 1 : run.format.format == Format::kBf16 ? 2 : 4;
+    const size_t moments = protocol::kMomentShapes[static_cast<size_t>(run.optimizer) - 1].count;
+    expect(before.weights, i, count, run.format.weights == DType::kFloat32 ? 4 : 2);
+    if (run.format.format != Format::kFp32) expect(before.remainder, i, count, 2);
+    for (size_t m = 0; m < moments; ++m) {
+      expect(before.moments[m], i, has_codes ? kSavedElems : count, width);
+    }
+    for (size_t m = 0; has_codes && m < moments; ++m) {
+      EXPECT_EQ(std::memcmp(at, before.scales[m] + i / kScaleElems, sizeof(float)), 0);
+      at += 64;
+    }
+    const bool has_master =
+        run.format.format == Format::kFp32 && run.format.weights != DType::kFloat32;
+    if (has_master) expect(before.master, i, count, 4);
+    EXPECT_EQ(at, bytes() + (i / kSavedElems % 2 + 1) * slot_bytes);
+  }
+
+  size_t slot_bytes;
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<Line> memory;
+  std::atomic<uint64_t> done = 0;
+};
 
 using TargetAndRule = std::tuple<std::string, Optimizer>;
 
@@ -108,9 +163,18 @@ class UpdateTargets : public ::testing::TestWithParam<TargetAndRule> {
     SCOPED_TRACE(::testing::Message() << target() << ", " << run << ", seed " << kSeed);
     const AdamData data(std::max<size_t>(run.n, 1), kSeed + static_cast<uint32_t>(run.n));
     guard_.Force(target());
-    const std::unique_ptr<Result> result = RunTwoSteps(data, run);
+    Slots slots(run);
+    const SavedElems saved = slots.saved();
+    const std::unique_ptr<Result> result = RunSteps(data, run, 2, &saved);
+    if (run.n > 0) {
+      const std::unique_ptr<Result> before = RunSteps(data, run, 1);
+      const size_t last = (run.n - 1) / kSavedElems * kSavedElems;
+      EXPECT_EQ(slots.done, Slots::kAtFirst + 2 * last);
+      slots.ExpectPiece(run, last, before->state.Planes(run.format));
+      if (last > 0) slots.ExpectPiece(run, last - kSavedElems, before->state.Planes(run.format));
+    }
     guard_.Force("scalar");
-    result->ExpectEquals(*RunTwoSteps(data, run));
+    result->ExpectEquals(*RunSteps(data, run, 2));
   }
 
   void CompareEach(size_t n, size_t offset) {
@@ -150,7 +214,7 @@ TEST_P(UpdateTargets, SplittingTheRangeChangesNoBit) {
   guard_.Force(target());
   for (const StateFormat format : kStateFormats) {
     SCOPED_TRACE(::testing::Message() << "format " << ::forebay::testing::NameOf(format));
-    const auto whole = RunTwoSteps(data, {optimizer(), format, kElems, 0, DType::kFloat32});
+    const auto whole = RunSteps(data, {optimizer(), format, kElems, 0, DType::kFloat32}, 2);
     std::mt19937 random(kSeed);
     Result pieces(kElems, 0);
     pieces.state.Assign(data);

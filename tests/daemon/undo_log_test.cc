@@ -11,10 +11,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <csignal>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -185,7 +187,7 @@ class Killed : public ::testing::TestWithParam<UndoCase> {
     const uint64_t index = kBlock * PartsOf(kElems);
     const std::byte* const at =
         undo_.all().data() + kWorkers * UndoAreaBytes(Spec()) + index * kUndoPartBytes;
-    return *reinterpret_cast<const volatile uint64_t*>(at) & 0xF'FFFF;
+    return *reinterpret_cast<const volatile uint64_t*>(at) >> 1 & 0xF'FFFF;
   }
   // A process runs the update, and one of its threads kills it when so many are done; or it ends with the first store to
   // a page, where one is given. True: it came to the end.
@@ -254,44 +256,63 @@ TEST_P(Killed, AnUpdateGoesOnWithEveryBit) {
   EXPECT_GT(in_middle, rounds / 2);
 }
 
-// Whatever the last elements in hand look like by now.
+// A byte of what is in hand is changed, behind the store that says so and behind the last one.
 TEST_P(Killed, WhatIsInHandIsUndone) {
-  for (const bool is_counted : {false, true}) {
+  constexpr uint64_t kFirst = 256;
+  const std::array<UndoPlane, 2> planes = {
+      UndoPlane{.arena = UndoneArena::kWeights,
+                .offset_bytes = 512,
+                .group_bytes = 2 * cpu_adam::kSavedElems,
+                .elem_bytes = 2},
+      UndoPlane{.arena = with().staged ? UndoneArena::kStaging : UndoneArena::kStates,
+                .offset_bytes = block_bytes_ + 64,
+                .group_bytes = cpu_adam::kSavedElems}};
+  for (const bool is_done : {false, true}) {
     Set(before_);
     std::ranges::fill(undo_.all(), std::byte{0});
     UndoLog log = Log();
-    {
-      UndoLog::Part part(log, kBlock, 0, kStep);
-      const std::array<UndoPiece, 2> pieces = {
-          UndoPiece{with().staged ? UndoneArena::kStaging : UndoneArena::kStates, block_bytes_ + 64,
-                    block().subspan(64, 4096)},
-          UndoPiece{UndoneArena::kWeights, 128, weights_.all().subspan(128, 512)}};
-      part.Save(pieces);
-      std::ranges::fill(block().subspan(64, 4096), std::byte{9});
-      std::ranges::fill(weights_.all().subspan(128, 512), std::byte{9});
-      if (is_counted) part.SetDone(kUndoElems, /*overflows=*/2);
-    }
+    const auto part = std::make_unique<UndoLog::Part>(log, kBlock, 0, kStep);
+    part->SetDone(kFirst, /*overflows=*/3);
+    const cpu_adam::SavedElems saved = part->Begin(kFirst, 200, planes);
     ASSERT_OK(Undo());
-    EXPECT_EQ(Bytes() == before_, !is_counted);
-    EXPECT_EQ(Log().HasBegun(kBlock, kStep), is_counted);
+    EXPECT_TRUE(Bytes() == before_) << "nothing was in hand";
+    (void)part->Begin(kFirst, 200, planes);
+    // The second piece of 128, which has 72: its slot is behind the first one's.
+    const uint64_t slot_bytes = 64 + 256 + 128;
+    std::byte* const slot = saved.slots + slot_bytes;
+    const uint64_t overflows = 5;
+    std::memcpy(slot, &overflows, sizeof(overflows));
+    const std::span<std::byte> of_weights = weights_.all().subspan(512 + 256, 144);
+    const std::span<std::byte> of_block = block().subspan(64 + 128, 128);
+    std::ranges::copy(of_weights, slot + 64);
+    std::ranges::copy(of_block, slot + 64 + 256);
+    saved.done->store(saved.at_first + 2 * cpu_adam::kSavedElems);
+    std::ranges::fill(of_weights, std::byte{9});
+    std::ranges::fill(of_block, std::byte{9});
+    if (is_done) part->SetDone(kFirst + 200, /*overflows=*/6);
+    ASSERT_OK(Undo());
+    EXPECT_EQ(Bytes() == before_, !is_done);
+    EXPECT_TRUE(Log().HasBegun(kBlock, kStep));
     EXPECT_FALSE(Log().HasBegun(kBlock, kStep + 1));
+    EXPECT_EQ(part->done(), kFirst + (is_done ? 200 : cpu_adam::kSavedElems));
+    EXPECT_EQ(part->overflows(), is_done ? 6U : overflows);
     // Of another step it counts for nothing.
     UndoLog next = Log();
-    const UndoLog::Part part(next, kBlock, 0, kStep + 1);
-    EXPECT_EQ(part.done(), 0U);
-    EXPECT_EQ(part.overflows(), 0U);
+    const UndoLog::Part other(next, kBlock, 0, kStep + 1);
+    EXPECT_EQ(other.done(), 0U);
+    EXPECT_EQ(other.overflows(), 0U);
   }
 }
 
 TEST_P(Killed, AnArenaThatIsNotThereIsSaid) {
   UndoLog log = Log();
-  {
-    UndoLog::Part part(log, kBlock, 0, kStep);
-    const UndoPiece piece{UndoneArena::kWeights, 0, weights_.all().first(64)};
-    part.Save({&piece, 1});
-  }
-  EXPECT_THAT(log.Undo(kStep, {}), HasError(protocol::ErrorId::kCorrupt));
+  UndoLog::Part part(log, kBlock, 0, kStep);
+  const UndoPlane plane{.arena = UndoneArena::kWeights, .group_bytes = 256, .elem_bytes = 2};
+  const cpu_adam::SavedElems saved = part.Begin(0, 128, {&plane, 1});
+  saved.done->store(saved.at_first);
   EXPECT_OK(log.Undo(kStep + 1, {}));
+  (void)part.Begin(0, 128, {&plane, 1});
+  EXPECT_THAT(log.Undo(kStep, {}), HasError(protocol::ErrorId::kCorrupt));
 }
 
 INSTANTIATE_TEST_SUITE_P(
