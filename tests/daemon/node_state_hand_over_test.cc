@@ -56,7 +56,7 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
   uint64_t points = 0;
-  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 5 : 1;  // a larger job
+  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;  // a larger job
   for (uint64_t point = 0;; point += stride) {
     Training run(GetParam(), options);
     run.AttachAll();

@@ -41,7 +41,7 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   std::set<uint64_t> steps;
   uint64_t points = 0;
   uint64_t in_update = 0;
-  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 5 : 1;  // a larger job
+  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;  // a larger job
   for (uint64_t point = 0;; point += stride) {
     Training run(GetParam(), options);
     run.AttachAll();
