@@ -9,18 +9,24 @@ void Move(void*& plane, size_t bytes) {
   if (plane != nullptr) plane = static_cast<char*>(plane) + bytes;
 }
 
+// Of an element of a plane.
+size_t WeightsWidth(StateFormat format) {
+  return format.weights == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
+}
+size_t MomentWidth(StateFormat format) {
+  return format.format == Format::kInt8   ? sizeof(uint8_t)
+         : format.format == Format::kBf16 ? sizeof(uint16_t)
+                                          : sizeof(float);
+}
+
 }  // namespace
 
 StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems) {
   StatePlanes moved = planes;
-  Move(moved.weights,
-       elems * (format.weights == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t)));
+  Move(moved.weights, elems * WeightsWidth(format));
   if (moved.remainder != nullptr) moved.remainder += elems;
   if (moved.master != nullptr) moved.master += elems;
-  const size_t width = format.format == Format::kInt8   ? sizeof(uint8_t)
-                       : format.format == Format::kBf16 ? sizeof(uint16_t)
-                                                        : sizeof(float);
-  for (void*& moment : moved.moments) Move(moment, elems * width);
+  for (void*& moment : moved.moments) Move(moment, elems * MomentWidth(format));
   for (float*& scale : moved.scales) {
     if (scale != nullptr) scale += elems / kScaleElems;
   }
@@ -31,13 +37,11 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 size_t SavedSlotBytes(Optimizer optimizer, StateFormat format) {
   size_t bytes = internal::kSavedCountBytes;
   const auto add = [&bytes](size_t width) { bytes += internal::SavedPlaneBytes(width); };
-  add(format.weights == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t));
+  add(WeightsWidth(format));
   if (format.format != Format::kFp32) add(sizeof(int16_t));
   const size_t moments = protocol::kMomentShapes[static_cast<size_t>(optimizer) - 1].count;
   for (size_t m = 0; m < moments; ++m) {
-    add(format.format == Format::kInt8   ? sizeof(uint8_t)
-        : format.format == Format::kBf16 ? sizeof(uint16_t)
-                                         : sizeof(float));
+    add(MomentWidth(format));
     if (format.format == Format::kInt8) bytes += internal::kSavedScaleBytes;
   }
   if (format.format == Format::kFp32 && format.weights != DType::kFloat32) add(sizeof(float));

@@ -238,9 +238,9 @@ void Save(const SavedElems& saved, const StatePlanes& state, size_t i, size_t n,
   non_finite += saved.non_finite;
   std::memcpy(to, &non_finite, sizeof(non_finite));
   to += kSavedCountBytes;
-  to = kFormat.weights == DType::kFloat32 ? SavePlane<float>(state.weights, i, count, to)
-                                          : SavePlane<uint16_t>(state.weights, i, count, to);
-  if (kStates != Format::kFp32) to = SavePlane<int16_t>(state.remainder, i, count, to);
+  to = kWeightsAreMaster<kFormat> ? SavePlane<float>(state.weights, i, count, to)
+                                  : SavePlane<uint16_t>(state.weights, i, count, to);
+  if (kHasRemainder<kFormat>) to = SavePlane<int16_t>(state.remainder, i, count, to);
   for (size_t m = 0; m < kMoments; ++m) {
     to = kStates == Format::kInt8   ? SavePlane<uint8_t>(state.moments[m], i, kSavedElems, to)
          : kStates == Format::kBf16 ? SavePlane<uint16_t>(state.moments[m], i, count, to)
@@ -250,8 +250,7 @@ void Save(const SavedElems& saved, const StatePlanes& state, size_t i, size_t n,
     std::memcpy(to, state.scales[m] + i / kScaleElems, sizeof(float));
     to += kSavedScaleBytes;
   }
-  constexpr bool kHasOwnMaster = kStates == Format::kFp32 && kFormat.weights != DType::kFloat32;
-  if (kHasOwnMaster) SavePlane<float>(state.master, i, count, to);
+  if (kHasMaster<kFormat>) SavePlane<float>(state.master, i, count, to);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   saved.done->store(saved.at_first + 2 * i, std::memory_order_relaxed);
   std::atomic_signal_fence(std::memory_order_seq_cst);

@@ -6,13 +6,9 @@
 
 namespace forebay::daemon {
 
-namespace {
-constexpr uint64_t kHeaderBytes = 512;
-}  // namespace
-
 uint64_t UndoAreaBytes(const protocol::LayoutSpec& spec) {
   return protocol::RoundUp(
-      kHeaderBytes + 2 * cpu_adam::SavedSlotBytes(spec.optimizer, {spec.format, spec.dtype}),
+      kUndoHeaderBytes + 2 * cpu_adam::SavedSlotBytes(spec.optimizer, {spec.format, spec.dtype}),
       protocol::kPageBytes);
 }
 

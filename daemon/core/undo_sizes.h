@@ -12,7 +12,8 @@ inline constexpr uint64_t kPartElems = uint64_t{1} << 19;
 
 constexpr uint64_t PartsOf(uint64_t elems) { return (elems + kPartElems - 1) / kPartElems; }
 
-// Of what one worker has in hand, and of the progress of one part.
+// Of what one worker has in hand: what it is, then two slots of cpu_adam::SavedElems. And of the progress of one part.
+inline constexpr uint64_t kUndoHeaderBytes = 512;
 uint64_t UndoAreaBytes(const protocol::LayoutSpec& spec);
 inline constexpr uint64_t kUndoPartBytes = 64;
 

@@ -200,10 +200,6 @@ std::span<const std::byte> SumsOf(const UpdateBlock& action, const SegmentPart& 
   return std::span(joined).first(bytes);
 }
 
-}  // namespace
-
-namespace {
-
 // The planes of an update, in the order of cpu_adam::StatePlanes, from element `first` of the block on.
 class PlanesInArenas {
  public:
@@ -277,8 +273,10 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
   if (memory.undo != nullptr) {
     UndoLog::Part part(*memory.undo, action.identity_after.block, range.begin / kPartElems,
                        action.identity_after.written_step);
+    // What another daemon has found in a part counts with its first elements.
+    const uint64_t before = range.begin % kPartElems == 0 ? 0 : part.overflows();
     UpdateWithUndo(action, range, memory, part);
-    found.overflows = part.overflows();
+    found.overflows = part.overflows() - before;
     return found;
   }
   if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
@@ -367,10 +365,7 @@ TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory,
   std::vector<UpdateFound> found;
   for (uint64_t begin = 0; begin < action.block_elems; begin += stride) {
     const ElemRange range{begin, std::min(begin + stride, action.block_elems)};
-    const UpdateFound of_range = RunUpdate(action, range, memory);
-    // With an undo log, what its part has found so far.
-    const bool ends_part = range.end % kPartElems == 0 || range.end == action.block_elems;
-    if (memory.undo == nullptr || ends_part) found.push_back(of_range);
+    found.push_back(RunUpdate(action, range, memory));
     AddPages(range, action, memory.states, digests);
   }
   TaskDone done = JoinUpdate(found);

@@ -65,7 +65,7 @@ struct UpdateFound {
 };
 
 // Updates those elements of the block that lie in `range`, which begins at a multiple of kTileElems;
-// of kPartElems where norms are summed, or where there is an undo log: what that has as done is left alone, and counted.
+// of kPartElems where norms are summed. What an undo log has as done is left alone, and counted.
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
 
 // The result of a block from those of its ranges; lists come from `memory`.

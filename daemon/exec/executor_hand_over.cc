@@ -25,7 +25,8 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
   if (store_.keep) left_staging_ = left_staging;
   for (AdoptedArenas& job : all) {
     const bool has_record = job.record != nullptr && store_.keep;
-    resumes_updates_ = resumes_updates_ || (job.record != nullptr && job.record->is_updating());
+    const bool is_updating = job.record != nullptr && job.record->is_updating();
+    resumes_updates_ = resumes_updates_ || is_updating;
     adopted_.push_back(job.state);
     adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
@@ -39,7 +40,7 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
       if (job.state != nullptr) stored_[StatesDescriptor(job.id)] = job.state;
       if (job.step != nullptr) stored_[StepDescriptor(job.id)] = job.step;
     }
-    if (has_record || (job.record != nullptr && job.record->is_updating())) {
+    if (has_record || is_updating) {
       records_[job.id] = {.record = std::move(job.record),
                           .name = has_record ? RecordDescriptor(job.id, job.record_number) : ""};
       last_record_ = std::max(last_record_, job.record_number);

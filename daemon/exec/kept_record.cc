@@ -191,8 +191,6 @@ uint8_t* KeptRecord::params_updated() const {
 
 bool KeptRecord::is_updating() const { return header().decided > header().published; }
 
-uint64_t KeptRecord::workers() const { return header().workers; }
-
 KeptRecord::Block& KeptRecord::block(uint32_t index) const {
   FOREBAY_CHECK(index < header().blocks);
   return reinterpret_cast<Block*>(bytes_.data() + header().blocks_offset)[index];

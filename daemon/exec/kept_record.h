@@ -59,8 +59,6 @@ class KeptRecord {
 
   // What workers say of updates in place.
   UndoLog& undo() { return undo_; }
-  // As many as it has room for.
-  uint64_t workers() const;
 
   // The job, with `kept`, and its extra_state out of `step_arena` (a descriptor; -1: there is none). What is durable of
   // it, and which of its slots are free, the record does not know.

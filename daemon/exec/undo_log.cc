@@ -46,9 +46,7 @@ struct UndoLog::Area {
   uint64_t planes_used = 0;
   std::array<UndoPlane, kUndoPlanesMax> planes;
 
-  std::byte* slots() { return reinterpret_cast<std::byte*>(this) + kHeaderBytes; }
-
-  static constexpr size_t kHeaderBytes = 512;
+  std::byte* slots() { return reinterpret_cast<std::byte*>(this) + kUndoHeaderBytes; }
 };
 
 UndoLog::UndoLog(std::span<std::byte> bytes, uint64_t blocks, uint64_t block_elems,
@@ -59,7 +57,7 @@ UndoLog::UndoLog(std::span<std::byte> bytes, uint64_t blocks, uint64_t block_ele
       areas_(workers),
       area_bytes_(area_bytes),
       is_taken_(std::make_unique<std::atomic<bool>[]>(workers)) {
-  static_assert(sizeof(Progress) == kUndoPartBytes && sizeof(Area) <= Area::kHeaderBytes);
+  static_assert(sizeof(Progress) == kUndoPartBytes && sizeof(Area) <= kUndoHeaderBytes);
   FOREBAY_CHECK(areas_ * area_bytes_ + blocks_ * parts_ * kUndoPartBytes <= bytes_.size());
 }
 

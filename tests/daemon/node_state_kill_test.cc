@@ -1,8 +1,8 @@
 // Goal    A daemon that is killed loses no committed step: the next one goes on from the record that is in shared memory,
-//         with the same arenas and slots, wherever it was between two updates.
+//         with the same arenas and slots, wherever it was.
 // Method  The harness, with the records that the daemon makes, read after each turn of some steps as the next daemon reads
-//         them; its model keeps the arenas, and faults where a job goes on with other blocks than were published, or out of
-//         the middle of an update. Ranks attach again and repeat the step that nobody has answered.
+//         them; its model keeps the arenas, and faults where a job goes on with other blocks than were published, or
+//         updates one twice or from other sums. Ranks attach again and repeat the step that nobody has answered.
 
 #include <cstdint>
 #include <set>

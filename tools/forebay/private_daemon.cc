@@ -26,8 +26,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kReadyLimit(60);
 constexpr std::chrono::seconds kStopLimit(10);
 
-// How many descriptors of a daemon are kept, of five a job and two a rank: no more than this process may have,
-// and a child that gets them has each twice for a moment.
+// How many descriptors of a daemon are kept, of five a job, two a rank and one for staging slots: no more than this
+// process may have, and a child that gets them has each twice for a moment.
 uint32_t StoreCapacity() {
   constexpr rlim_t kOthers = 64;
   constexpr rlim_t kCapacityMax = 4096;
