@@ -60,8 +60,9 @@ std::vector<std::string> Environment(const std::vector<std::string>& extra) {
 // What sd_listen_fds(3) reads. The child writes its own id behind LISTEN_PID=.
 std::vector<std::string> ListenVariables(const std::vector<PassedDescriptor>& passed) {
   const auto name = [](std::string* out, const PassedDescriptor& one) { *out += one.name; };
-  return {std::string(kListenPid) + std::string(kPidDigitsMax, '\0'),
-          absl::StrCat("LISTEN_FDS=", passed.size()),
+  std::string pid(kListenPid);
+  pid.append(kPidDigitsMax, '\0');
+  return {std::move(pid), absl::StrCat("LISTEN_FDS=", passed.size()),
           absl::StrCat("LISTEN_FDNAMES=", absl::StrJoin(passed, ":", name))};
 }
 
