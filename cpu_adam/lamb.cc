@@ -1,14 +1,63 @@
 #include "cpu_adam/lamb.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstddef>
+#include <cstring>
 
 #include "cpu_adam/internal/dispatch.h"
+#include "cpu_adam/internal/kernel_table.h"
+#include "protocol/dtype.h"
 
 namespace forebay::cpu_adam {
 namespace {
 
 constexpr size_t kApplyElems = 1024;  // w and u of so many stay in the nearest cache
+constexpr size_t kLambMoments = internal::kMomentShape<Optimizer::kLamb>.count;
+
+Gradient Advance(Gradient g, size_t elems) {
+  return {static_cast<const std::byte*>(g.data) + elems * protocol::SizeBytes(g.type), g.type};
+}
+
+// A copy of up to kSumChunkElems elements, which may be updated.
+class CopiedPlanes {
+ public:
+  CopiedPlanes(StateFormat format, size_t n, const StatePlanes& from) {
+    const auto copy = [](const void* plane, size_t bytes, auto& to) {
+      std::memcpy(to.data(), plane, bytes);
+      return to.data();
+    };
+    planes_.first_elem = from.first_elem;
+    planes_.weights = copy(from.weights, n * internal::WeightsWidth(format), weights_);
+    if (format.format != Format::kFp32) {
+      planes_.remainder = copy(from.remainder, n * sizeof(int16_t), remainder_);
+    } else if (format.weights != DType::kFloat32) {
+      planes_.master = copy(from.master, n * sizeof(float), master_);
+    }
+    const size_t groups = (n + kScaleElems - 1) / kScaleElems;
+    const bool is_coded = format.format == Format::kInt8;
+    const size_t moment_bytes =
+        (is_coded ? groups * kScaleElems : n) * internal::MomentWidth(format);
+    for (size_t m = 0; m < kLambMoments; ++m) {
+      planes_.moments[m] = copy(from.moments[m], moment_bytes, moments_[m]);
+      if (is_coded) planes_.scales[m] = copy(from.scales[m], groups * sizeof(float), scales_[m]);
+    }
+  }
+
+  const StatePlanes& planes() const { return planes_; }
+
+ private:
+  template <typename T>
+  using Plane = std::array<T, kSumChunkElems>;
+
+  StatePlanes planes_;
+  alignas(64) Plane<float> weights_;
+  alignas(64) Plane<float> master_;
+  alignas(64) Plane<int16_t> remainder_;
+  alignas(64) std::array<Plane<float>, kLambMoments> moments_;
+  alignas(64) std::array<std::array<float, kSumChunkElems / kScaleElems>, kLambMoments> scales_;
+};
 
 // Runs `use(begin, count, w, u)` for every kPieceElems of n elements.
 template <size_t kPieceElems, class Use>
@@ -31,17 +80,22 @@ void LambSums::Merge(const LambSums& other) {
   update.Merge(other.update);
 }
 
-LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n,
+LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n, Gradient g,
                  const StatePlanes& state) {
   LambSums sums;
-  ForEachPiece<kSumChunkElems>(format, scalars, n, state,
-                               [&sums](size_t, size_t count, const float* w, const float* u) {
-                                 double chunk_sum = 0;
-                                 ChunkSquareSums(count, {w, DType::kFloat32}, &chunk_sum);
-                                 sums.weight.AddChunk(chunk_sum);
-                                 ChunkSquareSums(count, {u, DType::kFloat32}, &chunk_sum);
-                                 sums.update.AddChunk(chunk_sum);
-                               });
+  for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
+    const size_t chunk = std::min(kSumChunkElems, n - begin);
+    const CopiedPlanes copied(format, chunk, Advance(state, format, begin));
+    Update(Optimizer::kLamb, format, scalars, chunk, Advance(g, begin), copied.planes());
+    ForEachPiece<kSumChunkElems>(format, scalars, chunk, copied.planes(),
+                                 [&sums](size_t, size_t count, const float* w, const float* u) {
+                                   double chunk_sum = 0;
+                                   ChunkSquareSums(count, {w, DType::kFloat32}, &chunk_sum);
+                                   sums.weight.AddChunk(chunk_sum);
+                                   ChunkSquareSums(count, {u, DType::kFloat32}, &chunk_sum);
+                                   sums.update.AddChunk(chunk_sum);
+                                 });
+  }
   return sums;
 }
 
@@ -56,15 +110,31 @@ float TrustRatio(const LambSums& sums) {
   return TrustRatio(sums.weight.ToDouble(), sums.update.ToDouble());
 }
 
-uint64_t ApplyLamb(StateFormat format, const StepScalars& scalars, float trust, size_t n,
-                   const StatePlanes& state) {
+// What is saved is as it was before both halves of the update: so both are made of as few elements as are saved at once.
+uint64_t UpdateLamb(StateFormat format, const StepScalars& scalars, float trust, size_t n,
+                    Gradient g, const StatePlanes& state, const SavedElems* saved) {
   const auto apply = internal::ChosenKernels().of(format).lamb_apply;
   const float step_size = scalars.step_size * trust;
+  const size_t stride = saved != nullptr ? kSavedElems : kApplyElems;
+  const size_t slot_bytes = SavedSlotBytes(Optimizer::kLamb, format);
   uint64_t non_finite = 0;
-  ForEachPiece<kApplyElems>(
-      format, scalars, n, state, [&](size_t begin, size_t count, const float* w, const float* u) {
-        non_finite += apply(step_size, count, w, u, Advance(state, format, begin));
-      });
+  for (size_t begin = 0; begin < n; begin += stride) {
+    const size_t count = std::min(stride, n - begin);
+    const StatePlanes piece = Advance(state, format, begin);
+    SavedElems to;
+    if (saved != nullptr) {
+      to = {.slots = saved->slots + begin / kSavedElems % 2 * slot_bytes,
+            .done = saved->done,
+            .at_first = saved->at_first + 2 * begin,
+            .non_finite = saved->non_finite + non_finite};
+    }
+    Update(Optimizer::kLamb, format, scalars, count, Advance(g, begin), piece,
+           saved != nullptr ? &to : nullptr);
+    ForEachPiece<kApplyElems>(format, scalars, count, piece,
+                              [&](size_t, size_t of_piece, const float* w, const float* u) {
+                                non_finite += apply(step_size, of_piece, w, u, piece);
+                              });
+  }
   return non_finite;
 }
 

@@ -9,17 +9,10 @@ void Move(void*& plane, size_t bytes) {
   if (plane != nullptr) plane = static_cast<char*>(plane) + bytes;
 }
 
-// Of an element of a plane.
-size_t WeightsWidth(StateFormat format) {
-  return format.weights == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
-}
-size_t MomentWidth(StateFormat format) {
-  return format.format == Format::kInt8   ? sizeof(uint8_t)
-         : format.format == Format::kBf16 ? sizeof(uint16_t)
-                                          : sizeof(float);
-}
-
 }  // namespace
+
+using internal::MomentWidth;
+using internal::WeightsWidth;
 
 StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems) {
   StatePlanes moved = planes;

@@ -52,6 +52,16 @@ inline constexpr bool kWeightsAreMaster = kFormat.weights == DType::kFloat32;
 using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes&,
                           const SavedElems*);
 
+// Bytes of an element in a plane.
+constexpr size_t WeightsWidth(StateFormat format) {
+  return format.weights == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
+}
+constexpr size_t MomentWidth(StateFormat format) {
+  return format.format == Format::kInt8   ? sizeof(uint8_t)
+         : format.format == Format::kBf16 ? sizeof(uint16_t)
+                                          : sizeof(float);
+}
+
 // Of a slot of SavedElems.
 inline constexpr size_t kSavedCountBytes = 64;
 inline constexpr size_t kSavedScaleBytes = 64;

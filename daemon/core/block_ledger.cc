@@ -120,12 +120,7 @@ void BlockLedger::Count(uint32_t path, double blocks) {
 
 std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
   Block& of = blocks_[block];
-  FOREBAY_CHECK(!of.writing && !of.early);
-  if (of.pending && of.pending->slot) {
-    of.writing = of.pending->slot;
-    doubted_.erase(*of.writing);
-    return Target{.slot = *of.writing};
-  }
+  FOREBAY_CHECK(!of.writing && !of.early && !of.pending);
   return AllocateSlot(of.writing);
 }
 
@@ -176,8 +171,6 @@ void BlockLedger::OnWriteFailed(uint32_t block) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(of.writing.has_value());
   const nvme::Slot slot = *std::exchange(of.writing, std::nullopt);
-  // A pending version that was being written again is lost with its slot; its bytes are in staging.
-  if (of.pending && of.pending->slot == slot) of.pending.reset();
   failed_.push_back(slot);
   table_.OnFailed(slot.path, Direction::kWrite);
 }
@@ -411,8 +404,7 @@ void BlockLedger::CheckInvariants() const {
     if (block.current.slot) ++uses[*block.current.slot];
     if (block.pending && block.pending->slot) ++uses[*block.pending->slot];
     if (block.early) ++uses[*block.early->slot];
-    const bool rewrites = block.pending && block.writing == block.pending->slot;
-    if (block.writing && !rewrites) ++uses[*block.writing];
+    if (block.writing) ++uses[*block.writing];
   }
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     const Durable& durable = durable_[entry];

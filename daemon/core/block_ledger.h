@@ -18,8 +18,7 @@ namespace forebay::daemon {
 
 // A block that is written to swap goes to a free slot, where it is pending: the one it had before
 // stays current until Publish() makes all pending versions current at once. A job has two slots for
-// each swapped block, so that there is always one for the next version; a block that is written
-// twice before publication goes to its pending slot again.
+// each swapped block, so that there is always one for the next version.
 //
 // What an early update writes, before its step is decided, is neither: it becomes pending with AcceptEarly().
 //

@@ -49,6 +49,8 @@ struct KeptUpdate {
   };
 
   StepOrder order;
+  StatePart float_sums = {};      // of RecordDecision
+  std::vector<float> trust = {};  // of RecordTrust; of LAMB, empty: no block has changed
   std::vector<Block> blocks;
   std::vector<Sums> sums = {};
 };

@@ -115,7 +115,7 @@ struct TaskDone {
   uint64_t begin_ns = 0;
   uint64_t end_ns = 0;
   cpu_adam::SquareSum squares = {};           // AddGradients, SumGradient: of the sums
-  std::pmr::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
+  std::pmr::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kNorms: by segment
   WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
   ExtraStates extra_states = {};        // KeepExtraStates
   // CommitLedger that has failed: nvme::Volume::Doubted().
@@ -189,8 +189,10 @@ struct CreateJobMemory {
   uint64_t block_bytes = 0;
   // Accumulators, overflow, extra_state; offsets into it are the state machine's.
   uint64_t step_bytes = 0;
-  // Of the step arena in all; what is behind step_bytes has no memory (PopulateStepArena). 0: step_bytes.
+  // Of the step arena in all; what is behind step_bytes has no memory (PopulateStepArena) but for `float_sums`, which
+  // keeps_step says are there. 0: step_bytes.
   uint64_t step_capacity_bytes = 0;
+  StatePart float_sums = {};
 };
 
 // Writes zeros to the job's swap slots. Comes beside CreateJobMemory where blocks are swapped; ends
@@ -407,7 +409,7 @@ struct UpdateSegment {
   cpu_adam::StepScalars scalars{};
   uint64_t param_elem = 0;
   uint32_t param = 0;
-  float trust = 1.0F;  // UpdatePass::kWeights
+  float trust = 1.0F;  // of LAMB, UpdatePass::kWhole
 };
 
 enum class UpdatePass : uint8_t {
@@ -415,9 +417,8 @@ enum class UpdatePass : uint8_t {
   kMasters,
   // A step.
   kWhole,
-  // A step of LAMB goes over all blocks twice: its step length is known after the first pass.
-  kMoments,
-  kWeights,
+  // Before that, of LAMB, whose step length depends on the norms of whole parameters: blocks are read, nothing changes.
+  kNorms,
 };
 
 // Where a page of gradient sums is in the step arena.
@@ -440,7 +441,7 @@ struct UpdateBlock {
   uint64_t checksum_before = 0;
   // Of a step that is decided, of a job with a record: where the daemon is killed, another one goes on in the middle. What
   // it finds done is not updated again; bytes of a block that has begun are not verified.
-  bool is_resumed = false;
+  bool is_recorded = false;
   UpdatePass pass = UpdatePass::kWhole;
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::pmr::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
@@ -694,6 +695,6 @@ using Action = std::variant<
     RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer,
     StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob,
     RecordBlock, RecordInstalled, RecordStaged, RecordSums, RecordAttempt, RecordDecision,
-    RecordStep, DropRecord, UpdateNotResumed, SwapPathMarked>;
+    RecordTrust, RecordStep, DropRecord, UpdateNotResumed, SwapPathMarked>;
 
 }  // namespace forebay::daemon

@@ -32,6 +32,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
          PathTable& path_table)
     : spec_(std::move(spec)),
       io_(actions, spec_.id),
+      float_sums_(spec_.plan.uses_float_sums ? FloatSums::kInUse : FloatSums::kNone),
       is_unrestored_(spec_.recovered != nullptr),
       members_(spec_, io_),
       initial_(spec_, io_),
@@ -50,17 +51,19 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
 void Job::Begin() {
   has_begun_ = true;
   ++making_tasks_;
-  io_.Start(TaskKind::kJobMemory, 0,
-            CreateJobMemory{
-                .is_kept = KeptOf(spec_.recovered.get()) != nullptr,
-                .keeps_gradients = spec_.keeps_gradients,
-                .keeps_step = is_resumed(),
-                .weights_bytes = spec_.plan.weights_bytes,
-                .state_bytes = spec_.plan.placement.arena_bytes(),
-                .resident = spec_.plan.placement.ResidentParts(),
-                .block_bytes = spec_.plan.block_bytes,
-                .step_bytes = spec_.plan.step_bytes,
-                .step_capacity_bytes = spec_.plan.float_sums_offset + spec_.plan.float_sums_bytes});
+  io_.Start(
+      TaskKind::kJobMemory, 0,
+      CreateJobMemory{
+          .is_kept = KeptOf(spec_.recovered.get()) != nullptr,
+          .keeps_gradients = spec_.keeps_gradients,
+          .keeps_step = is_resumed(),
+          .weights_bytes = spec_.plan.weights_bytes,
+          .state_bytes = spec_.plan.placement.arena_bytes(),
+          .resident = spec_.plan.placement.ResidentParts(),
+          .block_bytes = spec_.plan.block_bytes,
+          .step_bytes = spec_.plan.step_bytes,
+          .step_capacity_bytes = spec_.plan.float_sums_offset + spec_.plan.float_sums_bytes,
+          .float_sums = spec_.plan.uses_float_sums ? spec_.plan.float_sums_part() : StatePart{}});
   CreateJobSwap swap{.slots = spec_.swap_slots};
   swap.slots.insert(swap.slots.end(), spec_.sum_slots.begin(), spec_.sum_slots.end());
   if (spec_.recovered != nullptr) spec_.recovered->RemoveOwn(swap.slots);

@@ -213,7 +213,7 @@ class Job {
   bool has_room_ = false;  // for the next plan
   bool has_step_arena_ = true;
   enum class FloatSums : uint8_t { kNone, kMaking, kMade, kInUse };
-  FloatSums float_sums_ = FloatSums::kNone;  // of a plan that has room for them
+  FloatSums float_sums_;  // of a plan that has room for them
   // Deleted, could not be made, or without parameters and sessions: freed as soon as it is unused.
   bool deleting_ = false;
   bool freed_ = false;

@@ -110,6 +110,8 @@ void Job::TryRecord() {
   ListBlocks(job);
   AddKept(job);
   step_.Record(*job.kept);
+  // Sums that became float32 are in a part of their own (RecordDecision::float_sums).
+  if (spec_.plan.uses_float_sums) job.kept->session.accumulate = false;
   is_recorded_ = true;
   recorded_run_ = members_.run();
   io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),

@@ -163,8 +163,9 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
   const uint64_t values = layout.params().size() * sizeof(uint64_t) +
                           layout.partitions().size() * sizeof(uint32_t) +
                           plan.session.world_size * sizeof(StatePart);
-  const uint64_t order =
-      protocol::kParamGroupsMax * sizeof(protocol::HyperParams) + layout.params().size();
+  const bool has_trust = protocol::Info(layout.spec().optimizer).passes > 1;
+  const uint64_t order = protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                         layout.params().size() * (1 + (has_trust ? sizeof(float) : 0));
   const uint64_t bytes =
       LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
       plan.sum_pages * kSumsRecordBytes +
@@ -362,6 +363,15 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
   return PlanArenas(layout, request, options, plan);
 }
 
+// The step that is updated has sums that became float32 late.
+void UseKeptFloatSums(const Layout& layout, const KeptMemory* kept, MemoryPlan& plan) {
+  if (kept == nullptr || kept->update == nullptr || plan.float_sums_bytes == 0) return;
+  const StatePart& sums = kept->update->float_sums;
+  if (sums.bytes != plan.float_sums_bytes || sums.offset_bytes != plan.float_sums_offset) return;
+  plan.fixed_bytes += plan.float_sums_bytes;
+  plan.UseFloatSums(layout);
+}
+
 // Of a durable level.
 uint32_t SlotsPerBlock(const protocol::Durability& durability) {
   return durability.level == protocol::DurabilityLevel::kStep ? kSwapSlotsPerBlockAtStep
@@ -408,13 +418,19 @@ absl::Status CheckKept(const KeptMemory& kept, const NodeOptions& options, const
                      ", by this daemon's configuration ", Bytes(plan.weights_bytes)),
         "start the daemon with the configuration that it had before");
   }
-  if (kept.update != nullptr && kept.step_bytes != plan.step_bytes) {
-    return MakeError(
-        ErrorId::kConfig,
-        absl::StrCat("the gradients of the step that the daemon before was killed in take ",
-                     Bytes(kept.step_bytes), ", by this daemon's configuration ",
-                     Bytes(plan.step_bytes)),
-        "start the daemon with the configuration that it had before");
+  if (kept.update != nullptr) {
+    const uint64_t float_sums_bytes = kept.update->float_sums.bytes;
+    const bool fit =
+        kept.step_bytes == plan.step_bytes && plan.uses_float_sums == (float_sums_bytes > 0);
+    if (!fit) {
+      return MakeError(
+          ErrorId::kConfig,
+          absl::StrCat("the gradients of the step that the daemon before was killed in take ",
+                       Bytes(kept.step_bytes), " and ", Bytes(float_sums_bytes),
+                       ", by this daemon's configuration ", Bytes(plan.step_bytes), " and ",
+                       Bytes(plan.float_sums_bytes)),
+          "start the daemon with the configuration that it had before");
+    }
   }
   const uint64_t needed =
       TakenBytes(options, use) + plan.fixed_bytes + plan.placement.state_bytes();
@@ -605,7 +621,7 @@ StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,
     const BlockLocation& location = placement.WhereBlock(block);
     if (location.tier == Tier::kDram) continue;
     traffic.read_bytes += passes * location.state.bytes;
-    traffic.written_bytes += passes * location.state.bytes;
+    traffic.written_bytes += location.state.bytes;
   }
   return traffic;
 }
@@ -719,6 +735,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   }
   // The layout is affordable now, so a map of its blocks is too.
   RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), kept, plan));
+  UseKeptFloatSums(layout, kept, plan);
   PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), kept, plan);
   if (kept != nullptr) RETURN_IF_ERROR(CheckKept(*kept, options, use, plan));
   RETURN_IF_ERROR(CheckSwap(options, use.recovered, *use.swap, plan));

@@ -120,6 +120,9 @@ struct MemoryPlan {
   bool uses_float_sums = false;
   // The sums are float32 from now on. Their memory counts in fixed_bytes already.
   void UseFloatSums(const protocol::Layout& layout);
+  StatePart float_sums_part() const {
+    return {.offset_bytes = float_sums_offset, .bytes = float_sums_bytes};
+  }
 
   uint64_t extra_state_slot(uint32_t rank, uint32_t slot) const {
     return extra_state_offset + (uint64_t{rank} * 2 + slot) * extra_state_slot_bytes;

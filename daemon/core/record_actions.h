@@ -96,6 +96,15 @@ struct StepOrder {
   float grad_max = 0.0F;
   std::pmr::vector<protocol::HyperParams> hyper_params = {};  // by parameter group
   std::pmr::vector<bool> params = {};  // that have a gradient; others are left alone
+
+  StepOrder CopyIn(std::pmr::memory_resource* memory) const {
+    return {.step = step,
+            .grad_scale = grad_scale,
+            .grad_min = grad_min,
+            .grad_max = grad_max,
+            .hyper_params = {hyper_params, memory},
+            .params = {params, memory}};
+  }
 };
 
 // The step is decided: bytes in DRAM change until it is published. What is recorded of the step before this counts from
@@ -103,8 +112,9 @@ struct StepOrder {
 struct RecordDecision {
   JobId job = 0;
   uint64_t step = 0;
-  // Nothing: another daemon could not go on in the middle of its update.
-  std::optional<StepOrder> order = {};
+  StepOrder order = {};
+  // Part of the step arena with its gradient sums, where these became float32 after the job was recorded; else nothing.
+  StatePart float_sums = {};
   // As they are from its publication on.
   std::pmr::vector<uint64_t> param_updates = {};  // by parameter
   std::pmr::vector<uint32_t> trace = {};
@@ -113,6 +123,14 @@ struct RecordDecision {
   double norm = 0;
   bool clipped = false;
   uint64_t overflowed = 0;  // masters in the step before, not reported yet
+};
+
+// The norms of the step that is decided are known, from here on its blocks change: by parameter (UpdateSegment::trust). Of
+// LAMB.
+struct RecordTrust {
+  JobId job = 0;
+  uint64_t step = 0;
+  std::pmr::vector<float> trust = {};
 };
 
 // The step is published.

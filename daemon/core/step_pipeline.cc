@@ -187,20 +187,16 @@ void StepPipeline::FailPrefetch(uint32_t block, const absl::Status& status) {
 }
 
 void StepPipeline::Begin(StepOrder order, bool is_as_announced) {
-  Prepare(std::move(order), has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
-  is_recorded_ = keeps_jobs_ && may_be_resumed();
+  Prepare(std::move(order), needs_norms() ? UpdatePass::kNorms : UpdatePass::kWhole);
+  is_recorded_ = keeps_jobs_;
   AdoptEarly(is_as_announced);
   Start();
 }
 
 void StepPipeline::Resume(const KeptUpdate& update) {
-  StepOrder order{.step = update.order.step,
-                  .grad_scale = update.order.grad_scale,
-                  .grad_min = update.order.grad_min,
-                  .grad_max = update.order.grad_max,
-                  .hyper_params = {update.order.hyper_params, io_.memory()},
-                  .params = {update.order.params, io_.memory()}};
-  Prepare(std::move(order), UpdatePass::kWhole);
+  trust_ = update.trust;
+  const bool has_norms = !needs_norms() || !trust_.empty();
+  Prepare(update.order.CopyIn(io_.memory()), has_norms ? UpdatePass::kWhole : UpdatePass::kNorms);
   is_recorded_ = true;
   AdoptKept(update);
   Start();
@@ -273,13 +269,13 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       swapped_.insert(position_[block]);
     }
   }
-  if (pass != UpdatePass::kMasters) {
+  if (pass == UpdatePass::kWhole) {
     sums_.BeginUpdate(from_sums, is_recorded_ ? order_.step : 0);
   }
 }
 
 // Norms of each parameter, over its segments in the order of blocks.
-void StepPipeline::EndMomentsPass() {
+void StepPipeline::EndNormsPass() {
   std::pmr::vector<SegmentNorms> sums(layout_->params().size(), io_.memory());
   for (const auto& [block, norms] : norms_) {
     const std::pmr::vector<UpdateSegment> segments = Segments(block);
@@ -295,7 +291,12 @@ void StepPipeline::EndMomentsPass() {
   for (const SegmentNorms& sum : sums) {
     trust_.push_back(cpu_adam::TrustRatio(sum.weight_squares, sum.update_squares));
   }
-  BeginPass(UpdatePass::kWeights);
+  if (is_recorded_) {
+    io_.actions().Emit(RecordTrust{.job = io_.job(),
+                                   .step = order_.step,
+                                   .trust = {trust_.begin(), trust_.end(), io_.memory()}});
+  }
+  BeginPass(UpdatePass::kWhole);
 }
 
 bool StepPipeline::UpdatesHaveOtherWork() const {
@@ -339,7 +340,7 @@ uint32_t StepPipeline::UpdatesMax() const {
 }
 
 bool StepPipeline::IsLeased(uint32_t block) const {
-  const bool leaves_weights = pass_ == UpdatePass::kMoments || pass_ == UpdatePass::kMasters;
+  const bool leaves_weights = pass_ != UpdatePass::kWhole;
   if (leases_.count() == 0 || leaves_weights) return false;
   const std::vector<uint32_t>& partitions = block_partitions_[block];
   return std::any_of(partitions.begin(), partitions.end(), [this](uint32_t partition) {
@@ -359,7 +360,7 @@ std::optional<uint32_t> StepPipeline::FirstReady() const {
 
 void StepPipeline::Pump() {
   if (!running_ || abandoned_) return;
-  if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
+  if (pass_ == UpdatePass::kNorms && blocks_left_ == 0) EndNormsPass();
   PrepareStaged();
   StartReads();
   while (updating_ < UpdatesMax()) {
@@ -419,14 +420,15 @@ std::pmr::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
       weights.new_offset_bytes =
           early_.NewWeightsOffset(*early_.at(block).weights_slot, run.block_elem);
     }
-    segments.push_back({.weights = weights,
-                        .accumulator_offset_bytes = plan_.accumulator_offsets[run.partition] +
-                                                    run.partition_elem * sum_width,
-                        .block_elem = run.block_elem,
-                        .elems = run.elems,
-                        .param_elem = run.param_elem,
-                        .param = run.param,
-                        .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+    segments.push_back(
+        {.weights = weights,
+         .accumulator_offset_bytes =
+             plan_.accumulator_offsets[run.partition] + run.partition_elem * sum_width,
+         .block_elem = run.block_elem,
+         .elems = run.elems,
+         .param_elem = run.param_elem,
+         .param = run.param,
+         .trust = needs_norms() && pass_ == UpdatePass::kWhole ? trust_[run.param] : 1.0F});
     if (pass_ == UpdatePass::kMasters) continue;
     const uint64_t t = param_updates_[run.param] + 1;
     segments.back().scalars = ScalarsOf(param.param_group, t);
@@ -451,8 +453,8 @@ void StepPipeline::StartUpdate(uint32_t block) {
   BlockIdentity after = before;
   after.written_step = order_.step;
   if (ReadsSums()) sums_.PinBlock(block);
-  const bool is_resumed = running_ && is_recorded_;
-  if (is_resumed && !is_resident(block)) {
+  const bool is_recorded = running_ && is_recorded_ && pass_ == UpdatePass::kWhole;
+  if (is_recorded && !is_resident(block)) {
     io_.actions().Emit(RecordStaged{.job = io_.job(),
                                     .block = block,
                                     .step = order_.step,
@@ -465,7 +467,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .identity_before = before,
                                             .identity_after = after,
                                             .checksum_before = checksum(block),
-                                            .is_resumed = is_resumed,
+                                            .is_recorded = is_recorded,
                                             .pass = pass_,
                                             .sum_dtype = plan_.sum_dtype,
                                             .segments = Segments(block),
@@ -524,13 +526,15 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     StartWrite(update.block, done.checksum, done.count, done.weights_digests);
     return absl::OkStatus();
   }
-  if (update.reads_sums) sums_.EndUpdateOf(update.block);
-  if (pass_ == UpdatePass::kMoments) {
+  if (pass_ == UpdatePass::kNorms) {
     norms_[update.block] = done.norms;
-  } else {
-    overflowed_masters_ += done.count;
-    if (!map_.has_weights(update.block)) FinishPartitionsOf(update.block);
+    --blocks_left_;
+    if (!resident) staged_.Drop(update.block);
+    return absl::OkStatus();
   }
+  if (update.reads_sums) sums_.EndUpdateOf(update.block);
+  overflowed_masters_ += done.count;
+  if (!map_.has_weights(update.block)) FinishPartitionsOf(update.block);
   if (resident) {
     ledger_.SetInPlace(update.block, order_.step);
     --blocks_left_;
@@ -628,7 +632,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   RecordWritten(write.block, write.overflows, weights_slot);
   if (weights_slot) AddInstall(write.block);
   if (early_.has(write.block) && is_recorded_) sums_.EndUpdateOf(write.block);
-  if (map_.has_weights(write.block) && pass_ != UpdatePass::kMoments) {
+  if (map_.has_weights(write.block)) {
     FinishPartitionsOf(write.block);
     if (early_.has(write.block)) early_.Remove(write.block);
   }

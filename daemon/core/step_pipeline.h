@@ -64,8 +64,8 @@ struct PipelineCounters {
 // (EarlyUpdates), with the scalars that were announced; of those that have them, the last in the order of
 // arrival first. Begin() takes what was made with the scalars of the decision; the rest is updated anew.
 //
-// LAMB goes over all blocks twice: the second pass begins when the first has written its last block,
-// and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
+// LAMB goes over all blocks twice: first for the norms of parameters, which changes nothing; their sums, added in the
+// order of blocks, are the ratios with which the second pass updates.
 class StepPipeline {
  public:
   StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
@@ -82,15 +82,13 @@ class StepPipeline {
   // `is_as_announced`: the scalars are those that BeginEarly() was called with.
   // Nothing is started before Pump().
   void Begin(StepOrder order, bool is_as_announced);
-  // Whether another daemon could go on in the middle of an update that begins now.
-  bool may_be_resumed() const { return !has_two_passes(); }
   // Of a new pipeline: what the daemon before has left in staging slots is not given to others.
   void KeepStaged(const KeptUpdate& update);
   // And when it has recovered: goes on with the update of a daemon that was killed.
   void Resume(const KeptUpdate& update);
 
   // The step that is being gathered will have these scalars, so it is said: `order.params` counts for nothing.
-  // Nothing happens where the optimizer goes over its blocks twice. Not while a step is applied.
+  // Nothing happens where the optimizer needs norms first. Not while a step is applied.
   void BeginEarly(StepOrder order);
   bool is_early() const { return is_early_; }
   // Updates what can be.
@@ -118,7 +116,7 @@ class StepPipeline {
   void Pump();  // starts what can be started
   bool running() const { return running_; }
   bool done() const {
-    return running_ && blocks_left_ == 0 && early_tasks_ == 0 && pass_ != UpdatePass::kMoments;
+    return running_ && blocks_left_ == 0 && early_tasks_ == 0 && pass_ != UpdatePass::kNorms;
   }
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(); returns how many masters overflowed.
@@ -242,7 +240,7 @@ class StepPipeline {
   void ExchangeSlots();
   void ExchangeSlot(uint32_t path);
   void BeginPass(UpdatePass pass);
-  void EndMomentsPass();
+  void EndNormsPass();
   void StartUpdate(uint32_t block);
   void StartWrite(uint32_t block, uint64_t checksum, uint64_t overflows,
                   WeightsDigests weights_digests);
@@ -289,7 +287,7 @@ class StepPipeline {
   bool IsNeeded(uint32_t block) const;  // a parameter in it has a gradient
   std::pmr::vector<UpdateSegment> Segments(uint32_t block);
   const cpu_adam::StepScalars& ScalarsOf(uint32_t param_group, uint64_t t);
-  bool has_two_passes() const { return protocol::Info(layout_->spec().optimizer).passes == 2; }
+  bool needs_norms() const { return protocol::Info(layout_->spec().optimizer).passes == 2; }
 
   JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
@@ -336,9 +334,9 @@ class StepPipeline {
   // Of the running step: by parameter group and t.
   std::pmr::map<std::pair<uint32_t, uint64_t>, cpu_adam::StepScalars> scalars_;
   UpdatePass pass_ = UpdatePass::kWhole;
-  // By block, of UpdatePass::kMoments.
+  // By block, of UpdatePass::kNorms.
   std::pmr::map<uint32_t, std::pmr::vector<SegmentNorms>> norms_;
-  std::vector<float> trust_;            // by parameter, for UpdatePass::kWeights
+  std::vector<float> trust_;            // by parameter, once the norms are known
   std::pmr::deque<uint32_t> resident_;  // whose update has not begun, in order
   std::pmr::set<uint32_t> swapped_;     // the same, positions; some are staged
   uint32_t updating_ = 0;

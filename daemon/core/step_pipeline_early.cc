@@ -14,7 +14,7 @@ using State = StagedBlocks::State;
 
 void StepPipeline::BeginEarly(StepOrder order) {
   FOREBAY_CHECK(!running_ && !is_early_);
-  if (has_two_passes() || abandoned_) return;
+  if (needs_norms() || abandoned_) return;
   order_ = std::move(order);
   order_.params.assign(layout_->params().size(), true);
   pass_ = UpdatePass::kWhole;

@@ -22,7 +22,7 @@ RecordBlock StepPipeline::RecordOf(uint32_t block, const BlockLedger::Version& v
 // In the step that is decided.
 void StepPipeline::RecordWritten(uint32_t block, uint64_t overflows,
                                  std::optional<uint32_t> weights_slot) {
-  if (!keeps_jobs_ || sets_masters() || pass_ == UpdatePass::kMoments) return;
+  if (!keeps_jobs_ || sets_masters()) return;
   RecordBlock record = RecordOf(block, *ledger_.pending(block));
   record.step = order_.step;
   record.overflows = overflows;
@@ -66,20 +66,14 @@ absl::Status Step::OverflowError(uint64_t overflowed) const {
 RecordDecision Step::DecisionOf(const StepOrder& order) const {
   RecordDecision record{.job = spec_.id,
                         .step = order.step,
+                        .order = order.CopyIn(io_.memory()),
                         .param_updates = std::pmr::vector<uint64_t>(io_.memory()),
                         .trace = std::pmr::vector<uint32_t>(io_.memory()),
                         .extra_states = std::pmr::vector<StatePart>(io_.memory()),
                         .norm = last_.norm,
                         .clipped = last_.clipped,
                         .overflowed = last_.status.ok() ? 0 : overflowed_};
-  if (pipeline_.may_be_resumed() && !spec_.plan.uses_float_sums) {
-    record.order = StepOrder{.step = order.step,
-                             .grad_scale = order.grad_scale,
-                             .grad_min = order.grad_min,
-                             .grad_max = order.grad_max,
-                             .hyper_params = {order.hyper_params, io_.memory()},
-                             .params = {order.params, io_.memory()}};
-  }
+  if (spec_.plan.uses_float_sums) record.float_sums = spec_.plan.float_sums_part();
   const auto copy = [](const auto& from, auto& to) { to.assign(from.begin(), from.end()); };
   copy(pipeline_.updates(), record.param_updates);
   for (uint32_t param = 0; param < order.params.size(); ++param) {

@@ -244,10 +244,21 @@ class PlanesInArenas {
   std::array<UndoPlane, kUndoPlanesMax> planes_;
 };
 
+uint64_t UpdatePart(const SegmentPart& part, const StateMemory& memory, const Gradient& gradient,
+                    const StatePlanes& state, const cpu_adam::SavedElems* saved) {
+  const StateFormat format{memory.format, memory.dtype};
+  const UpdateSegment& segment = part.segment;
+  if (memory.optimizer == protocol::Optimizer::kLamb) {
+    return cpu_adam::UpdateLamb(format, segment.scalars, segment.trust, part.elems, gradient, state,
+                                saved);
+  }
+  return cpu_adam::Update(memory.optimizer, format, segment.scalars, part.elems, gradient, state,
+                          saved);
+}
+
 // As RunUpdate, of the elements of a part of the log that are not done.
 void UpdateWithUndo(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory,
                     UndoLog::Part& log) {
-  const StateFormat format{memory.states.format, memory.states.dtype};
   const uint64_t part_begin = range.begin / kPartElems * kPartElems;
   for (const UpdateSegment& segment : SegmentsIn(action, range)) {
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
@@ -258,8 +269,7 @@ void UpdateWithUndo(const UpdateBlock& action, ElemRange range, const UpdateMemo
     const cpu_adam::SavedElems saved = log.Begin(
         first - part_begin, part.elems, PlanesInArenas(action, segment, first, memory).all());
     const Gradient gradient = GradientOf(action.sum_dtype, SumsOf(action, part, memory));
-    const uint64_t overflows = cpu_adam::Update(memory.states.optimizer, format, segment.scalars,
-                                                part.elems, gradient, state, &saved);
+    const uint64_t overflows = UpdatePart(part, memory.states, gradient, state, &saved);
     log.SetDone(end - part_begin, log.overflows() + overflows);
   }
 }
@@ -279,17 +289,12 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
     found.overflows = part.overflows() - before;
     return found;
   }
-  if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
+  if (action.pass == UpdatePass::kNorms) found.norms.resize(action.segments.size());
   for (const UpdateSegment& segment : SegmentsIn(action, range)) {
     const uint64_t first = std::max(segment.block_elem, range.begin);
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
     const SegmentPart part{segment, first - segment.block_elem, end - first};
-    const cpu_adam::StepScalars& scalars = segment.scalars;
     const StatePlanes state = PlanesOf(action, part, memory);
-    if (action.pass == UpdatePass::kWeights) {
-      found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
-      continue;
-    }
     if (action.pass == UpdatePass::kMasters) {
       if (state.master == nullptr) continue;
       cpu_adam::AddGradient(part.elems, {state.weights, states.dtype}, cpu_adam::AddMode::kSet,
@@ -297,11 +302,11 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
       continue;
     }
     const Gradient gradient = GradientOf(action.sum_dtype, SumsOf(action, part, memory));
-    found.overflows +=
-        cpu_adam::Update(states.optimizer, format, scalars, part.elems, gradient, state);
-    if (action.pass == UpdatePass::kMoments) {
+    if (action.pass == UpdatePass::kNorms) {
       found.norms[static_cast<size_t>(&segment - action.segments.data())] =
-          cpu_adam::SumLamb(format, scalars, part.elems, state);
+          cpu_adam::SumLamb(format, segment.scalars, part.elems, gradient, state);
+    } else {
+      found.overflows += UpdatePart(part, states, gradient, state, /*saved=*/nullptr);
     }
   }
   return found;
@@ -360,15 +365,17 @@ void SetDigests(const nvme::PageDigests& digests, const nvme::Identity& identity
 }  // namespace
 
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce) {
+  const bool changes = action.pass != UpdatePass::kNorms;
   const uint64_t stride = action.pass == UpdatePass::kWhole ? kTileElems : kPartElems;
   nvme::PageDigests digests(memory.states.block);
   std::vector<UpdateFound> found;
   for (uint64_t begin = 0; begin < action.block_elems; begin += stride) {
     const ElemRange range{begin, std::min(begin + stride, action.block_elems)};
     found.push_back(RunUpdate(action, range, memory));
-    AddPages(range, action, memory.states, digests);
+    if (changes) AddPages(range, action, memory.states, digests);
   }
   TaskDone done = JoinUpdate(found);
+  if (!changes) return done;
   SetDigests(digests, MakeIdentity(action.identity_after, nonce), action.block_elems, memory.states,
              done);
   return done;

@@ -44,7 +44,7 @@ struct UpdateMemory {
   StateMemory states;
   std::span<const std::byte> accumulators;  // step arena
   std::span<std::byte> new_weights = {};    // step arena, of an early update
-  // Of an update that another daemon goes on with where this one is killed (UpdateBlock::is_resumed); null: none does.
+  // Of an update that another daemon goes on with where this one is killed (UpdateBlock::is_recorded); null: none does.
   UndoLog* undo = nullptr;
   UndoneArena block_arena = UndoneArena::kStates;  // of states.block, and where it is there
   uint64_t block_offset_bytes = 0;
@@ -61,7 +61,7 @@ static_assert(kPartElems % cpu_adam::kSumChunkElems == 0);
 // What an update has found.
 struct UpdateFound {
   uint64_t overflows = 0;                 // masters that became non-finite
-  std::vector<cpu_adam::LambSums> norms;  // UpdatePass::kMoments: by segment
+  std::vector<cpu_adam::LambSums> norms;  // UpdatePass::kNorms: by segment
 };
 
 // Updates those elements of the block that lie in `range`, which begins at a multiple of kTileElems;

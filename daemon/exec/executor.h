@@ -215,6 +215,7 @@ class Executor {
   void Run(RecordSums& action) { SetRecord(action); }
   void Run(RecordAttempt& action) { SetRecord(action); }
   void Run(RecordDecision& action) { SetRecord(action); }
+  void Run(RecordTrust& action) { SetRecord(action); }
   void Run(RecordStep& action) { SetRecord(action); }
   void Run(DropRecord& action) { EndRecord(action.job); }
   void Run(UpdateNotResumed& action);

@@ -387,7 +387,7 @@ void Executor::Run(UpdateBlock& action) {
                       .new_weights = job.step->bytes()};
   const auto found = records_.find(action.job);
   std::shared_ptr<KeptRecord> record;
-  if (action.is_resumed && found != records_.end()) {
+  if (action.is_recorded && found != records_.end()) {
     record = found->second.record;
     memory.undo = &record->undo();
     memory.block_arena = resident ? UndoneArena::kStates : UndoneArena::kStaging;

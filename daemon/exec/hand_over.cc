@@ -124,11 +124,15 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   }
   if (auto step = from.extract(StepDescriptor(job.id)); !step.empty()) {
     ASSIGN_OR_RETURN(const uint64_t size, SizeOf(step.mapped()));
+    const StatePart float_sums = kept.update == nullptr ? StatePart{} : kept.update->float_sums;
     if (kept.was_killed) {
-      RETURN_IF_ERROR(FreeBeside({{.offset_bytes = 0, .bytes = kept.step_bytes}}, step.mapped()));
+      std::vector<StatePart> parts{{.offset_bytes = 0, .bytes = kept.step_bytes}};
+      if (float_sums.bytes > 0) parts.push_back(float_sums);
+      RETURN_IF_ERROR(FreeBeside(std::move(parts), step.mapped()));
     }
-    ASSIGN_OR_RETURN(adopted.step, adopt(StepOptions(policy, adopted.name, kept.step_bytes, size),
-                                         std::move(step.mapped())));
+    ASSIGN_OR_RETURN(adopted.step,
+                     adopt(StepOptions(policy, adopted.name, kept.step_bytes, float_sums, size),
+                           std::move(step.mapped())));
   }
   for (uint32_t rank = 0; rank < job.world_size; ++rank) {
     auto node = from.extract(GradientsDescriptor(job.id, rank));

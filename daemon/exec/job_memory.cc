@@ -25,7 +25,8 @@ std::string SuffixOf(const JobName& job) { return job.name.substr(0, 100); }
 // One that was kept, as it would be made. What is in it does not matter: sums are written before they are read.
 bool HasStepArena(const JobMemory& job, const pinned_mem::ArenaOptions& wanted) {
   if (job.step == nullptr || job.step->capacity_bytes() != wanted.capacity_bytes) return false;
-  const uint64_t bytes = wanted.parts->empty() ? 0 : wanted.parts->front().size_bytes;
+  uint64_t bytes = 0;
+  for (const pinned_mem::ArenaPart& part : *wanted.parts) bytes += part.size_bytes;
   return job.step->populated_bytes() == bytes;
 }
 
@@ -52,10 +53,14 @@ pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& 
 }
 
 pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
-                                     uint64_t capacity_bytes) {
+                                     const StatePart& float_sums, uint64_t capacity_bytes) {
   pinned_mem::ArenaOptions step = policy.Shared("forebay-step-" + SuffixOf(job), capacity_bytes);
   step.parts.emplace();
   if (bytes > 0) step.parts->push_back({.size_bytes = bytes});
+  if (float_sums.bytes > 0) {
+    step.parts->push_back(
+        {.offset_bytes = float_sums.offset_bytes, .size_bytes = float_sums.bytes});
+  }
   return step;
 }
 
@@ -91,7 +96,7 @@ bool JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
     for (const StatePart& part : action.resident) job.making_bytes += part.bytes;
   }
   const pinned_mem::ArenaOptions step =
-      StepOptions(policy_, job.name, action.step_bytes,
+      StepOptions(policy_, job.name, action.step_bytes, action.float_sums,
                   std::max(action.step_bytes, action.step_capacity_bytes));
   ArenaRegistry::Arena old_step;
   const bool has_step = HasStepArena(job, step);

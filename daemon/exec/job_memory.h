@@ -27,9 +27,9 @@ pinned_mem::ArenaOptions WeightsOptions(const ArenaPolicy& policy, const JobName
 pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
                                       uint64_t block_bytes, const std::vector<StatePart>& resident);
 
-// `bytes` have memory, of so many.
+// The first `bytes` have memory, and `float_sums`.
 pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
-                                     uint64_t capacity_bytes);
+                                     const StatePart& float_sums, uint64_t capacity_bytes);
 
 // Of a job, as the daemon before has left it. `state` is null where there are no states, `step` where it has to be made.
 struct AdoptedArenas {

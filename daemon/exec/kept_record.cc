@@ -32,7 +32,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
-constexpr uint64_t kRecordVersion = 3;
+constexpr uint64_t kRecordVersion = 4;
 constexpr uint64_t kAlignment = 64;
 constexpr uint64_t kNoSlot = UINT64_MAX;
 constexpr int kStagedBits = 16;
@@ -86,6 +86,8 @@ struct KeptRecord::Header {
   std::atomic<uint64_t> decided = 0;
   // Step, then kAttemptBits of the attempt.
   std::atomic<uint64_t> attempt = 0;
+  uint64_t trusts = 0;  // of a step: as many as parameters, or none
+  std::atomic<uint64_t> trust_step = 0;
 };
 
 struct KeptRecord::Version {
@@ -124,13 +126,13 @@ struct KeptRecord::Sums {
   std::array<Place, 2> places;
 };
 
-// Of the newest decision. Then HyperParams by group, and a byte for each parameter.
+// Of the newest decision. Then HyperParams by group, what RecordTrust says, and a byte for each parameter.
 struct KeptRecord::Order {
-  uint64_t is_resumed = 0;
   uint64_t param_groups = 0;
   float grad_scale = 0;
   float grad_min = 0;
   float grad_max = 0;
+  StatePart float_sums = {};
 };
 
 // Then updates of each parameter, extra_state of each rank, the trace.
@@ -185,8 +187,12 @@ protocol::HyperParams* KeptRecord::hyper_params() const {
                                                   kAlignment);
 }
 
+float* KeptRecord::trust() const {
+  return reinterpret_cast<float*>(hyper_params() + protocol::kParamGroupsMax);
+}
+
 uint8_t* KeptRecord::params_updated() const {
-  return reinterpret_cast<uint8_t*>(hyper_params() + protocol::kParamGroupsMax);
+  return reinterpret_cast<uint8_t*>(trust() + header().trusts);
 }
 
 bool KeptRecord::is_updating() const { return header().decided > header().published; }
@@ -233,9 +239,10 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   sizes.order_offset =
       Aligned(sizes.digests_offset + 2 * sizes.blocks * sizes.digests * sizeof(uint64_t));
   sizes.sum_pages = record.sum_pages;
-  sizes.sums_offset =
-      Aligned(sizes.order_offset + kAlignment +
-              protocol::kParamGroupsMax * sizeof(protocol::HyperParams) + sizes.params);
+  sizes.trusts = protocol::Info(job.layout->spec().optimizer).passes > 1 ? sizes.params : 0;
+  sizes.sums_offset = Aligned(sizes.order_offset + kAlignment +
+                              protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                              sizes.trusts * sizeof(float) + sizes.params);
   sizes.undo_offset =
       protocol::RoundUp(sizes.sums_offset + sizes.sum_pages * sizeof(Sums), protocol::kPageBytes);
   const protocol::LayoutSpec& spec = job.layout->spec();
@@ -391,16 +398,16 @@ void KeptRecord::WriteValues(const RecordDecision& record) {
 
 void KeptRecord::WriteOrder(const RecordDecision& record) {
   Order& to = order();
-  to = {.is_resumed = record.order ? 1U : 0U};
-  if (!record.order) return;
-  FOREBAY_CHECK(record.order->hyper_params.size() <= protocol::kParamGroupsMax &&
-                record.order->params.size() == header().params);
-  to.param_groups = record.order->hyper_params.size();
-  to.grad_scale = record.order->grad_scale;
-  to.grad_min = record.order->grad_min;
-  to.grad_max = record.order->grad_max;
-  std::ranges::copy(record.order->hyper_params, hyper_params());
-  std::ranges::copy(record.order->params, params_updated());
+  const StepOrder& from = record.order;
+  FOREBAY_CHECK(from.hyper_params.size() <= protocol::kParamGroupsMax &&
+                from.params.size() == header().params);
+  to = {.param_groups = from.hyper_params.size(),
+        .grad_scale = from.grad_scale,
+        .grad_min = from.grad_min,
+        .grad_max = from.grad_max,
+        .float_sums = record.float_sums};
+  std::ranges::copy(from.hyper_params, hyper_params());
+  std::ranges::copy(from.params, params_updated());
 }
 
 void KeptRecord::Set(const RecordDecision& record) {
@@ -408,6 +415,13 @@ void KeptRecord::Set(const RecordDecision& record) {
   WriteValues(record);
   WriteOrder(record);
   header().decided = record.step;
+}
+
+void KeptRecord::Set(const RecordTrust& record) {
+  if (header().trust_step == record.step) return;  // said already, by the daemon before
+  FOREBAY_CHECK(record.trust.size() == header().trusts);
+  std::ranges::copy(record.trust, trust());
+  header().trust_step = record.step;
 }
 
 void KeptRecord::Set(const RecordStep& record) {
@@ -442,8 +456,10 @@ std::shared_ptr<const KeptUpdate> KeptRecord::ReadUpdate() const {
                    .grad_scale = from.grad_scale,
                    .grad_min = from.grad_min,
                    .grad_max = from.grad_max};
+  update->float_sums = from.float_sums;
   update->order.hyper_params.assign(hyper_params(), hyper_params() + from.param_groups);
   update->order.params.assign(params_updated(), params_updated() + at.params);
+  if (at.trust_step == at.decided) update->trust.assign(trust(), trust() + at.trusts);
   update->blocks.resize(at.blocks);
   for (uint32_t i = 0; i < at.blocks; ++i) {
     KeptUpdate::Block& of = update->blocks[i];
@@ -491,12 +507,10 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
     return Placement(*job.layout, map, kept.resident, {}).state_bytes();
   };
   kept.dram_bytes -= state_bytes();
-  const auto failed = [&](const std::string& what) {
-    return MakeError(ErrorId::kJobFailed, absl::StrCat("job ", job.name, ": ", what));
-  };
-  if (at.is_valid == 0) return failed("nothing was recorded of it when the daemon was killed");
-  if (decided > published && order().is_resumed == 0) {
-    return failed(absl::StrCat("the daemon was killed while it updated step ", decided));
+  if (at.is_valid == 0) {
+    return MakeError(
+        ErrorId::kJobFailed,
+        absl::StrCat("job ", job.name, ": nothing was recorded of it when the daemon was killed"));
   }
   job.step = decided;
   job.param_updates.assign(param_updates(published), param_updates(published) + at.params);
@@ -521,6 +535,7 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   }
   if (decided > published) {
     kept.update = ReadUpdate();
+    kept.dram_bytes += kept.update->float_sums.bytes;
     // The node has given some where paths failed.
     for (const KeptUpdate::Sums& sums : kept.update->sums) {
       const bool is_known =

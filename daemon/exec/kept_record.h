@@ -53,6 +53,7 @@ class KeptRecord {
   void Set(const RecordSums& record);
   void Set(const RecordAttempt& record);
   void Set(const RecordDecision& record);
+  void Set(const RecordTrust& record);
   void Set(const RecordStep& record);
   // The job cannot go on from it.
   void Drop();
@@ -64,8 +65,7 @@ class KeptRecord {
   // it, and which of its slots are free, the record does not know.
   //
   // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
-  //         E_JOB_FAILED  it was dropped, or the daemon was killed in the middle of an update that nobody can go on with:
-  //                       which step.
+  //         E_JOB_FAILED  it was dropped.
   absl::StatusOr<DurableJob> Read(int step_arena) const;
 
  private:
@@ -85,6 +85,7 @@ class KeptRecord {
   uint32_t* trace(uint64_t step) const;
   Order& order() const;
   protocol::HyperParams* hyper_params() const;
+  float* trust() const;
   uint8_t* params_updated() const;
   Block& block(uint32_t index) const;
   Sums& sums(uint32_t page) const;

@@ -5,7 +5,10 @@
 
 #include "cpu_adam/lamb.h"
 
+#include <atomic>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -38,8 +41,10 @@ AdamData CleanData() {
   return data;
 }
 
+enum class Saves { kNo, kYes };
+
 // A step in pieces that end at multiples of `piece` elements.
-float RunStep(StateFormat format, size_t piece, StateArrays& state) {
+float RunStep(StateFormat format, size_t piece, StateArrays& state, Saves saves = Saves::kNo) {
   const AdamData data = CleanData();
   state.Assign(data);
   const StepScalars scalars = MakeStepScalars(Optimizer::kLamb, kHyper, 2, 1.0f);
@@ -47,18 +52,21 @@ float RunStep(StateFormat format, size_t piece, StateArrays& state) {
   LambSums sums;
   for (size_t begin = 0; begin < kElems; begin += piece) {
     const size_t n = std::min(piece, kElems - begin);
-    const StatePlanes part = Advance(planes, format, begin);
-    EXPECT_EQ(Update(Optimizer::kLamb, format, scalars, n,
-                     {data.grad.data() + begin, DType::kFloat32}, part),
-              0u);
-    LambSums of_piece = SumLamb(format, scalars, n, part);
+    LambSums of_piece = SumLamb(format, scalars, n, {data.grad.data() + begin, DType::kFloat32},
+                                Advance(planes, format, begin));
     of_piece.Merge(sums);  // in the other order
     sums = of_piece;
   }
   const float trust = TrustRatio(sums);
+  std::vector<std::byte> memory(2 * SavedSlotBytes(Optimizer::kLamb, format) + 64);
+  std::atomic<uint64_t> done = 0;
+  SavedElems saved{.done = &done};
+  saved.slots = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) &
+                                             ~uintptr_t{63});
   for (size_t begin = 0; begin < kElems; begin += piece) {
-    EXPECT_EQ(ApplyLamb(format, scalars, trust, std::min(piece, kElems - begin),
-                        Advance(planes, format, begin)),
+    EXPECT_EQ(UpdateLamb(format, scalars, trust, std::min(piece, kElems - begin),
+                         {data.grad.data() + begin, DType::kFloat32},
+                         Advance(planes, format, begin), saves == Saves::kYes ? &saved : nullptr),
               0u);
   }
   return trust;
@@ -77,7 +85,7 @@ TEST(Lamb, PiecesAndTargetsGiveTheBitsOfTheDefinition) {
                      << target << ", format " << ::forebay::testing::NameOf(format)
                      << ", pieces of " << piece);
         StateArrays state(kElems, 0);
-        EXPECT_EQ(RunStep(format, piece, state), trust);
+        EXPECT_EQ(RunStep(format, piece, state, piece == kElems ? Saves::kYes : Saves::kNo), trust);
         state.ExpectEquals(whole);
         state.ExpectGuards();
       }

@@ -347,7 +347,7 @@ TEST(NodeStateReaderAttach, TheFirstPassOfLambDoesNotWaitForLeases) {
   const uint64_t step = node.Step(rank, 1);
   node.RunTasks();
   ASSERT_THAT(node.Logged<UpdateBlock>(), SizeIs(1));
-  EXPECT_EQ(node.Logged<UpdateBlock>()[0].pass, UpdatePass::kMoments);
+  EXPECT_EQ(node.Logged<UpdateBlock>()[0].pass, UpdatePass::kNorms);
   node.Release(reader, node.answer(fetch)->completion.lease_id);
   node.RunTasks();
   EXPECT_EQ(node.ErrorOf(step), ErrorId::kNone);
@@ -421,12 +421,12 @@ TEST_P(NodeStateLeasedSwap, BlocksThatAReaderHoldsUpKeepNoSlotFromAnotherJob) {
   }
   EXPECT_EQ(node_.ErrorOf(held_up), ErrorId::kNone);
   const JobView job = node_.state().Jobs()[0];
-  EXPECT_EQ(job.update_reads, static_cast<uint64_t>(protocol::Info(GetParam()).passes) *
-                                  (job.blocks - job.resident_blocks));
+  const auto passes = static_cast<uint64_t>(protocol::Info(GetParam()).passes);
+  EXPECT_EQ(job.update_reads, passes * (job.blocks - job.resident_blocks));
   // What is held up is read ahead of the first pass alone, and LAMB's first pass needs no lease.
   EXPECT_EQ(job.reclaimed_reads > 0, protocol::Info(GetParam()).passes == 1);
   EXPECT_EQ(job.state_read_bytes / (job.update_reads + job.reclaimed_reads),
-            job.state_written_bytes / job.update_reads)
+            passes * job.state_written_bytes / job.update_reads)
       << "what is reclaimed is read again";
   EXPECT_EQ(node_.ErrorOf(CallStep("held", 2)), ErrorId::kNone);
 }
@@ -438,7 +438,7 @@ TEST_P(NodeStateLeasedSwap, BlocksThatAReaderHoldsUpAreReadAfterTheOthers) {
   EXPECT_EQ(node_.ErrorOf(held_up), kUnanswered);
   std::set<uint64_t> updated;
   for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
-    if (update.pass != UpdatePass::kMoments) updated.insert(update.identity_after.block);
+    if (update.pass != UpdatePass::kNorms) updated.insert(update.identity_after.block);
   }
   EXPECT_EQ(updated, (std::set<uint64_t>{15, 16, 17, 18, 19})) << "of the last group";
   for (const uint64_t fetch : fetches) node_.ReleaseFetched(reader_, fetch);

@@ -173,7 +173,7 @@ TEST_F(NodeStateStep, LambGoesOverEveryBlockTwiceAndScalesTheSecondTime) {
   ASSERT_EQ(updates.size() % 2, 0U);
   for (size_t i = 0; i < updates.size(); ++i) {
     const bool first = i < updates.size() / 2;
-    EXPECT_EQ(updates[i].pass, first ? UpdatePass::kMoments : UpdatePass::kWeights);
+    EXPECT_EQ(updates[i].pass, first ? UpdatePass::kNorms : UpdatePass::kWhole);
     for (const UpdateSegment& segment : updates[i].segments) {
       EXPECT_EQ(segment.trust, first ? 1.0F : 0.5F) << "parameter " << segment.param;
     }

@@ -131,6 +131,7 @@ struct Words {
   void operator()(const RecordSums& a) const { Put({a.job, a.page, a.step, a.checksum}); }
   void operator()(const RecordAttempt& a) const { Put({a.job, a.step, a.attempt}); }
   void operator()(const RecordDecision& a) const { Put({a.job, a.step}); }
+  void operator()(const RecordTrust& a) const { Put({a.job, a.step, a.trust.size()}); }
   void operator()(const RecordStep& a) const { Put({a.job, a.step, a.overflowed}); }
   void operator()(const UpdateNotResumed& a) const { Put({a.step}); }
   void operator()(const DropRecord& a) const { Put({a.job}); }

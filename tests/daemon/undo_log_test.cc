@@ -88,7 +88,7 @@ class Killed : public ::testing::TestWithParam<UndoCase> {
     action_.bytes = block_bytes_;
     action_.identity_after = {.job = 3, .block = kBlock, .written_step = kStep};
     action_.sum_dtype = with().dtype;
-    action_.is_resumed = true;
+    action_.is_recorded = true;
     for (uint64_t begin = 0, param = 0; begin < kElems; ++param) {
       const uint64_t size = std::min<uint64_t>(kElems - begin, param % 3 == 0   ? 70'016
                                                                : param % 3 == 1 ? 128
@@ -102,7 +102,8 @@ class Killed : public ::testing::TestWithParam<UndoCase> {
                with().optimizer,
                {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1},
                /*t=*/1, /*grad_scale=*/1),
-           .param = static_cast<uint32_t>(param)});
+           .param = static_cast<uint32_t>(param),
+           .trust = with().optimizer == Optimizer::kLamb ? 0.5F : 1.0F});
       cpu_adam::SetRoundingKey({.seed = 11, .parameter = param, .t = 1},
                                action_.segments.back().scalars);
       begin += size;
@@ -325,6 +326,9 @@ INSTANTIATE_TEST_SUITE_P(
         UndoCase{"masters_largest", Optimizer::kAdamAmsgrad, Format::kFp32},
         UndoCase{"int8_largest", Optimizer::kAdamWAmsgrad, Format::kInt8},
         UndoCase{"lion", Optimizer::kLion, Format::kExact},
+        UndoCase{"lamb", Optimizer::kLamb, Format::kExact},
+        UndoCase{"lamb_masters", Optimizer::kLamb, Format::kFp32},
+        UndoCase{"lamb_int8_staged", Optimizer::kLamb, Format::kInt8, DType::kBFloat16, true},
         UndoCase{"exact_staged", Optimizer::kAdamW, Format::kExact, DType::kBFloat16, true},
         UndoCase{"int8_staged", Optimizer::kAdamW, Format::kInt8, DType::kBFloat16, true},
         UndoCase{"with_weights", Optimizer::kAdamW, Format::kExact, DType::kBFloat16, true, true}),

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "daemon/core/node_state.h"
@@ -21,19 +22,28 @@ struct JobCase {
   Place place = Place::kDram;
   bool early_updates = false;
   bool shared = false;
+  // Each step has two backward passes that nobody announced: sums of 16 bits become float32. They need the DRAM that
+  // Place::kDram leaves.
+  bool several_passes = false;
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
 };
 
 inline constexpr uint32_t kCaseRanks = 2;
 
 // Sharded with a frozen parameter.
 inline std::shared_ptr<const protocol::Layout> LayoutOf(const JobCase& with) {
-  if (with.shared) return MakeLayout({2048, 2048, 1000});
+  if (with.shared) {
+    protocol::LayoutSpec spec = MakeLayout({2048, 2048, 1000})->spec();
+    spec.optimizer = with.optimizer;
+    return std::make_shared<const protocol::Layout>(*protocol::Layout::Create(std::move(spec)));
+  }
   // More pages of gradient sums than there are frames for.
   const bool has_pages = with.place == Place::kSumsOnSwap;
   std::vector<std::vector<ShardedParam>> groups(
       has_pages ? 10 : 3, {{.rows = kCaseRanks * uint64_t{has_pages ? 4096U : 1024U}}});
   groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
-  return MakeShardedLayout(groups);
+  return with.several_passes ? MakeShardedLayout(groups, {.dtype = protocol::DType::kBFloat16})
+                             : MakeShardedLayout(groups);
 }
 
 // With swap, and DRAM for everything.

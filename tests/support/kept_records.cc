@@ -33,6 +33,8 @@ void KeptRecords::Execute(const Action& action) {
     set(*attempt);
   } else if (const auto* decision = std::get_if<RecordDecision>(&action)) {
     set(*decision);
+  } else if (const auto* trust = std::get_if<RecordTrust>(&action)) {
+    set(*trust);
   } else if (const auto* step = std::get_if<RecordStep>(&action)) {
     set(*step);
   } else if (const auto* dropped = std::get_if<DropRecord>(&action)) {

@@ -66,7 +66,7 @@ void NodeModel::ReleaseWeightsOfJob(uint64_t job) {
 }
 
 void NodeModel::CheckHeld(const UpdateBlock& update) {
-  if (update.pass == UpdatePass::kMoments || update.pass == UpdatePass::kMasters) return;
+  if (update.pass != UpdatePass::kWhole) return;
   const uint64_t width = protocol::SizeBytes(jobs_[update.job].layout->spec().dtype);
   for (const UpdateSegment& segment : update.segments) {
     if (segment.weights.in_block || segment.weights.new_offset_bytes) continue;
@@ -215,10 +215,11 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     const uint64_t width = protocol::SizeBytes(spec.dtype);
     for (const UpdateSegment& segment : update->segments) {
       const bool masters = update->pass == UpdatePass::kMasters;
+      const bool changes = update->pass == UpdatePass::kWhole;
       const std::optional<uint64_t>& aside = segment.weights.new_offset_bytes;
       if (!segment.weights.in_block) {
         uses.push_back({absl::StrCat("weights ", update->job), segment.weights.offset_bytes,
-                        segment.elems * width, !masters && !aside});
+                        segment.elems * width, changes && !aside});
       }
       if (aside) uses.push_back(StepUse(update->job, *aside, segment.elems * width, true));
       if (!masters && !IsDone(*update)) AddSumUses(*update, segment, uses);
@@ -419,6 +420,12 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
 void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
   job.step_bytes = a.step_bytes;
+  const StatePart& sums = a.float_sums;
+  const bool are_as_left = sums.bytes == 0
+                               ? job.float_sums_end == 0
+                               : job.float_sums_offset == sums.offset_bytes &&
+                                     job.float_sums_end == sums.offset_bytes + sums.bytes;
+  if (!are_as_left) Fault("a job is made with other sums in float32 than are there");
   if (a.is_kept) {
     if (job.weights_bytes != a.weights_bytes)
       Fault("a job is made with weights that were not kept");
@@ -584,6 +591,13 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
     Fault(absl::StrCat("block ", a.identity_before.block, " is not that of step ",
                        a.identity_before.written_step));
   }
+  if (a.pass == UpdatePass::kNorms) {
+    for (const UpdateSegment& segment : a.segments) {  // ‖w‖ : ‖u‖ is 1 : 2 for every parameter
+      const auto elems = static_cast<double>(segment.elems);
+      done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
+    }
+    return;
+  }
   done.count = std::exchange(masters_overflow_, 0);
   done.checksum = a.place.resident ? 0 : ++checksums_;
   done.weights_digests = DigestsOf(done.checksum, job.layout->spec(), a.block_elems, a.bytes);
@@ -591,11 +605,6 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   BlockUpdate made;
   for (const UpdateSegment& segment : a.segments) {
     if (a.pass == UpdatePass::kMasters) continue;
-    if (a.pass == UpdatePass::kMoments) {  // ‖w‖ : ‖u‖ is 1 : 2 for every parameter
-      const auto elems = static_cast<double>(segment.elems);
-      done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
-      continue;
-    }
     const std::vector<SumUnit> units = UnitsOf(job, a, segment);
     if (!segment.weights.in_block && !segment.weights.new_offset_bytes) {
       job.weights_steps[segment.weights.offset_bytes] = {
@@ -618,8 +627,7 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
     }
     Merge(of_segment, made);
   }
-  const bool counts = a.pass == UpdatePass::kWhole || a.pass == UpdatePass::kWeights;
-  if (counts && dropped_.erase(a.task) == 0) {
+  if (a.pass == UpdatePass::kWhole && dropped_.erase(a.task) == 0) {
     job.updates[a.identity_before.block] = std::move(made);
   }
 }

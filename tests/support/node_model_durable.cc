@@ -307,7 +307,7 @@ void NodeModel::CheckKeptUpdate(const JobMemory& job, const KeptUpdate& update) 
 }
 
 bool NodeModel::IsDone(const UpdateBlock& a) {
-  if (!a.is_resumed) return false;
+  if (!a.is_recorded) return false;
   const BlockToken& block = a.place.resident ? jobs_[a.job].resident[a.place.state_offset_bytes]
                                              : staging_[a.place.staging_slot];
   return block == TokenOf(a.identity_after, block.checksum);
@@ -352,9 +352,13 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
       }
     }
     // Of the step arena, whose bytes nobody keeps, and of a step that has not begun.
-    kept.step_bytes = kept.float_sums_end = 0;
-    kept.float_sums_offset = UINT64_MAX;
+    kept.step_bytes = 0;
     kept.overflow.clear();
+    if (update == nullptr || update->float_sums.bytes == 0) {
+      kept.float_sums_end = 0;
+      kept.float_sums_offset = UINT64_MAX;
+      kept.float_sums.clear();
+    }
     if (update != nullptr) {
       CheckKeptUpdate(kept, *update);
       for (const KeptUpdate::Block& block : update->blocks) {
@@ -365,7 +369,6 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
       kept.paged.clear();
       kept.spilled.clear();
     }
-    kept.float_sums.clear();
     kept.early.clear();
     kept.loaded.clear();
     const std::vector<nvme::Slot> slots = job->AllSlots();

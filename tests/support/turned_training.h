@@ -45,6 +45,14 @@ inline constexpr JobCase kCasesThatGoOn[] = {
     {kEpoch, Place::kDram},
     {kEpoch, Place::kHalf, true},
     {kEpoch, Place::kWeightsOnSwap},
+    {.place = Place::kDram, .several_passes = true},
+    {.durability = kStep, .place = Place::kDram, .several_passes = true},
+    {.place = Place::kDram, .shared = true, .optimizer = protocol::Optimizer::kLamb},
+    {.place = Place::kHalf, .shared = true, .optimizer = protocol::Optimizer::kLamb},
+    {.durability = kStep,
+     .place = Place::kSwap,
+     .shared = true,
+     .optimizer = protocol::Optimizer::kLamb},
 };
 
 inline AttachRequest RequestOf(uint32_t rank, const JobCase& with, bool reattach) {
@@ -181,10 +189,14 @@ class Training {
     for (const uint64_t session : sessions_) {
       if (with_.early_updates) to_do_.push_back([=, this] { node_->Announce(session, step); });
     }
-    for (uint32_t i = partitions; i-- > 0;) {
+    AddBackward(step);
+    if (with_.several_passes) {
       for (const uint64_t session : sessions_) {
-        if (!layout_->is_shared() && session != OwnerOf(i)) continue;
-        to_do_.push_back([=, this] { node_->Gradient(session, i, step); });
+        to_do_.push_back([=, this] { node_->BeginPass(session); });
+      }
+      AddBackward(step);
+      for (const uint64_t session : sessions_) {
+        to_do_.push_back([=, this] { node_->EndPasses(session); });
       }
     }
     to_do_.push_back([this] { waits_for_fetches_ = true; });
@@ -192,6 +204,14 @@ class Training {
       to_do_.push_back([=, this] {
         calls_.push_back(node_->Step(session, step, 0.1, 0, /*extra_state_bytes=*/32));
       });
+    }
+  }
+  void AddBackward(uint64_t step) {
+    for (auto i = static_cast<uint32_t>(layout_->partitions().size()); i-- > 0;) {
+      for (const uint64_t session : sessions_) {
+        if (!layout_->is_shared() && session != OwnerOf(i)) continue;
+        to_do_.push_back([=, this] { node_->Gradient(session, i, step); });
+      }
     }
   }
   // No lease is held at a step call.

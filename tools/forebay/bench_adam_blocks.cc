@@ -142,11 +142,11 @@ void AdamBlocks::AddSegments(uint64_t block_begin, daemon::UpdateBlock& action) 
 }
 
 void AdamBlocks::Update(AdamPass::Hash hash) {
-  const bool two_passes = protocol::Info(pass_.optimizer).passes == 2;
-  UpdateBlocks(two_passes ? UpdatePass::kMoments : UpdatePass::kWhole, hash);
-  if (!two_passes) return;
-  SetTrustRatios();
-  UpdateBlocks(UpdatePass::kWeights, hash);
+  if (protocol::Info(pass_.optimizer).passes == 2) {
+    UpdateBlocks(UpdatePass::kNorms, hash);
+    SetTrustRatios();
+  }
+  UpdateBlocks(UpdatePass::kWhole, hash);
 }
 
 // As the daemon's workers: whoever is free takes the next part of a resident block, or the next

@@ -2,8 +2,9 @@
 each rank meets: ["attached", rank, step, extra_state], ["answered", rank, step], ["ended", rank, code of the
 error], ["digests", rank, step, SHA-256 of weights and states, that of the same training in a job at durability memory].
 
-usage: durable_ranks.py shared|sharded LEVEL on | MORE [HOLD]
+usage: durable_ranks.py shared|sharded[+lamb|+passes] LEVEL on | MORE [HOLD]
 
++lamb: with LAMB. +passes: two backward passes a step that were not announced, in bfloat16.
 on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests. HOLD: while there
 is a file of this name, the ranks wait where they are next, ["held", rank, "backward" or "step", its text], behind that.
 A step whose gradients were lost with a daemon that was killed is repeated: ["repeated", rank, step].
@@ -42,14 +43,17 @@ def extra_state(rank, step):
 def attached(mode, job, rank, level):
     """(model, its optimizer)."""
     model = net(width=WIDTH)
+    if mode.endswith("+passes"):
+        model = model.bfloat16()
     options = {"rank": rank, "world_size": RANKS}
-    if mode == "sharded":
+    if mode.startswith("sharded"):
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
         options = {}
-    adamw = forebay.AdamW(lr=1e-2, max_grad_norm=1.0)
-    return model, forebay.attach(model, adamw, job=job, run="one", durability=level, **options)
+    optimizer = forebay.LAMB if mode.endswith("+lamb") else forebay.AdamW
+    by = optimizer(lr=1e-2, max_grad_norm=1.0)
+    return model, forebay.attach(model, by, job=job, run="one", durability=level, **options)
 
 
 def held(rank, behind, hold):
@@ -62,11 +66,13 @@ def held(rank, behind, hold):
         time.sleep(0.002)  # house: allow sleep: until the test goes on
 
 
-def train(model, opt, rank, last, hold=None):
+def train(mode, model, opt, rank, last, hold=None):
     """Until step `last`: yields each."""
     step = opt.committed_step + 1
     while step <= last:
         loss_of(model, batch(RANKS * step + rank)).backward()
+        if mode.endswith("+passes"):
+            loss_of(model, batch(RANKS * (STEPS_MAX + step) + rank)).backward()
         held(rank, "backward", hold)
         try:
             opt.step(extra_state=extra_state(rank, step))
@@ -83,27 +89,27 @@ def train(model, opt, rank, last, hold=None):
 
 
 def run(rank, mode, level, more, hold, folder):
-    if mode == "sharded":
+    if mode.startswith("sharded"):
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=RANKS)
     model, opt = attached(mode, "durable", rank, level)
     say("attached", rank, opt.committed_step, (opt.extra_state or b"").decode())
     if more is None:
         try:
-            for step in train(model, opt, rank, STEPS_MAX):
+            for step in train(mode, model, opt, rank, STEPS_MAX):
                 say("answered", rank, step)
         except RuntimeError as error:  # of the daemon's end, or gloo's of a rank that met it first
             say("ended", rank, getattr(error, "code", ""))
         os._exit(0)
     last = opt.committed_step + more
-    for step in train(model, opt, rank, last, hold):
+    for step in train(mode, model, opt, rank, last, hold):
         say("answered", rank, step)
     digest = opt.state_sha256()
     opt.detach()
     model, opt = attached(mode, "whole", rank, "memory")
-    assert opt.committed_step == 0 and [*train(model, opt, rank, last)][-1] == last
+    assert opt.committed_step == 0 and [*train(mode, model, opt, rank, last)][-1] == last
     say("digests", rank, last, digest, opt.state_sha256())
     opt.detach()
-    if mode == "sharded":
+    if mode.startswith("sharded"):
         dist.destroy_process_group()
 
 

@@ -36,6 +36,8 @@ CASES = [
     ("sharded", "memory", "swap"),
     ("sharded", "memory", "dram"),
     ("sharded", "epoch=3", "dram"),
+    ("shared+lamb", "memory", "swap"),
+    ("sharded+passes", "memory", "dram"),
 ]
 
 
