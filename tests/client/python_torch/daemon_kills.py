@@ -17,7 +17,7 @@ HERE = pathlib.Path(__file__).parent
 os.environ["FOREBAY_WIDTH"] = "448"  # of the model: an update takes as long as the rest of a step
 sys.path.insert(0, str(HERE))
 
-from test_daemon_kill import CASES, KILLS, RANKS, STEPS, Ranks  # noqa: E402
+from test_daemon_kill import CASES, KILLED_STEPS, KILLS, RANKS, STEPS, Ranks  # noqa: E402
 from test_daemon_restart import Service, room_without_states  # noqa: E402
 
 GOES_ON = re.compile(r"job durable goes on (at|in the middle of the update of) step")
@@ -32,7 +32,7 @@ def training(chance, case, folder, counts):
         manager.start()
         ranks = Ranks(service, mode, level, STEPS, pathlib.Path(folder) / "hold")
         for kill in range(KILLS):
-            step = 1 + kill * STEPS // KILLS
+            step = 1 + kill * KILLED_STEPS // KILLS
             if ranks.until(lambda line, step=step: line == ["answered", 0, step]) is None:
                 break
             time.sleep(chance.uniform(0, 0.06))  # house: allow sleep: anywhere in the steps that follow

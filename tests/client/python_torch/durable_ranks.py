@@ -51,7 +51,7 @@ def attached(mode, job, rank, level):
             fully_shard(layer)
         fully_shard(model)
         options = {}
-    optimizer = forebay.LAMB if mode.endswith("+lamb") else forebay.AdamW
+    optimizer = forebay.Lamb if mode.endswith("+lamb") else forebay.AdamW
     by = optimizer(lr=1e-2, max_grad_norm=1.0)
     return model, forebay.attach(model, by, job=job, run="one", durability=level, **options)
 
