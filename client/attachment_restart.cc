@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <iterator>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/internal/attachment_state.h"
@@ -15,6 +15,7 @@
 
 namespace forebay::client {
 
+using internal::CommandPort;
 using internal::Deadline;
 using internal::GrantedSession;
 using internal::WaitLimits;
@@ -83,25 +84,24 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
   absl::Status last;
   for (std::chrono::milliseconds pause = kPauseMin;;) {
     LookAtCopies();
-    // The next daemon may give their slots in its cache to other weights.
-    const bool must_wait = parts.weights_on_swap && !copies.empty();
-    if (!must_wait) {
-      absl::StatusOr<GrantedSession> granted = parts.attach_again(within);
-      absl::Status status = granted.status();
-      if (granted.ok()) status = GoOnWith(*std::move(granted), within);
-      if (status.ok() || protocol::IdOf(status) == ErrorId::kInterrupted) return status;
-      // GoOnWith has closed the port where the daemon has not what this session needs.
-      if (!port.is_restarting()) return status;
-      if (!IsPassing(status)) {
-        return EndSession(
-            MakeError(ErrorId::kDaemonGone,
-                      absl::StrCat("the daemon was restarted, and refuses this session: ",
-                                   std::string(protocol::Info(protocol::IdOf(status)).name), ": ",
-                                   std::string(status.message())),
-                      protocol::HintOf(status).empty() ? kStartAgain : protocol::HintOf(status)));
-      }
-      last = std::move(status);
+    // On weights in DRAM they end with the daemon: the weights stay where they are.
+    const std::vector<uint64_t> held =
+        parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
+    absl::StatusOr<GrantedSession> granted = parts.attach_again(held, within);
+    absl::Status status = granted.status();
+    if (granted.ok()) status = GoOnWith(*std::move(granted), held.size(), within);
+    if (status.ok() || protocol::IdOf(status) == ErrorId::kInterrupted) return status;
+    // GoOnWith has closed the port where the daemon has not what this session needs.
+    if (!port.is_restarting()) return status;
+    if (!IsPassing(status)) {
+      return EndSession(
+          MakeError(ErrorId::kDaemonGone,
+                    absl::StrCat("the daemon was restarted, and refuses this session: ",
+                                 std::string(protocol::Info(protocol::IdOf(status)).name), ": ",
+                                 std::string(status.message())),
+                    protocol::HintOf(status).empty() ? kStartAgain : protocol::HintOf(status)));
     }
+    last = std::move(status);
     if (limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted,
                        "the call was interrupted while there was no daemon; its outcome "
@@ -128,7 +128,8 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
   }
 }
 
-absl::Status Attachment::State::GoOnWith(GrantedSession granted, const WaitLimits& limits) {
+absl::Status Attachment::State::GoOnWith(GrantedSession granted, uint64_t leases,
+                                         const WaitLimits& limits) {
   internal::SessionTerms expected = parts.terms;
   expected.committed_step = committed_step();
   // A daemon that was killed may have published the step, and answered nobody.
@@ -138,17 +139,18 @@ absl::Status Attachment::State::GoOnWith(GrantedSession granted, const WaitLimit
   if (!difference.empty()) {
     return EndSession(Gone(absl::StrCat("this session cannot go on: ", difference)));
   }
-  const int64_t leases = port.leases_held() - std::ssize(orphan_leases);
-  if (parts.weights_on_swap && leases > 0) {
-    return EndSession(
-        Gone(absl::StrCat("this session held ", leases, " leases on weights that are on swap")));
+  if (granted.terms.leases != leases) {
+    return EndSession(Gone(absl::StrCat("this session held ", leases,
+                                        " leases on weights that are on swap, of which ",
+                                        granted.terms.leases, " were kept")));
   }
   if (granted.connection != nullptr) {
     RETURN_IF_ERROR(granted.connection->control->Mapped(limits));
   }
   UpdateCalls();
   calls_before = gauge.rpc_calls;
-  const absl::Status resumed = port.Resume(std::move(granted.port));
+  const absl::Status resumed = port.Resume(
+      std::move(granted.port), leases > 0 ? CommandPort::Leases::kGoOn : CommandPort::Leases::kEnd);
   parts.connection = std::move(granted.connection);  // nothing uses the old one any more
   UpdateCalls();
   ++gauge.reattaches;

@@ -29,7 +29,7 @@ struct LambSums {
 // Exact    The sums of disjoint ranges, merged in any order, are the same bits on every target and
 //          any number of threads; another split at places that are no multiples of kSumChunkElems
 //          may round differently.
-// Threads  Pure. 80 KB of stack.
+// Threads  Pure. 110 KB of stack.
 LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n, Gradient g,
                  const StatePlanes& state);
 

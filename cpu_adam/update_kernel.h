@@ -129,7 +129,7 @@ size_t SavedSlotBytes(Optimizer optimizer, StateFormat format);
 //                  a' = fma(beta1, a, one_minus_beta1·g')
 //                  w' = fma(-step_size, a', w)
 //   kSgdNesterov   the same with fma(beta1, a', g') for a' in the last line
-//   kLamb          a' and b' of kAdamW, w' = w: the first of its two passes, see lamb.h
+//   kLamb          a' and b' of kAdamW, w' = w, which the other half changes: see lamb.h
 //
 // in place; w' is computed from the moments before these are rounded to the format. Returns how many
 // w' are not finite or round to infinite weights.

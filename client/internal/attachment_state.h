@@ -178,7 +178,9 @@ struct Attachment::State {
   //         E_TIMEOUT, E_INTERRUPTED  a later call tries again.
   absl::Status Reattach(const internal::WaitLimits& limits);
   // Errors as Reattach, and those of the connection to the new daemon.
-  absl::Status GoOnWith(internal::GrantedSession granted, const internal::WaitLimits& limits);
+  // `leases`: that it holds on weights on swap.
+  absl::Status GoOnWith(internal::GrantedSession granted, uint64_t leases,
+                        const internal::WaitLimits& limits);
   absl::Status EndSession(absl::Status reason);
   // Reattach, where the daemon has said so. For calls that ask the control plane first.
   absl::Status ReattachIfRestarting(const internal::WaitLimits& limits);

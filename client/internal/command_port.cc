@@ -34,11 +34,11 @@ absl::Status DaemonGoneError() {
 }
 
 CommandPort::CommandPort(Options options, std::pmr::memory_resource* memory)
-    : options_(std::move(options)), pending_(memory) {}
+    : options_(std::move(options)), pending_(memory), held_(memory) {}
 
 bool CommandPort::IsStaleRelease(const protocol::Command& command) const {
   return command.op == static_cast<uint16_t>(Op::kRelease) && command.lease_id != 0 &&
-         command.lease_id <= newest_stale_lease_;
+         command.lease_id <= newest_stale_lease_ && !held_.contains(command.lease_id);
 }
 
 void CommandPort::GiveBackStale(const protocol::Command& command, OnDone& on_done) {
@@ -68,6 +68,7 @@ absl::StatusOr<bool> CommandPort::TrySend(protocol::Command command, OnDone& on_
   command.tag = next_tag_;
   ASSIGN_OR_RETURN(const bool sent, SendOrKeep(command));
   if (!sent) return false;
+  if (command.op == static_cast<uint16_t>(Op::kRelease)) held_.erase(command.lease_id);
   pending_.emplace(next_tag_, Pending{.command = command, .on_done = std::move(on_done)});
   ++next_tag_;
   return true;
@@ -99,9 +100,8 @@ void CommandPort::Handle(const protocol::Completion& completion, const absl::Sta
   const bool is_fetch = completion.op == static_cast<uint16_t>(Op::kFetch);
   if (status.ok() && is_fetch && completion.lease_id != 0) {
     newest_lease_ = std::max(newest_lease_, completion.lease_id);
-    ++leases_;
+    held_.insert(completion.lease_id);
   }
-  if (status.ok() && completion.op == static_cast<uint16_t>(Op::kRelease)) --leases_;
   on_done(completion, status);
 }
 
@@ -155,11 +155,11 @@ absl::Status CommandPort::Break(absl::Status status) {
   return broken_;
 }
 
-absl::Status CommandPort::Resume(Options options) {
+absl::Status CommandPort::Resume(Options options, Leases leases) {
   options_ = std::move(options);
   is_restarting_ = false;
   newest_stale_lease_ = newest_lease_;
-  leases_ = 0;  // the new daemon knows of none
+  if (leases == Leases::kEnd) held_.clear();
   for (auto next = pending_.begin(); next != pending_.end();) {
     const auto it = next++;
     if (!IsStaleRelease(it->second.command)) {
@@ -171,12 +171,6 @@ absl::Status CommandPort::Resume(Options options) {
     GiveBackStale(given_back.mapped().command, given_back.mapped().on_done);
   }
   return absl::OkStatus();
-}
-
-int64_t CommandPort::leases_held() const {
-  return leases_ - std::ranges::count_if(pending_, [](const auto& pending) {
-           return pending.second.command.op == static_cast<uint16_t>(Op::kRelease);
-         });
 }
 
 void CommandPort::Close(const absl::Status& reason) {

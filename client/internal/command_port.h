@@ -8,6 +8,8 @@
 #include <map>
 #include <memory>
 #include <memory_resource>
+#include <set>
+#include <vector>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
@@ -67,10 +69,11 @@ class CommandPort {
   // A call of this kind has been sent, and not answered.
   bool IsPending(protocol::Op op) const;
   // Goes on with the next daemon's channel: sends what was not answered, in order, under the same tags. Gives
-  // the leases back that were to be. Errors as TrySend.
-  absl::Status Resume(Options options);
+  // the leases back that were to be; the daemon has the others, or has none. Errors as TrySend.
+  enum class Leases : uint8_t { kGoOn, kEnd };
+  absl::Status Resume(Options options, Leases leases);
   // Leases that are neither given back nor on their way to be.
-  int64_t leases_held() const;
+  std::vector<uint64_t> leases_held() const { return {held_.begin(), held_.end()}; }
 
   // Every later call returns `reason`; the channel and the descriptors are used no more.
   void Close(const absl::Status& reason);
@@ -98,7 +101,7 @@ class CommandPort {
   bool is_restarting_ = false;
   uint64_t newest_lease_ = 0;
   uint64_t newest_stale_lease_ = 0;
-  int64_t leases_ = 0;  // granted and not given back, for all that is answered
+  std::pmr::set<uint64_t> held_;  // leases
   uint64_t next_tag_ = 1;
   uint64_t commands_ = 0;
   uint64_t sleeps_ = 0;

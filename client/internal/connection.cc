@@ -91,6 +91,7 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
                    .step_region_bytes = reply.getStepRegionBytes(),
                    .trace_bytes = reply.getTraceBytes(),
                    .weights_on_swap = reply.getWeightsOnSwap(),
+                   .leases = reply.getLeases(),
                    .weights = IdentityOf(granted.weights.get()),
                    .grad_arena = IdentityOf(granted.grad_arena.get())};
   return granted;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -41,6 +42,7 @@ struct SessionTerms {
   uint64_t step_region_bytes = 0;
   uint64_t trace_bytes = 0;
   bool weights_on_swap = false;
+  uint32_t leases = 0;  // that it goes on with
   FileIdentity weights = {};
   FileIdentity grad_arena = {};
 };
@@ -64,6 +66,8 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
                                                 const WaitLimits& limits);
 
 // Asks for the session once more, of whichever daemon has the socket. Errors as ConnectAndAttach.
-using AttachAgain = std::function<absl::StatusOr<GrantedSession>(const WaitLimits&)>;
+// `held`: leases on weights on swap.
+using AttachAgain = std::function<absl::StatusOr<GrantedSession>(std::span<const uint64_t> held,
+                                                                 const WaitLimits&)>;
 
 }  // namespace forebay::client::internal

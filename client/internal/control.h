@@ -37,6 +37,7 @@ struct AttachCall {
   std::string run;
   bool resume = false;
   bool reattach = false;
+  std::span<const uint64_t> held_leases = {};
   bool accumulate = false;
   bool early_updates = false;
   bool writable_weights = false;

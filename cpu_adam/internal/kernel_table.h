@@ -70,7 +70,7 @@ constexpr size_t SavedPlaneBytes(size_t width) { return (kSavedElems * width + 6
 // The kernels of one format.
 struct FormatKernels {
   UpdateFn* updates[kOptimizerCount];  // by optimizer, less 1
-  // Of the second pass of LAMB (lamb.h), n elements: w and u out of planes, and
+  // Of LAMB (lamb.h), behind its update of the moments, n elements: w and u out of planes, and
   // fma(-step_size, u, w) into them, which returns how many masters are non-finite.
   void (*lamb_direction)(const StepScalars&, size_t n, const StatePlanes&, float* w, float* u);
   uint64_t (*lamb_apply)(float step_size, size_t n, const float* w, const float* u,

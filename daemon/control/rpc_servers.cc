@@ -111,6 +111,8 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
     ASSIGN_OR_RETURN(durability, protocol::ParseDurability(text));
   }
   ASSIGN_OR_RETURN(auto layout, ReadLayout(layout_fd, request.getLayoutBytes()));
+  std::vector<uint64_t> held_leases;
+  for (const uint64_t lease : request.getHeldLeases()) held_leases.push_back(lease);
   return AttachRequested{.uid = uid,
                          .job = TextOf(request.getJob()),
                          .reader = request.getReader(),
@@ -119,6 +121,7 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
                          .run = TextOf(request.getRun()),
                          .resume = request.getResume(),
                          .reattach = request.getReattach(),
+                         .held_leases = std::move(held_leases),
                          .accumulate = request.getAccumulate(),
                          .early_updates = request.getEarlyUpdates(),
                          .writable_weights = request.getWritableWeights(),
@@ -186,6 +189,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setTraceBytes(answer.trace_bytes);
   reply.setWeightsOnSwap(answer.weights_on_swap);
   reply.setOutlivesDaemon(answer.outlives_daemon);
+  reply.setLeases(answer.leases);
   auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));
   for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
 }

@@ -60,6 +60,11 @@ absl::Status CheckAttachRequest(const AttachRequested& request) {
     return MakeError(ErrorId::kRank, absl::StrCat("there is no rank ", request.rank,
                                                   " in a world of size ", request.world_size));
   }
+  if (request.held_leases.size() > kLeasesPerSessionMax) {
+    return MakeError(ErrorId::kLimit,
+                     absl::StrCat("a session that held ", request.held_leases.size(),
+                                  " leases (at most ", kLeasesPerSessionMax, ")"));
+  }
   RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
   if (request.accumulate && request.layout->is_shared()) {
     return MakeError(ErrorId::kUnsupported,

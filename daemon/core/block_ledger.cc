@@ -265,7 +265,7 @@ void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots, std::set<uint32_t>
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     const Block& of = blocks_[entry];
     const auto doubt = [&](const Version& version) {
-      if (!version.slot || version.slot == of.writing || !all.contains(*version.slot)) return;
+      if (!version.slot || !all.contains(*version.slot)) return;
       if (doubted_.insert(*version.slot).second) paths.insert(version.slot->path);
     };
     doubt(of.current);

@@ -61,7 +61,7 @@ struct KeptMemory {
   // By block of BlockMap: its states are in the state arena; and the last step that has changed those.
   std::vector<bool> resident;
   std::vector<uint64_t> written_steps;
-  // Of the arenas; of the step arena, what has memory.
+  // Of the arenas; of the step arena, what has memory but for float32 sums that were made late.
   uint64_t weights_bytes = 0;
   uint64_t step_bytes = 0;
   // Of the limit, as the job is now.
@@ -76,6 +76,8 @@ struct KeptMemory {
   // For blocks, and for pages of gradient sums; nothing is in them.
   std::vector<nvme::Slot> spare_slots;
   std::vector<nvme::Slot> sum_slots;
+  // Of a daemon that was killed, on weights on swap.
+  std::vector<KeptLease> leases = {};
   // Of a daemon that was killed: blocks on swap are where the job says, whatever is durable of it; and what is, null:
   // nothing. Of one that hands over, what the job says is durable.
   bool was_killed = false;

@@ -44,6 +44,8 @@ struct AttachRequested {
   bool resume = false;
   // Of a client whose session a daemon before this one has handed over: it goes on with the arenas that it has.
   bool reattach = false;
+  // That it had then, on weights on swap.
+  std::vector<uint64_t> held_leases = {};
   // Sharded: several backward passes a step.
   bool accumulate = false;
   // Blocks on swap may be updated before the decision (kAnnounceStep): room for their new weights.
@@ -258,6 +260,7 @@ struct AnswerAttach {
   std::vector<uint32_t> trace;   // partitions; of a rank that is attached sharded: its own
   uint64_t attempt = 0;          // the newest one at the next step
   bool outlives_daemon = false;  // the job: where the daemon is killed, another one goes on with it
+  uint32_t leases = 0;           // of AttachRequested::held_leases, that it has
 };
 
 // Puts one completion into the session's ring; a status that is not OK is kept for Session.explain.
@@ -428,7 +431,7 @@ struct SumFrame {
 };
 
 // Verifies a swapped block's bytes against `identity_before` (zeros where it has no slot), runs the
-// pass over its segments in place, then computes the checksum under `identity_after`.
+// pass over its segments in place, then computes the checksum under `identity_after` of what has changed.
 struct UpdateBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -687,14 +690,16 @@ struct SwapPathMarked {
   bool marked = false;
 };
 
-using Action = std::variant<
-    CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,
-    AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial,
-    CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
-    EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
-    RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer,
-    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob,
-    RecordBlock, RecordInstalled, RecordStaged, RecordSums, RecordAttempt, RecordDecision,
-    RecordTrust, RecordStep, DropRecord, UpdateNotResumed, SwapPathMarked>;
+using Action =
+    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
+                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
+                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
+                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
+                 PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
+                 RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited,
+                 StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished,
+                 HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged, RecordSums,
+                 RecordAttempt, RecordDecision, RecordTrust, RecordStep, RecordLease,
+                 RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked>;
 
 }  // namespace forebay::daemon

@@ -62,6 +62,8 @@ void FetchQueue::Serve() {
       lease = offset->status();
     } else if (fetch.leases) {
       lease = leases_.Acquire(fetch.command.session, fetch.partition);
+      const bool outlives = spec_.options.keeps_jobs && spec_.plan.has_weights_on_swap();
+      if (lease.ok() && outlives && fetch.rank) leases_.Record(*lease, *fetch.rank, **offset);
     }
     protocol::Completion completion{};
     if (lease.ok()) {

@@ -36,7 +36,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       is_unrestored_(spec_.recovered != nullptr),
       members_(spec_, io_),
       initial_(spec_, io_),
-      leases_(actions),
+      leases_(actions, spec_.id),
       pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, spec_.sum_slots, swap, path_table,
                 pool, leases_, spec_.options.workers, spec_.options.keeps_jobs),
       weights_(io_, spec_.layout, spec_.plan, pipeline_, leases_),
@@ -46,6 +46,11 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       step_(spec_, io_, members_, pipeline_, durable_, access_, weights_, leases_),
       fetches_(spec_, io_, step_, access_, weights_, leases_) {
   if (is_resumed()) pipeline_.KeepStaged(*spec_.recovered->kept->update);
+  const KeptMemory* const kept = KeptOf(spec_.recovered.get());
+  if (kept == nullptr) return;
+  for (const KeptLease& lease : kept->leases) {
+    if (weights_.Adopt(lease)) leases_.Adopt(lease);
+  }
 }
 
 void Job::Begin() {
@@ -335,6 +340,7 @@ void Job::AnswerAttachOk(Session& session) {
                                     .trace = step_.trace()});
     return;
   }
+  const uint32_t leases = leases_.GiveTo(session.id, session.rank, session.held_leases);
   const bool writes_initial = !initial_.ready();
   if (writes_initial) initial_.AddWriter(session.id, session.rank);
   io_.actions().Emit(
@@ -355,7 +361,8 @@ void Job::AnswerAttachOk(Session& session) {
                    .trace_bytes = spec_.plan.trace_bytes,
                    .trace = TraceOf(session.rank),
                    .attempt = step_.attempt(),
-                   .outlives_daemon = spec_.options.keeps_jobs});
+                   .outlives_daemon = spec_.options.keeps_jobs,
+                   .leases = leases});
 }
 
 std::vector<uint32_t> Job::TraceOf(uint32_t rank) const {

@@ -110,8 +110,10 @@ void Job::TryRecord() {
   ListBlocks(job);
   AddKept(job);
   step_.Record(*job.kept);
-  // Sums that became float32 are in a part of their own (RecordDecision::float_sums).
-  if (spec_.plan.uses_float_sums) job.kept->session.accumulate = false;
+  job.kept->leases = leases_.recorded();
+  // What nothing is in yet is given up.
+  const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
+  if (is_making) job.kept->dram_bytes -= spec_.plan.float_sums_bytes;
   is_recorded_ = true;
   recorded_run_ = members_.run();
   io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),

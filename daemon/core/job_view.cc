@@ -112,7 +112,7 @@ JobView ViewOf(const DurableJob& job) {
 void Job::CheckInvariants() const {
   step_.CheckInvariants();
   members_.CheckInvariants();
-  uint64_t leases = 0;
+  uint64_t leases = leases_.count_of_nobody();
   for (const auto& [id, session] : members_.all()) {
     leases += leases_.count_of(id);
     FOREBAY_CHECK(leases_.count_of(id) <= kLeasesPerSessionMax);

@@ -42,7 +42,52 @@ LeaseTable::Leases::iterator LeaseTable::Erase(Leases::iterator lease) {
   --session_counts_.at(lease->second.session);
   const auto partition = partition_counts_.find(lease->second.partition);
   if (--partition->second == 0) partition_counts_.erase(partition);
+  if (lease->second.recorded) {
+    actions_.Emit(RecordLeaseEnd{.job = job_, .lease = lease->first});
+  }
   return leases_.erase(lease);
+}
+
+void LeaseTable::Record(uint64_t lease, uint32_t rank, uint64_t offset_bytes) {
+  Lease& of = leases_.at(lease);
+  of.recorded = KeptLease{
+      .lease = lease, .rank = rank, .partition = of.partition, .offset_bytes = offset_bytes};
+  actions_.Emit(RecordLease{.job = job_, .lease = *of.recorded});
+}
+
+std::vector<KeptLease> LeaseTable::recorded() const {
+  std::vector<KeptLease> all;
+  for (const auto& [id, lease] : leases_) {
+    if (lease.recorded) all.push_back(*lease.recorded);
+  }
+  return all;
+}
+
+void LeaseTable::Adopt(const KeptLease& lease) {
+  ++session_counts_[kNobody];
+  ++partition_counts_[lease.partition];
+  leases_.emplace(lease.lease,
+                  Lease{.session = kNobody, .partition = lease.partition, .recorded = lease});
+}
+
+uint32_t LeaseTable::GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held) {
+  uint32_t given = 0;
+  if (count_of_nobody() == 0) return given;
+  for (auto it = leases_.begin(); it != leases_.end();) {
+    Lease& lease = it->second;
+    if (lease.session != kNobody || lease.recorded->rank != rank) {
+      ++it;
+    } else if (std::ranges::find(held, it->first) == held.end()) {
+      it = Erase(it);
+    } else {
+      --session_counts_.at(kNobody);
+      ++session_counts_[session];
+      lease.session = session;
+      ++given;
+      ++it;
+    }
+  }
+  return given;
 }
 
 void LeaseTable::DropAll(SessionId session) {

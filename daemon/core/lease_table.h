@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <map>
 #include <memory_resource>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,10 +17,15 @@ namespace forebay::daemon {
 
 // While a session has a lease on a partition, its weights do not change: their update waits. A
 // reader that holds one for too long is ended by Job::OnLeaseTimeExpired.
+//
+// Where the daemon before was killed, leases that it has recorded are nobody's until their rank attaches.
 class LeaseTable {
  public:
-  explicit LeaseTable(ActionSink& actions)
-      : actions_(actions), leases_(actions.memory()), partition_counts_(actions.memory()) {}
+  LeaseTable(ActionSink& actions, JobId job)
+      : actions_(actions),
+        job_(job),
+        leases_(actions.memory()),
+        partition_counts_(actions.memory()) {}
 
   // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
   absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t partition);
@@ -28,6 +35,15 @@ class LeaseTable {
 
   void DropAll(SessionId session);
 
+  // From here on the job's record has it. `rank`: of its session.
+  void Record(uint64_t lease, uint32_t rank, uint64_t offset_bytes);
+  std::vector<KeptLease> recorded() const;
+  // One that the record of the daemon before has.
+  void Adopt(const KeptLease& lease);
+  // The rank has attached: of those that are its, the session gets `held`, the others end. How many it has got.
+  uint32_t GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held);
+  uint64_t count_of_nobody() const { return count_of(kNobody); }
+
   bool IsLeased(uint32_t partition) const { return partition_counts_.contains(partition); }
   // Partitions that the session has leases on, ascending, each once.
   std::pmr::vector<uint32_t> PartitionsOf(SessionId session) const;
@@ -36,15 +52,19 @@ class LeaseTable {
   uint64_t count_of(SessionId session) const;
 
  private:
+  static constexpr SessionId kNobody = 0;
+
   struct Lease {
     SessionId session = 0;
     uint32_t partition = 0;
+    std::optional<KeptLease> recorded = {};
   };
   using Leases = std::pmr::map<uint64_t, Lease>;
 
   Leases::iterator Erase(Leases::iterator lease);
 
   ActionSink& actions_;
+  const JobId job_;
   Leases leases_;
   std::map<SessionId, uint64_t> session_counts_;
   std::pmr::map<uint32_t, uint64_t> partition_counts_;  // only those that are leased

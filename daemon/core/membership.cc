@@ -110,6 +110,7 @@ void Membership::Add(const AttachRequested& request) {
   session.reader = request.reader;
   session.rank = request.rank;
   session.request = SessionRequestOf(request);
+  session.held_leases = request.held_leases;
   sessions_.emplace(request.session, std::move(session));
   io_.Open(request.session);
   attaching_.push_back(request.session);

@@ -159,6 +159,10 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   const KeptMemory* const kept = KeptOf(recovered.get());
   const bool goes_on = request.reattach && kept != nullptr;
   if (goes_on) session = kept->session;
+  // Sums that became float32 late are behind those of 16 bits.
+  if (kept != nullptr && kept->update != nullptr && kept->update->float_sums.bytes > 0) {
+    session.accumulate = false;
+  }
   if (recovered != nullptr) {
     session.durability = recovered->durability;
     for (const std::vector<std::byte>& of_rank : *recovered->extra_states) {

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "nvme/slot_map.h"
+#include "protocol/layout.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -124,6 +125,29 @@ struct RecordDecision {
   bool clipped = false;
   uint64_t overflowed = 0;  // masters in the step before, not reported yet
 };
+
+// A rank of a job with weights on swap has a lease: what it reads stays where it is where the daemon is killed.
+struct KeptLease {
+  uint64_t lease = 0;
+  uint32_t rank = 0;
+  uint32_t partition = 0;
+  uint64_t offset_bytes = 0;  // in the weights arena
+
+  bool operator==(const KeptLease&) const = default;
+};
+struct RecordLease {
+  JobId job = 0;
+  KeptLease lease;
+};
+struct RecordLeaseEnd {
+  JobId job = 0;
+  uint64_t lease = 0;
+};
+inline constexpr uint64_t kLeaseRecordBytes = 32;
+// Of one job, at most: a rank holds few at a time.
+inline uint64_t LeasesRecorded(const protocol::Layout& layout, uint64_t world_size) {
+  return layout.partitions().size() + 16 * world_size;
+}
 
 // The norms of the step that is decided are known, from here on its blocks change: by parameter (UpdateSegment::trust). Of
 // LAMB.

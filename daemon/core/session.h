@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
@@ -24,6 +25,7 @@ struct Session {
   bool reader = false;  // has no rank
   uint32_t rank = 0;
   SessionRequest request;
+  std::vector<uint64_t> held_leases;  // AttachRequested
   State state = State::kWaiting;
   bool memory_asked = false;
   bool memory_made = false;

@@ -22,7 +22,7 @@ RecordBlock StepPipeline::RecordOf(uint32_t block, const BlockLedger::Version& v
 // In the step that is decided.
 void StepPipeline::RecordWritten(uint32_t block, uint64_t overflows,
                                  std::optional<uint32_t> weights_slot) {
-  if (!keeps_jobs_ || sets_masters()) return;
+  if (!is_recorded_) return;
   RecordBlock record = RecordOf(block, *ledger_.pending(block));
   record.step = order_.step;
   record.overflows = overflows;

@@ -265,6 +265,23 @@ void WeightsCache::Prefetch() {
   StartPieces();
 }
 
+bool WeightsCache::Adopt(const KeptLease& lease) {
+  if (lease.partition >= layout_->partitions().size()) return false;
+  if (!Holds(lease.partition)) return true;
+  const uint64_t bytes = BytesOf(lease.partition);
+  const uint64_t offset = lease.offset_bytes - plan_.weights_cache_offset;
+  const bool is_inside = lease.offset_bytes >= plan_.weights_cache_offset &&
+                         offset <= plan_.weights_cache_bytes &&
+                         bytes <= plan_.weights_cache_bytes - offset;
+  if (!is_inside) return false;
+  for (const auto& [partition, copy] : copies_) {
+    if (partition == lease.partition) return copy.offset_bytes == offset;
+    if (offset < copy.offset_bytes + copy.bytes && copy.offset_bytes < offset + bytes) return false;
+  }
+  copies_[lease.partition] = {.offset_bytes = offset, .bytes = bytes, .last_use = ++uses_};
+  return true;
+}
+
 // ------------------------------------------------------------------------------------------ updates
 
 void WeightsCache::ForgetUpdated() {

@@ -57,6 +57,9 @@ class WeightsCache {
   void OnLoaded(const TaskDone& done);
   bool is_loading() const { return !loads_.empty() || !pieces_.empty(); }
 
+  // Before anything else: what a lease of the daemon before is on stays where it is. False: it cannot be there.
+  bool Adopt(const KeptLease& lease);
+
   // A step is decided: copies from blocks that it writes are of before. They are forgotten, leased ones when
   // their leases have ended.
   void ForgetUpdated();

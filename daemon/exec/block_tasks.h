@@ -77,7 +77,7 @@ inline constexpr uint64_t kTileElems = uint64_t{1} << 13;
 static_assert(kPartElems % kTileElems == 0 && kTileElems % protocol::kScaleElems == 0);
 
 // Updates a whole block, in ranges whose pages are digested while they are in the cache. The result has
-// the checksum of the block under `identity_after`.
+// the checksum of the block under `identity_after`, where the pass changes it.
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce);
 
 void RunCopies(std::span<const BytesCopy> copies, std::span<const std::byte> from,

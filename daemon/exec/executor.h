@@ -217,6 +217,8 @@ class Executor {
   void Run(RecordDecision& action) { SetRecord(action); }
   void Run(RecordTrust& action) { SetRecord(action); }
   void Run(RecordStep& action) { SetRecord(action); }
+  void Run(RecordLease& action) { SetRecord(action); }
+  void Run(RecordLeaseEnd& action) { SetRecord(action); }
   void Run(DropRecord& action) { EndRecord(action.job); }
   void Run(UpdateNotResumed& action);
   void Run(SwapPathMarked& action);

@@ -76,7 +76,8 @@ absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& from) {
   return DecodeLedger(bytes);
 }
 
-// A daemon that was killed may have given memory to parts that its record does not have, or not taken it away yet.
+// What nobody needs any more; a daemon that was killed may have given memory to parts that its record does not have, or
+// not taken it away yet.
 absl::Status FreeBeside(std::vector<StatePart> parts, const UniqueFd& fd) {
   ASSIGN_OR_RETURN(const uint64_t size, SizeOf(fd));
   parts.push_back({.offset_bytes = size, .bytes = 0});
@@ -125,11 +126,9 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   if (auto step = from.extract(StepDescriptor(job.id)); !step.empty()) {
     ASSIGN_OR_RETURN(const uint64_t size, SizeOf(step.mapped()));
     const StatePart float_sums = kept.update == nullptr ? StatePart{} : kept.update->float_sums;
-    if (kept.was_killed) {
-      std::vector<StatePart> parts{{.offset_bytes = 0, .bytes = kept.step_bytes}};
-      if (float_sums.bytes > 0) parts.push_back(float_sums);
-      RETURN_IF_ERROR(FreeBeside(std::move(parts), step.mapped()));
-    }
+    std::vector<StatePart> parts{{.offset_bytes = 0, .bytes = kept.step_bytes}};
+    if (float_sums.bytes > 0) parts.push_back(float_sums);
+    RETURN_IF_ERROR(FreeBeside(std::move(parts), step.mapped()));
     ASSIGN_OR_RETURN(adopted.step,
                      adopt(StepOptions(policy, adopted.name, kept.step_bytes, float_sums, size),
                            std::move(step.mapped())));

@@ -88,6 +88,8 @@ struct KeptRecord::Header {
   std::atomic<uint64_t> attempt = 0;
   uint64_t trusts = 0;  // of a step: as many as parameters, or none
   std::atomic<uint64_t> trust_step = 0;
+  uint64_t leases_offset = 0;
+  uint64_t leases = 0;
 };
 
 struct KeptRecord::Version {
@@ -124,6 +126,13 @@ struct KeptRecord::Sums {
 
   std::atomic<uint64_t> state = 0;
   std::array<Place, 2> places;
+};
+
+struct KeptRecord::Lease {
+  std::atomic<uint64_t> lease = 0;  // 0: none
+  uint64_t rank = 0;
+  uint64_t partition = 0;
+  uint64_t offset_bytes = 0;
 };
 
 // Of the newest decision. Then HyperParams by group, what RecordTrust says, and a byte for each parameter.
@@ -187,6 +196,10 @@ protocol::HyperParams* KeptRecord::hyper_params() const {
                                                   kAlignment);
 }
 
+std::span<KeptRecord::Lease> KeptRecord::leases() const {
+  return {reinterpret_cast<Lease*>(bytes_.data() + header().leases_offset), header().leases};
+}
+
 float* KeptRecord::trust() const {
   return reinterpret_cast<float*>(hyper_params() + protocol::kParamGroupsMax);
 }
@@ -243,8 +256,11 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   sizes.sums_offset = Aligned(sizes.order_offset + kAlignment +
                               protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
                               sizes.trusts * sizeof(float) + sizes.params);
+  sizes.leases_offset = Aligned(sizes.sums_offset + sizes.sum_pages * sizeof(Sums));
+  sizes.leases = job.weights_on_swap.empty() ? 0 : LeasesRecorded(*job.layout, job.world_size);
+  static_assert(sizeof(Lease) == kLeaseRecordBytes);
   sizes.undo_offset =
-      protocol::RoundUp(sizes.sums_offset + sizes.sum_pages * sizeof(Sums), protocol::kPageBytes);
+      protocol::RoundUp(sizes.leases_offset + sizes.leases * sizeof(Lease), protocol::kPageBytes);
   const protocol::LayoutSpec& spec = job.layout->spec();
   sizes.block_elems = job.block_elems;
   sizes.workers = workers;
@@ -292,6 +308,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   values.extra_states.assign(record.extra_states.begin(), record.extra_states.end());
   made->WriteValues(values);
   made->Set(RecordAttempt{.job = job.id, .step = job.step + 1, .attempt = job.kept->attempt});
+  for (const KeptLease& lease : job.kept->leases) made->Set(RecordLease{.lease = lease});
   made->header().is_valid = 1;
   made->Own();
   return made;
@@ -418,8 +435,7 @@ void KeptRecord::Set(const RecordDecision& record) {
 }
 
 void KeptRecord::Set(const RecordTrust& record) {
-  if (header().trust_step == record.step) return;  // said already, by the daemon before
-  FOREBAY_CHECK(record.trust.size() == header().trusts);
+  FOREBAY_CHECK(record.trust.size() == header().trusts && header().trust_step != record.step);
   std::ranges::copy(record.trust, trust());
   header().trust_step = record.step;
 }
@@ -428,6 +444,21 @@ void KeptRecord::Set(const RecordStep& record) {
   FOREBAY_CHECK(record.step == header().decided);
   values(record.step).overflowed = record.overflowed;
   header().published = record.step;
+}
+
+void KeptRecord::Set(const RecordLease& record) {
+  const auto free = std::ranges::find_if(leases(), [](const Lease& one) { return one.lease == 0; });
+  if (free == leases().end()) return;
+  free->rank = record.lease.rank;
+  free->partition = record.lease.partition;
+  free->offset_bytes = record.lease.offset_bytes;
+  free->lease = record.lease.lease;
+}
+
+void KeptRecord::Set(const RecordLeaseEnd& record) {
+  const auto found =
+      std::ranges::find_if(leases(), [&](const Lease& one) { return one.lease == record.lease; });
+  if (found != leases().end()) found->lease = 0;
 }
 
 void KeptRecord::Drop() { header().is_valid = 0; }
@@ -535,13 +566,22 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   }
   if (decided > published) {
     kept.update = ReadUpdate();
-    kept.dram_bytes += kept.update->float_sums.bytes;
+    // Where they were there when it was recorded, they are counted.
+    if (!kept.session.accumulate) kept.dram_bytes += kept.update->float_sums.bytes;
     // The node has given some where paths failed.
     for (const KeptUpdate::Sums& sums : kept.update->sums) {
       const bool is_known =
           !sums.slot || std::ranges::find(kept.sum_slots, *sums.slot) != kept.sum_slots.end();
       if (!is_known) kept.sum_slots.push_back(*sums.slot);
     }
+  }
+  kept.leases.clear();
+  for (const Lease& one : leases()) {
+    if (one.lease == 0) continue;
+    kept.leases.push_back({.lease = one.lease,
+                           .rank = static_cast<uint32_t>(one.rank),
+                           .partition = static_cast<uint32_t>(one.partition),
+                           .offset_bytes = one.offset_bytes});
   }
   kept.norm = of_step.norm;
   kept.clipped = of_step.clipped != 0;

@@ -55,6 +55,9 @@ class KeptRecord {
   void Set(const RecordDecision& record);
   void Set(const RecordTrust& record);
   void Set(const RecordStep& record);
+  // Of more leases than there is room for, ranks find out when they attach.
+  void Set(const RecordLease& record);
+  void Set(const RecordLeaseEnd& record);
   // The job cannot go on from it.
   void Drop();
 
@@ -85,6 +88,8 @@ class KeptRecord {
   uint32_t* trace(uint64_t step) const;
   Order& order() const;
   protocol::HyperParams* hyper_params() const;
+  struct Lease;
+  std::span<Lease> leases() const;
   float* trust() const;
   uint8_t* params_updated() const;
   Block& block(uint32_t index) const;

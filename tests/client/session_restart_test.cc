@@ -1,6 +1,6 @@
 // Goal    A session whose daemon is restarted goes on with the next one as if nothing had happened: what was
-//         not answered is sent again, old leases are nobody's, and nothing waits longer than it may. Where the
-//         next daemon has not the same job and memory, the session ends.
+//         not answered is sent again, old leases are nobody's, but for those on weights on swap, which go on, and nothing
+//         waits longer than it may. Where the next daemon has not the same job and memory, the session ends.
 // Method  Both ends of a real ring in one process; one script plays the daemon before, another the one after
 //         the restart.
 
@@ -8,6 +8,7 @@
 #include <atomic>
 #include <functional>
 #include <map>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -44,8 +45,9 @@ class SessionRestart : public SessionTest {
                  const std::function<void(SessionParts&)>& change = {}) {
     StartSession(std::move(script), [&](SessionParts& parts) {
       parts.daemon_wait = kTimeout;
-      parts.attach_again = [this](const WaitLimits&) {
+      parts.attach_again = [this](std::span<const uint64_t> held, const WaitLimits&) {
         ++attaches_;
+        held_.assign(held.begin(), held.end());
         return grant_();
       };
       if (change) change(parts);
@@ -53,7 +55,9 @@ class SessionRestart : public SessionTest {
   }
 
   GrantedSession Granted(ScriptedDaemon& daemon) {
-    return {.terms = {.committed_step = gauge_->committed_step, .weights_on_swap = on_swap_},
+    return {.terms = {.committed_step = gauge_->committed_step,
+                      .weights_on_swap = on_swap_,
+                      .leases = static_cast<uint32_t>(held_.size())},
             .port = PortTo(daemon)};
   }
 
@@ -70,6 +74,7 @@ class SessionRestart : public SessionTest {
 
   ScriptedDaemon next_;
   bool on_swap_ = false;
+  std::vector<uint64_t> held_;  // at the last attach, on weights on swap
   std::atomic<int> attaches_{0};
   std::function<absl::StatusOr<GrantedSession>()> grant_ = [this] { return Granted(next_); };
 };
@@ -372,8 +377,31 @@ TEST_F(SessionRestart, AReaderEndsWithItsDaemon) {
   EXPECT_THAT(session_->CheckSession(kTimeout), HasError(ErrorId::kDaemonGone));
 }
 
-// Their places may be other weights' in the next daemon's cache.
-TEST_F(SessionRestart, LeasesOnWeightsOnSwapDoNotOutliveTheirDaemon) {
+TEST_F(SessionRestart, LeasesOnWeightsOnSwapGoOn) {
+  on_swap_ = true;
+  StartRank(Obey(), [](SessionParts& parts) {
+    parts.weights_on_swap = parts.terms.weights_on_swap = true;
+  });
+  ASSERT_OK_AND_ASSIGN(const Lease given_back, session_->Fetch(0, kTimeout));
+  ASSERT_OK_AND_ASSIGN(const Lease held, session_->Fetch(1, kTimeout));
+  ASSERT_OK_AND_ASSIGN(const Lease meanwhile, session_->Fetch(2, kTimeout));
+  ASSERT_OK(session_->Release(given_back));
+  ASSERT_OK(session_->CheckSession(kTimeout));
+  Restart();
+  ASSERT_OK(session_->Release(meanwhile));
+  next_.Start(ObeyNext());
+  ASSERT_OK_AND_ASSIGN(const Lease newer, session_->Fetch(3, kTimeout));
+  EXPECT_EQ(held_, std::vector<uint64_t>{held.id});
+  ASSERT_OK(session_->Release(held));
+  ASSERT_OK(session_->Release(newer));
+  ASSERT_OK(session_->CheckSession(kTimeout));
+  const std::vector<Command> released = next_.Seen(Op::kRelease);
+  ASSERT_EQ(released.size(), 2U);
+  EXPECT_EQ(released[0].lease_id, held.id);
+  EXPECT_EQ(released[1].lease_id, newer.id);
+}
+
+TEST_F(SessionRestart, AndEndTheSessionWhereTheyAreLost) {
   on_swap_ = true;
   StartRank(Obey(), [](SessionParts& parts) {
     parts.weights_on_swap = parts.terms.weights_on_swap = true;
@@ -385,11 +413,15 @@ TEST_F(SessionRestart, LeasesOnWeightsOnSwapDoNotOutliveTheirDaemon) {
   next_.Start(ObeyNext());
   ASSERT_OK(session_->Fetch(1, kTimeout).status());
   ScriptedDaemon third;
-  grant_ = [&] { return Granted(third); };
+  grant_ = [&] {
+    held_.clear();
+    return Granted(third);
+  };
   next_.Close(ChannelState::kRestarting);
   const absl::Status gone = session_->Fetch(0, kTimeout).status();
   EXPECT_THAT(gone, HasError(ErrorId::kDaemonGone));
-  EXPECT_THAT(std::string(gone.message()), HasSubstr("held 1 leases"));
+  EXPECT_THAT(std::string(gone.message()),
+              HasSubstr("held 1 leases on weights that are on swap, of which 0"));
   session_.reset();
 }
 

@@ -1,6 +1,6 @@
 // Goal    LAMB is what its paper says, in every format, whatever the split of a parameter and the
 //         instruction set.
-// Method  Recompute a step of a whole parameter in double from the state after its first pass and
+// Method  Recompute a step of a whole parameter in double from its new moments and
 //         compare within a bound; run it in pieces and on every target, and compare bit by bit.
 
 #include "cpu_adam/lamb.h"

@@ -259,6 +259,43 @@ TEST_F(KeptRecordTest, AnAttemptIsThatOfItsStep) {
   EXPECT_EQ(other.kept->attempt, 0U);
 }
 
+TEST_F(KeptRecordTest, CountsSumsInFloat32Once) {
+  DurableJob job = job_;
+  job.kept->session.accumulate = true;  // they are there already
+  ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Make({.job = std::make_shared<const DurableJob>(job)},
+                                                 kNonce, /*workers=*/2));
+  ASSERT_OK_AND_ASSIGN(const DurableJob published, Found());
+  RecordDecision decision = Decision(7);
+  decision.extra_states.clear();
+  decision.float_sums = {.offset_bytes = 4096, .bytes = 8192};
+  record_->Set(decision);
+  ASSERT_OK_AND_ASSIGN(const DurableJob begun, Found());
+  EXPECT_EQ(begun.kept->update->float_sums.bytes, 8192U);
+  EXPECT_EQ(begun.kept->dram_bytes, published.kept->dram_bytes);
+}
+
+TEST_F(KeptRecordTest, SaysWhichLeasesThereAre) {
+  DurableJob job = job_;
+  job.weights_on_swap.assign(job.layout->partitions().size(), true);
+  for (auto& block : job.blocks) block.reset();
+  job.kept->leases = {{.lease = 5, .rank = 1, .partition = 2, .offset_bytes = 4096}};
+  ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Make({.job = std::make_shared<const DurableJob>(job)},
+                                                 kNonce, /*workers=*/2));
+  const KeptLease newer{.lease = 7, .rank = 0, .partition = 1, .offset_bytes = 8192};
+  record_->Set(RecordLease{.lease = newer});
+  ASSERT_OK_AND_ASSIGN(const DurableJob both, Found());
+  EXPECT_THAT(both.kept->leases, ElementsAre(job.kept->leases[0], newer));
+  record_->Set(RecordLeaseEnd{.lease = 5});
+  record_->Set(RecordLeaseEnd{.lease = 6});
+  ASSERT_OK_AND_ASSIGN(const DurableJob one, Found());
+  EXPECT_THAT(one.kept->leases, ElementsAre(newer));
+  for (uint64_t lease = 10; lease < 1000; ++lease) {
+    record_->Set(RecordLease{.lease = {.lease = lease}});
+  }
+  ASSERT_OK_AND_ASSIGN(const DurableJob full, Found());
+  EXPECT_EQ(full.kept->leases.size(), LeasesRecorded(*job.layout, job.world_size));
+}
+
 TEST_F(KeptRecordTest, OneThatWasDroppedSaysNothing) {
   record_->Drop();
   EXPECT_THAT(Found(), HasError(ErrorId::kJobFailed));

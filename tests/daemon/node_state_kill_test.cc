@@ -51,6 +51,7 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     ++points;
     const uint32_t resident = run.View().resident_blocks;
     ASSERT_EQ(run.View().sums_on_swap_bytes > 0, GetParam().place == Place::kSumsOnSwap);
+    ASSERT_EQ(run.View().weights_on_swap_bytes > 0, GetParam().place >= Place::kWeightsOnSwap);
     const bool is_updating = run.node_->model().is_updating(run.View().id);
     ASSERT_TRUE(run.Kill()) << "point " << point;
     in_update += is_updating ? 1 : 0;
@@ -111,6 +112,64 @@ TEST(NodeStateKillOfDurableJobs, ASessionIsNotGivenAJobOfTheDisk) {
   AttachRequest anew = RequestOf(0, with, /*reattach=*/false);
   anew.resume = true;
   EXPECT_OK(next->attached(next->Attach(run.layout_, anew))->status);
+}
+
+// A rank that does nothing but read what it has leased knows nothing of it: nobody writes there before it says so.
+TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
+  const JobCase with{kMemory, Place::kWeightsOnSwap};
+  for (const bool comes_back : {true, false}) {
+    Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+    run.AttachAll();
+    run.TrainTo(2);
+    ASSERT_GT(run.View().weights_on_swap_bytes, 0U);
+    const auto fetch = [&](NodeHarness& node, uint64_t session, uint32_t partition) {
+      const uint64_t tag = node.Fetch(session, partition);
+      node.RunTasks();
+      EXPECT_EQ(node.ErrorOf(tag), protocol::ErrorId::kNone);
+      return node.answer(tag)->completion;
+    };
+    std::vector<uint32_t> of_rank[2];
+    for (uint32_t i = 0; i < run.layout_->partitions().size(); ++i) {
+      of_rank[run.layout_->partitions()[i].owner].push_back(i);
+    }
+    const protocol::Completion held = fetch(*run.node_, run.sessions_[0], of_rank[0].front());
+    run.node_->model().HoldWeights(run.sessions_[0], held);
+    const protocol::Completion other = fetch(*run.node_, run.sessions_[0], of_rank[0].back());
+    ASSERT_TRUE(run.Kill());
+    NodeHarness& next = *run.node_;
+    const auto attach = [&](uint32_t rank, std::vector<uint64_t> leases) {
+      AttachRequest request = RequestOf(rank, with, /*reattach=*/true);
+      request.held_leases = std::move(leases);
+      return next.Attach(run.layout_, request);
+    };
+    // The other rank is there first, and goes through all of its weights.
+    const uint64_t second = attach(1, {});
+    for (int round = 0; round < 2; ++round) {
+      for (const uint32_t partition : of_rank[1]) {
+        next.Release(second, fetch(next, second, partition).lease_id);
+        next.RunTasks();
+      }
+    }
+    EXPECT_EQ(next.fault(), "");
+    EXPECT_EQ(run.View().leases, 2U);
+    // What it has given back meanwhile is no lease of it any more.
+    const uint64_t first =
+        attach(0, comes_back ? std::vector<uint64_t>{held.lease_id} : std::vector<uint64_t>{});
+    EXPECT_EQ(next.attached(first)->leases, comes_back ? 1U : 0U);
+    EXPECT_EQ(run.View().leases, comes_back ? 1U : 0U);
+    const uint64_t late = next.Release(first, other.lease_id);
+    next.RunTasks();
+    EXPECT_EQ(next.ErrorOf(late), protocol::ErrorId::kLease);
+    if (comes_back) {
+      // It is still there for others too.
+      EXPECT_EQ(fetch(next, first, of_rank[0].front()).offset_bytes, held.offset_bytes);
+      const uint64_t released = next.Release(first, held.lease_id);
+      next.RunTasks();
+      EXPECT_EQ(next.ErrorOf(released), protocol::ErrorId::kNone);
+    }
+    next.model().ReleaseWeights(run.sessions_[0], held.lease_id);
+    EXPECT_EQ(next.fault(), "");
+  }
 }
 
 // Its error is not lost with the daemon.

@@ -133,6 +133,8 @@ struct Words {
   void operator()(const RecordDecision& a) const { Put({a.job, a.step}); }
   void operator()(const RecordTrust& a) const { Put({a.job, a.step, a.trust.size()}); }
   void operator()(const RecordStep& a) const { Put({a.job, a.step, a.overflowed}); }
+  void operator()(const RecordLease& a) const { Put({a.job, a.lease.lease, a.lease.offset_bytes}); }
+  void operator()(const RecordLeaseEnd& a) const { Put({a.job, a.lease}); }
   void operator()(const UpdateNotResumed& a) const { Put({a.step}); }
   void operator()(const DropRecord& a) const { Put({a.job}); }
   void operator()(const SwapPathMarked& a) const { Put({a.path, a.marked ? 1U : 0U}); }

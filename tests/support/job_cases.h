@@ -37,10 +37,12 @@ inline std::shared_ptr<const protocol::Layout> LayoutOf(const JobCase& with) {
     spec.optimizer = with.optimizer;
     return std::make_shared<const protocol::Layout>(*protocol::Layout::Create(std::move(spec)));
   }
-  // More pages of gradient sums than there are frames for.
-  const bool has_pages = with.place == Place::kSumsOnSwap;
+  // More weights than a cache of them and what that needs in records; and more pages of gradient sums than there are
+  // frames for.
+  const bool is_large = with.place >= Place::kWeightsOnSwap;
+  const size_t count = with.place == Place::kSumsOnSwap ? 10 : is_large ? 6 : 3;
   std::vector<std::vector<ShardedParam>> groups(
-      has_pages ? 10 : 3, {{.rows = kCaseRanks * uint64_t{has_pages ? 4096U : 1024U}}});
+      count, {{.rows = kCaseRanks * uint64_t{is_large ? 4096U : 1024U}}});
   groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
   return with.several_passes ? MakeShardedLayout(groups, {.dtype = protocol::DType::kBFloat16})
                              : MakeShardedLayout(groups);
@@ -60,7 +62,7 @@ inline AttachRequest RequestOf(uint32_t rank, const JobCase& with) {
   return {.rank = rank,
           .early_updates = with.early_updates,
           .durability = with.durability,
-          .grad_arena_bytes = with.place == Place::kSumsOnSwap ? 512U << 10 : 64U << 10};
+          .grad_arena_bytes = with.place >= Place::kWeightsOnSwap ? 512U << 10 : 64U << 10};
 }
 
 inline std::unique_ptr<NodeHarness> NodeWith(const JobCase& with,
@@ -76,12 +78,12 @@ inline std::unique_ptr<NodeHarness> NodeWith(const JobCase& with,
 inline daemon::NodeState::Options OptionsOf(const JobCase& with, bool keeps_jobs = false) {
   daemon::NodeState::Options options = RoomyCaseOptions();
   options.keeps_jobs = keeps_jobs;
-  if (with.place == Place::kSumsOnSwap) {
+  if (with.place >= Place::kWeightsOnSwap) {
     options.block_elems = 4096;
     options.staging_slot_bytes = 65536;
   }
   if (with.place == Place::kDram) return options;
-  if (with.place == Place::kWeightsOnSwap || with.place == Place::kSumsOnSwap) {
+  if (with.place >= Place::kWeightsOnSwap) {
     options.dram_limit_bytes = LeastDramOf(LayoutOf(with), options, kCaseRanks, RequestOf(0, with),
                                            with.place == Place::kWeightsOnSwap);
     // No byte of swap is left either.

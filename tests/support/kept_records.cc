@@ -37,6 +37,10 @@ void KeptRecords::Execute(const Action& action) {
     set(*trust);
   } else if (const auto* step = std::get_if<RecordStep>(&action)) {
     set(*step);
+  } else if (const auto* lease = std::get_if<RecordLease>(&action)) {
+    set(*lease);
+  } else if (const auto* ended = std::get_if<RecordLeaseEnd>(&action)) {
+    set(*ended);
   } else if (const auto* dropped = std::get_if<DropRecord>(&action)) {
     records_.erase(dropped->job);
   } else if (const auto* replaced = std::get_if<ReplaceStepArena>(&action)) {

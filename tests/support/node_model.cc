@@ -724,6 +724,7 @@ void NodeModel::Apply(const LoadWeights& a, TaskDone&) {
                      (*a.digests)[a.first_page] == block.checksum;
   if (!is_it) Fault("weights were loaded from a slot that does not hold their block");
   for (const BytesCopy& copy : a.copies) {
+    CheckHeld(a.job, copy.to_bytes, copy.size_bytes);
     std::erase_if(job.loaded, [&copy](const auto& entry) {
       return entry.first < copy.to_bytes + copy.size_bytes &&
              copy.to_bytes < entry.first + entry.second.bytes;

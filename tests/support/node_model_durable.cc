@@ -370,7 +370,14 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
       kept.spilled.clear();
     }
     kept.early.clear();
-    kept.loaded.clear();
+    std::erase_if(kept.loaded, [&](const auto& range) {
+      return std::ranges::none_of(job->kept->leases, [&](const KeptLease& lease) {
+        return range.second.partition == lease.partition;
+      });
+    });
+    for (const KeptLease& lease : job->kept->leases) {
+      if (const auto held = held_.find(lease.lease); held != held_.end()) next.held_.insert(*held);
+    }
     const std::vector<nvme::Slot> slots = job->AllSlots();
     if (!job->kept->was_killed && kept.slots != std::set<nvme::Slot>(slots.begin(), slots.end())) {
       Fault("a job is handed over with other slots than it has");

@@ -601,6 +601,8 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
                 "update/opt=adamw/format=fp32/place=dram",
                 "update/opt=adamw/format=exact/place=dram/recorded",
                 "update/opt=adamw/format=fp32/place=dram/recorded",
+                "update/opt=adamw/format=bf16/place=dram/recorded",
+                "update/opt=adamw/format=int8/place=dram/recorded",
                 "update/opt=adamw/format=fp32/place=nvme",
                 "update/opt=adamw/format=fp32/place=nvme/in_dram=0.50",
                 "update/opt=adamw/format=fp32/place=nvme/in_dram=0.75",

@@ -249,7 +249,7 @@ absl::Status BenchUpdate(const BenchOptions& options, const Report& report) {
     ASSIGN_OR_RETURN(const BenchResult in_dram, InDram(case_options, format, beside_states));
     report(in_dram);
   }
-  for (const Format format : {Format::kExact, Format::kFp32}) {
+  for (const Format format : {Format::kExact, Format::kFp32, Format::kBf16, Format::kInt8}) {
     ASSIGN_OR_RETURN(const BenchResult recorded, Recorded(case_options, format));
     report(recorded);
   }

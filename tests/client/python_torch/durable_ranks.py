@@ -2,9 +2,10 @@
 each rank meets: ["attached", rank, step, extra_state], ["answered", rank, step], ["ended", rank, code of the
 error], ["digests", rank, step, SHA-256 of weights and states, that of the same training in a job at durability memory].
 
-usage: durable_ranks.py shared|sharded[+lamb|+passes] LEVEL on | MORE [HOLD]
+usage: durable_ranks.py shared|sharded[+lamb|+passes|+leases] LEVEL on | MORE [HOLD]
 
-+lamb: with LAMB. +passes: two backward passes a step that were not announced, in bfloat16.
++lamb: with LAMB. +passes: two backward passes a step that were not announced, in bfloat16. +leases: ranks hold a lease
+while they wait.
 on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests. HOLD: while there
 is a file of this name, the ranks wait where they are next, ["held", rank, "backward" or "step", its text], behind that.
 A step whose gradients were lost with a daemon that was killed is repeated: ["repeated", rank, step].
@@ -56,14 +57,18 @@ def attached(mode, job, rank, level):
     return model, forebay.attach(model, by, job=job, run="one", durability=level, **options)
 
 
-def held(rank, behind, hold):
+def held(mode, opt, rank, behind, hold):
     try:
         text = hold.read_text()
     except (FileNotFoundError, AttributeError):
         return
+    attachment = opt._engine.attachment
+    lease = attachment.fetch(rank) if mode.endswith("+leases") else None
     say("held", rank, behind, text)
     while hold.exists():
         time.sleep(0.002)  # house: allow sleep: until the test goes on
+    if lease is not None:
+        attachment.release(lease)
 
 
 def train(mode, model, opt, rank, last, hold=None):
@@ -73,7 +78,7 @@ def train(mode, model, opt, rank, last, hold=None):
         loss_of(model, batch(RANKS * step + rank)).backward()
         if mode.endswith("+passes"):
             loss_of(model, batch(RANKS * (STEPS_MAX + step) + rank)).backward()
-        held(rank, "backward", hold)
+        held(mode, opt, rank, "backward", hold)
         try:
             opt.step(extra_state=extra_state(rank, step))
         except forebay.ForebayError as error:
@@ -84,7 +89,7 @@ def train(mode, model, opt, rank, last, hold=None):
             continue
         opt.zero_grad()
         yield step
-        held(rank, "step", hold)
+        held(mode, opt, rank, "step", hold)
         step += 1
 
 

@@ -34,7 +34,7 @@ KILLED_STEPS = 24  # a kill is behind one of these, and a little later: never in
 CASES = [
     ("shared", "memory", "dram"),
     ("shared", "step", "swap"),
-    ("sharded", "memory", "swap"),
+    ("sharded+leases", "memory", "swap"),
     ("sharded", "memory", "dram"),
     ("sharded", "epoch=3", "dram"),
     ("shared+lamb", "memory", "swap"),
@@ -105,6 +105,7 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
         log = service.log()
     in_update = log.count("job durable goes on in the middle of the update of step")
     assert len(where) == KILLS // 2 and log.count("job durable goes on at step") + in_update == KILLS, log
+    assert (job["weights_on_swap_bytes"] > 0) == (mode == "sharded+leases")
     assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
     for rank in range(RANKS):
         assert [line[2] for line in ranks.of("answered") if line[1] == rank] == list(range(1, STEPS + 1))
