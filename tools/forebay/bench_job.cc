@@ -45,7 +45,7 @@ void Fill(protocol::DType dtype, float value, std::span<std::byte> bytes) {
 protocol::LayoutSpec MakeLayout(const BenchJobOptions& options) {
   protocol::LayoutSpec layout;
   layout.format = options.format;
-  if (options.format == protocol::Format::kExact) layout.dtype = protocol::DType::kBFloat16;
+  if (options.format != protocol::Format::kFp32) layout.dtype = protocol::DType::kBFloat16;
   for (uint64_t begin = 0; begin < options.params; begin += options.group_elems) {
     const auto group = static_cast<uint32_t>(layout.params.size());
     const std::string name = absl::StrCat("group", group);
