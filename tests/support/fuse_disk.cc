@@ -337,6 +337,15 @@ void FuseDisk::HandleTransfer(Request request) {
     delayed_.push_back(std::move(request));
     return;
   }
+  if (fault.kind == DiskFault::Kind::kRate) {
+    // Of both kinds of transfers the size is at one place.
+    const uint64_t bytes = BodyOf<fuse_read_in>(request.bytes).size;
+    const auto begin = delayed_.empty() ? std::max(Clock::now(), free_at_) : free_at_;
+    free_at_ = begin + std::chrono::nanoseconds(bytes * 1'000'000'000 / fault.bytes_per_second);
+    request.due = free_at_;
+    delayed_.push_back(std::move(request));
+    return;
+  }
   CarryOut(request, fault);
 }
 

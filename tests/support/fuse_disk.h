@@ -28,6 +28,7 @@ struct DiskFault {
     kFail,   // with `error`
     kHang,   // no answer before the next order
     kDelay,  // an answer after `delay`
+    kRate,   // so many bytes a second
     kShort,  // half of it, in whole pages; one page is whole. The kernel makes EIO of short writes
     kLose,   // writes report success, and are not carried out
     kMisdirect,  // writes go `shift_bytes` behind their place
@@ -39,6 +40,7 @@ struct DiskFault {
   Of of = Of::kBoth;
   int error = 0;
   std::chrono::milliseconds delay{0};
+  uint64_t bytes_per_second = 0;
   uint64_t shift_bytes = 0;
   uint64_t count = std::numeric_limits<uint64_t>::max();  // of these; then all is well again
 };
@@ -122,6 +124,7 @@ class FuseDisk {
   // Of the server.
   bool exists_ = false;
   std::deque<Request> delayed_;
+  std::chrono::steady_clock::time_point free_at_ = {};  // of DiskFault::Kind::kRate
 };
 
 }  // namespace forebay::testing
