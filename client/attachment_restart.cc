@@ -84,7 +84,8 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
   absl::Status last;
   for (std::chrono::milliseconds pause = kPauseMin;;) {
     LookAtCopies();
-    // On weights in DRAM they end with the daemon: the weights stay where they are.
+    // Also those whose readers are done meanwhile: that their places were kept is known only where all are there. On
+    // weights in DRAM they end with the daemon: the weights stay where they are.
     const std::vector<uint64_t> held =
         parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
     absl::StatusOr<GrantedSession> granted = parts.attach_again(held, within);

@@ -62,7 +62,7 @@ struct AttachRequest {
                                 # Empty: the daemon's default, or the job's
   reattach @15 :Bool;           # not of a reader: of a client whose session a daemon before this one has ended to be
                                 # restarted (wire.h): it has its arenas mapped, and gets descriptors of the same
-  heldLeases @16 :List(UInt64); # of a reattach: that the session had on weights on swap
+  heldLeases @16 :List(UInt64); # of a reattach to a job with weights on swap: that the session had
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 
@@ -117,7 +117,7 @@ struct AttachReply {
   traceBytes @12 :UInt64;       # at the end of the arena; 0: the job's first session did not ask for it
   weightsOnSwap @13 :Bool;      # of some partitions: the arena is a cache, and a lease alone says where they are
   outlivesDaemon @14 :Bool;     # the job: where the daemon is killed, the session attaches again to the next one
-  leases @15 :UInt32;           # of AttachRequest.heldLeases, that the session has
+  leases @15 :UInt32;           # of AttachRequest.heldLeases, that the session has now
 }
 
 interface Session {

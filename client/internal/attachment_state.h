@@ -178,7 +178,7 @@ struct Attachment::State {
   //         E_TIMEOUT, E_INTERRUPTED  a later call tries again.
   absl::Status Reattach(const internal::WaitLimits& limits);
   // Errors as Reattach, and those of the connection to the new daemon.
-  // `leases`: that it holds on weights on swap.
+  // `leases`: that it goes on with, of a job with weights on swap.
   absl::Status GoOnWith(internal::GrantedSession granted, uint64_t leases,
                         const internal::WaitLimits& limits);
   absl::Status EndSession(absl::Status reason);

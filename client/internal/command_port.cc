@@ -38,7 +38,8 @@ CommandPort::CommandPort(Options options, std::pmr::memory_resource* memory)
 
 bool CommandPort::IsStaleRelease(const protocol::Command& command) const {
   return command.op == static_cast<uint16_t>(Op::kRelease) && command.lease_id != 0 &&
-         command.lease_id <= newest_stale_lease_ && !held_.contains(command.lease_id);
+         command.lease_id <= newest_stale_lease_ &&
+         !std::ranges::binary_search(held_then_, command.lease_id);
 }
 
 void CommandPort::GiveBackStale(const protocol::Command& command, OnDone& on_done) {
@@ -113,11 +114,16 @@ absl::Status CommandPort::PollAlive() {
   if (!gone || is_restarting_) return broken_;
   if (options_.outlives_daemon && DaemonDied()) {
     RETURN_IF_ERROR(Poll());  // it may have ended the session meanwhile
-    is_restarting_ = true;
+    SetRestarting();
   } else {
     broken_ = DaemonGoneError();
   }
   return broken_;
+}
+
+void CommandPort::SetRestarting() {
+  is_restarting_ = true;
+  held_then_.assign(held_.begin(), held_.end());
 }
 
 absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(std::chrono::milliseconds limit) {
@@ -143,7 +149,7 @@ absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(std::chrono::milliseconds 
 absl::Status CommandPort::Break(absl::Status status) {
   if (protocol::IdOf(status) == ErrorId::kFenced &&
       options_.channel->state() == protocol::ChannelState::kRestarting) {
-    is_restarting_ = true;
+    SetRestarting();
     return absl::OkStatus();
   }
   broken_ = std::move(status);
@@ -159,7 +165,10 @@ absl::Status CommandPort::Resume(Options options, Leases leases) {
   options_ = std::move(options);
   is_restarting_ = false;
   newest_stale_lease_ = newest_lease_;
-  if (leases == Leases::kEnd) held_.clear();
+  if (leases == Leases::kEnd) {
+    held_.clear();
+    held_then_.clear();
+  }
   for (auto next = pending_.begin(); next != pending_.end();) {
     const auto it = next++;
     if (!IsStaleRelease(it->second.command)) {

@@ -69,11 +69,11 @@ class CommandPort {
   // A call of this kind has been sent, and not answered.
   bool IsPending(protocol::Op op) const;
   // Goes on with the next daemon's channel: sends what was not answered, in order, under the same tags. Gives
-  // the leases back that were to be; the daemon has the others, or has none. Errors as TrySend.
+  // the leases back that were to be. The daemon has those of leases_held(), or none. Errors as TrySend.
   enum class Leases : uint8_t { kGoOn, kEnd };
   absl::Status Resume(Options options, Leases leases);
-  // Leases that are neither given back nor on their way to be.
-  std::vector<uint64_t> leases_held() const { return {held_.begin(), held_.end()}; }
+  // Once the daemon is being restarted: leases that were neither given back then nor on their way to be.
+  const std::vector<uint64_t>& leases_held() const { return held_then_; }
 
   // Every later call returns `reason`; the channel and the descriptors are used no more.
   void Close(const absl::Status& reason);
@@ -87,12 +87,13 @@ class CommandPort {
     OnDone on_done;
   };
 
+  void SetRestarting();
   absl::Status Break(absl::Status status);
   bool DaemonGone() const;
   bool DaemonDied() const;
   absl::StatusOr<bool> SendOrKeep(const protocol::Command& command);
   void Handle(const protocol::Completion& completion, const absl::Status& status, OnDone& on_done);
-  // Of a daemon before this one. Ids of leases rise across a restart.
+  // Of a daemon before this one, and not held on. Ids of leases rise across a restart.
   bool IsStaleRelease(const protocol::Command& command) const;
   void GiveBackStale(const protocol::Command& command, OnDone& on_done);
 
@@ -101,7 +102,8 @@ class CommandPort {
   bool is_restarting_ = false;
   uint64_t newest_lease_ = 0;
   uint64_t newest_stale_lease_ = 0;
-  std::pmr::set<uint64_t> held_;  // leases
+  std::pmr::set<uint64_t> held_;     // leases
+  std::vector<uint64_t> held_then_;  // when the newest restart was noticed
   uint64_t next_tag_ = 1;
   uint64_t commands_ = 0;
   uint64_t sleeps_ = 0;

@@ -66,7 +66,7 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
                                                 const WaitLimits& limits);
 
 // Asks for the session once more, of whichever daemon has the socket. Errors as ConnectAndAttach.
-// `held`: leases on weights on swap.
+// `held`: leases, of a job with weights on swap.
 using AttachAgain = std::function<absl::StatusOr<GrantedSession>(std::span<const uint64_t> held,
                                                                  const WaitLimits&)>;
 

@@ -76,7 +76,8 @@ struct KeptMemory {
   // For blocks, and for pages of gradient sums; nothing is in them.
   std::vector<nvme::Slot> spare_slots;
   std::vector<nvme::Slot> sum_slots;
-  // Of a daemon that was killed, on weights on swap.
+  // Of a job with weights on swap: those that its ranks had when the daemon was killed, and have not said since that they
+  // need no more.
   std::vector<KeptLease> leases = {};
   // Of a daemon that was killed: blocks on swap are where the job says, whatever is durable of it; and what is, null:
   // nothing. Of one that hands over, what the job says is durable.

@@ -44,7 +44,7 @@ struct AttachRequested {
   bool resume = false;
   // Of a client whose session a daemon before this one has handed over: it goes on with the arenas that it has.
   bool reattach = false;
-  // That it had then, on weights on swap.
+  // That it had then, of a job with weights on swap.
   std::vector<uint64_t> held_leases = {};
   // Sharded: several backward passes a step.
   bool accumulate = false;

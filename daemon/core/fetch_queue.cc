@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/core/placement.h"
 #include "protocol/error.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::daemon {
 
@@ -52,6 +53,21 @@ std::optional<absl::StatusOr<uint64_t>> FetchQueue::OffsetOf(const Waiting& fetc
       "release leases as soon as the bytes are copied, or raise dram.limit");
 }
 
+absl::StatusOr<uint64_t> FetchQueue::Lease(const Waiting& fetch, uint64_t offset_bytes) {
+  const bool outlives = fetch.rank && spec_.options.keeps_jobs && spec_.plan.has_weights_on_swap();
+  const uint64_t max = LeasesRecordedMax(*spec_.layout, spec_.world_size());
+  if (outlives && leases_.count_recorded() >= max) {
+    return protocol::MakeError(
+        protocol::ErrorId::kLimit,
+        absl::StrCat("the ranks of job ", spec_.name, " have ", leases_.count_recorded(),
+                     " leases (at most ", max, " where weights are on swap)"),
+        "release the leases of weights that are no longer read");
+  }
+  ASSIGN_OR_RETURN(const uint64_t lease, leases_.Acquire(fetch.command.session, fetch.partition));
+  if (outlives) leases_.Record(lease, *fetch.rank, offset_bytes);
+  return lease;
+}
+
 void FetchQueue::Serve() {
   weights_.BeginRound();
   std::erase_if(waiting_, [this](const Waiting& fetch) {
@@ -61,9 +77,7 @@ void FetchQueue::Serve() {
     if (!offset->ok()) {
       lease = offset->status();
     } else if (fetch.leases) {
-      lease = leases_.Acquire(fetch.command.session, fetch.partition);
-      const bool outlives = spec_.options.keeps_jobs && spec_.plan.has_weights_on_swap();
-      if (lease.ok() && outlives && fetch.rank) leases_.Record(*lease, *fetch.rank, **offset);
+      lease = Lease(fetch, **offset);
     }
     protocol::Completion completion{};
     if (lease.ok()) {

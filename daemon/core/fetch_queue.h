@@ -43,6 +43,7 @@ class FetchQueue {
   const StateAccess& access_;
   WeightsCache& weights_;
   LeaseTable& leases_;
+  absl::StatusOr<uint64_t> Lease(const Waiting& fetch, uint64_t offset_bytes);
   // The answer, when its weights may be read and are in DRAM.
   std::optional<absl::StatusOr<uint64_t>> OffsetOf(const Waiting& fetch);
 

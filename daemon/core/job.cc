@@ -250,6 +250,7 @@ void Job::Evict(Session& session, const absl::Status& reason) {
 void Job::End(Session& session, const absl::Status& status) {
   if (initial_.IsWriter(session.id)) EndInitial(session, status);
   AnswerWaiting(session, status);
+  if (!session.mapped) leases_.ReturnToNobody(session.id);
   leases_.DropAll(session.id);
   members_.SetEnded(session);
 }

@@ -26,7 +26,7 @@ bool Job::MayHandOver() const {
 
 // What arrives now, or waits for others, is sent again.
 bool Job::IsQuiet() const {
-  const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count() > 0;
+  const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count_of_sessions() > 0;
   return MayHandOver() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
          !pipeline_.running() && !durable_.in_progress() && !access_.in_progress() &&
          !residency_.in_progress() && !holds_copies;
@@ -36,7 +36,7 @@ bool Job::IsQuiet() const {
 // gradient has come, no lease is given any more.
 bool Job::MayServeFetches() const {
   if (hand_over_ == HandOver::kNone || !spec_.plan.has_weights_on_swap()) return true;
-  return hand_over_ == HandOver::kWanted && (leases_.count() > 0 || !step_.is_quiet());
+  return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
 }
 
 void Job::TryHandOver() {
@@ -85,6 +85,7 @@ void Job::AddKept(DurableJob& job) const {
     kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
   }
   step_.AddLast(kept);
+  kept.leases = leases_.recorded();
   kept.spare_slots = {swap_slots().begin(), swap_slots().end()};
   job.RemoveOwn(kept.spare_slots);
   job.kept = std::move(kept);
@@ -110,7 +111,6 @@ void Job::TryRecord() {
   ListBlocks(job);
   AddKept(job);
   step_.Record(*job.kept);
-  job.kept->leases = leases_.recorded();
   // What nothing is in yet is given up.
   const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
   if (is_making) job.kept->dram_bytes -= spec_.plan.float_sums_bytes;

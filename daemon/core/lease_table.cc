@@ -43,6 +43,7 @@ LeaseTable::Leases::iterator LeaseTable::Erase(Leases::iterator lease) {
   const auto partition = partition_counts_.find(lease->second.partition);
   if (--partition->second == 0) partition_counts_.erase(partition);
   if (lease->second.recorded) {
+    --recorded_;
     actions_.Emit(RecordLeaseEnd{.job = job_, .lease = lease->first});
   }
   return leases_.erase(lease);
@@ -52,6 +53,7 @@ void LeaseTable::Record(uint64_t lease, uint32_t rank, uint64_t offset_bytes) {
   Lease& of = leases_.at(lease);
   of.recorded = KeptLease{
       .lease = lease, .rank = rank, .partition = of.partition, .offset_bytes = offset_bytes};
+  ++recorded_;
   actions_.Emit(RecordLease{.job = job_, .lease = *of.recorded});
 }
 
@@ -64,6 +66,7 @@ std::vector<KeptLease> LeaseTable::recorded() const {
 }
 
 void LeaseTable::Adopt(const KeptLease& lease) {
+  ++recorded_;
   ++session_counts_[kNobody];
   ++partition_counts_[lease.partition];
   leases_.emplace(lease.lease,
@@ -97,6 +100,22 @@ void LeaseTable::DropAll(SessionId session) {
     }
   }
   session_counts_.erase(session);
+}
+
+void LeaseTable::ReturnToNobody(SessionId session) {
+  for (auto& [id, lease] : leases_) {
+    if (lease.session != session || !lease.recorded) continue;
+    --session_counts_.at(session);
+    ++session_counts_[kNobody];
+    lease.session = kNobody;
+  }
+}
+
+bool LeaseTable::IsLeasedBySession(uint32_t partition) const {
+  if (count_of_nobody() == 0) return IsLeased(partition);
+  return std::ranges::any_of(leases_, [partition](const auto& entry) {
+    return entry.second.partition == partition && entry.second.session != kNobody;
+  });
 }
 
 std::pmr::vector<uint32_t> LeaseTable::PartitionsOf(SessionId session) const {

@@ -167,7 +167,7 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
   const uint64_t order = protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
                          layout.params().size() * (1 + (has_trust ? sizeof(float) : 0));
   const uint64_t leases =
-      plan.has_weights_on_swap() ? LeasesRecorded(layout, plan.session.world_size) : 0;
+      plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
   const uint64_t bytes =
       LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
       plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes +

@@ -144,9 +144,8 @@ struct RecordLeaseEnd {
   uint64_t lease = 0;
 };
 inline constexpr uint64_t kLeaseRecordBytes = 32;
-// Of one job, at most: a rank holds few at a time.
-inline uint64_t LeasesRecorded(const protocol::Layout& layout, uint64_t world_size) {
-  return layout.partitions().size() + 16 * world_size;
+inline uint64_t LeasesRecordedMax(const protocol::Layout& layout, uint64_t world_size) {
+  return layout.partitions().size() + 64 * world_size;
 }
 
 // The norms of the step that is decided are known, from here on its blocks change: by parameter (UpdateSegment::trust). Of

@@ -341,10 +341,10 @@ uint32_t StepPipeline::UpdatesMax() const {
 
 bool StepPipeline::IsLeased(uint32_t block) const {
   const bool leaves_weights = pass_ != UpdatePass::kWhole;
-  if (leases_.count() == 0 || leaves_weights) return false;
+  if (leases_.count_of_sessions() == 0 || leaves_weights) return false;
   const std::vector<uint32_t>& partitions = block_partitions_[block];
   return std::any_of(partitions.begin(), partitions.end(), [this](uint32_t partition) {
-    return partition_has_gradient_[partition] && leases_.IsLeased(partition);
+    return partition_has_gradient_[partition] && leases_.IsLeasedBySession(partition);
   });
 }
 

@@ -32,7 +32,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
-constexpr uint64_t kRecordVersion = 4;
+constexpr uint64_t kRecordVersion = 5;
 constexpr uint64_t kAlignment = 64;
 constexpr uint64_t kNoSlot = UINT64_MAX;
 constexpr int kStagedBits = 16;
@@ -257,7 +257,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
                               protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
                               sizes.trusts * sizeof(float) + sizes.params);
   sizes.leases_offset = Aligned(sizes.sums_offset + sizes.sum_pages * sizeof(Sums));
-  sizes.leases = job.weights_on_swap.empty() ? 0 : LeasesRecorded(*job.layout, job.world_size);
+  sizes.leases = job.weights_on_swap.empty() ? 0 : LeasesRecordedMax(*job.layout, job.world_size);
   static_assert(sizeof(Lease) == kLeaseRecordBytes);
   sizes.undo_offset =
       protocol::RoundUp(sizes.leases_offset + sizes.leases * sizeof(Lease), protocol::kPageBytes);
@@ -448,7 +448,7 @@ void KeptRecord::Set(const RecordStep& record) {
 
 void KeptRecord::Set(const RecordLease& record) {
   const auto free = std::ranges::find_if(leases(), [](const Lease& one) { return one.lease == 0; });
-  if (free == leases().end()) return;
+  FOREBAY_CHECK(free != leases().end());  // LeasesRecordedMax()
   free->rank = record.lease.rank;
   free->partition = record.lease.partition;
   free->offset_bytes = record.lease.offset_bytes;

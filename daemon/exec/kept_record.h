@@ -55,7 +55,6 @@ class KeptRecord {
   void Set(const RecordDecision& record);
   void Set(const RecordTrust& record);
   void Set(const RecordStep& record);
-  // Of more leases than there is room for, ranks find out when they attach.
   void Set(const RecordLease& record);
   void Set(const RecordLeaseEnd& record);
   // The job cannot go on from it.

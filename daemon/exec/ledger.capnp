@@ -71,6 +71,14 @@ struct Kept {
   clipped @18 :Bool;
   overflowed @19 :UInt64;
   sumFrames @20 :UInt32;
+  leases @21 :List(Lease);
+}
+
+struct Lease {
+  lease @0 :UInt64;
+  offsetBytes @1 :UInt64;
+  rank @2 :UInt32;
+  partition @3 :UInt32;
 }
 
 struct Bytes {

@@ -124,6 +124,13 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   WriteSlots(kept.spare_slots, to.initSpareSlots(static_cast<unsigned>(kept.spare_slots.size())));
   WriteSlots(kept.sum_slots, to.initSumSlots(static_cast<unsigned>(kept.sum_slots.size())));
   if (!kept.sum_slots.empty()) to.setSumSlotBytes(kept.sum_slots.front().size_bytes);
+  auto leases = to.initLeases(static_cast<unsigned>(kept.leases.size()));
+  for (unsigned i = 0; i < leases.size(); ++i) {
+    leases[i].setLease(kept.leases[i].lease);
+    leases[i].setOffsetBytes(kept.leases[i].offset_bytes);
+    leases[i].setRank(kept.leases[i].rank);
+    leases[i].setPartition(kept.leases[i].partition);
+  }
 }
 
 enum class Memory : uint8_t { kLeftOut, kWritten };
@@ -458,6 +465,12 @@ class JobReader {
     for (const uint64_t step : steps) kept.written_steps.push_back(step);
     RETURN_IF_ERROR(ReadSlots(from.getSpareSlots(), job_.slot_bytes, kept.spare_slots));
     RETURN_IF_ERROR(ReadSlots(from.getSumSlots(), from.getSumSlotBytes(), kept.sum_slots));
+    for (const auto lease : from.getLeases()) {
+      kept.leases.push_back({.lease = lease.getLease(),
+                             .rank = lease.getRank(),
+                             .partition = lease.getPartition(),
+                             .offset_bytes = lease.getOffsetBytes()});
+    }
     job_.kept = std::move(kept);
     return absl::OkStatus();
   }

@@ -391,14 +391,15 @@ TEST_F(SessionRestart, LeasesOnWeightsOnSwapGoOn) {
   ASSERT_OK(session_->Release(meanwhile));
   next_.Start(ObeyNext());
   ASSERT_OK_AND_ASSIGN(const Lease newer, session_->Fetch(3, kTimeout));
-  EXPECT_EQ(held_, std::vector<uint64_t>{held.id});
+  EXPECT_EQ(held_, (std::vector<uint64_t>{held.id, meanwhile.id}));
   ASSERT_OK(session_->Release(held));
   ASSERT_OK(session_->Release(newer));
   ASSERT_OK(session_->CheckSession(kTimeout));
   const std::vector<Command> released = next_.Seen(Op::kRelease);
-  ASSERT_EQ(released.size(), 2U);
-  EXPECT_EQ(released[0].lease_id, held.id);
-  EXPECT_EQ(released[1].lease_id, newer.id);
+  ASSERT_EQ(released.size(), 3U);
+  EXPECT_EQ(released[0].lease_id, meanwhile.id);
+  EXPECT_EQ(released[1].lease_id, held.id);
+  EXPECT_EQ(released[2].lease_id, newer.id);
 }
 
 TEST_F(SessionRestart, AndEndTheSessionWhereTheyAreLost) {

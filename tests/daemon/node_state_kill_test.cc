@@ -172,6 +172,62 @@ TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
   }
 }
 
+// Their rank waits for the end of the update, before it can say that it needs them no more.
+TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesHoldNoUpdateUp) {
+  const JobCase with{kMemory, Place::kSumsOnSwap};  // a larger job
+  NodeState::Options options = OptionsOf(with, /*keeps_jobs=*/true);
+  const uint64_t all_on_swap = Training(with, options).WeightsOnSwapBytes();
+  do {  // until the first group's are in DRAM
+    options.dram_limit_bytes += protocol::kPageBytes;
+  } while (Training(with, options).WeightsOnSwapBytes() + (32 << 10) > all_on_swap);
+  uint64_t held = 0;
+  for (uint64_t point = 0;; ++point) {
+    Training run(with, options);
+    ASSERT_LT(run.WeightsOnSwapBytes(), all_on_swap);
+    ASSERT_GT(run.WeightsOnSwapBytes(), 0U);
+    run.HoldFirstGroup();
+    run.node_->set_answered_when(protocol::StepAnswer::kCommitted);
+    for (uint64_t turn = 0; turn < point && run.answered_ < 3; ++turn) run.Turn();
+    if (run.answered_ >= 3) break;
+    const bool is_updating = run.node_->model().is_updating(run.View().id);
+    held += is_updating && run.holds_leases() ? 1 : 0;
+    ASSERT_TRUE(run.Kill()) << "point " << point;
+    run.Resume();
+    ASSERT_FALSE(run.node_->model().is_updating(run.View().id)) << "point " << point;
+    run.AttachAll(/*reattach=*/true);
+    run.TrainTo(run.answered_ + 2);
+    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+  }
+  EXPECT_GT(held, 3U);
+}
+
+// A planned restart does not wait for a rank that cannot attach any more, and the next daemon keeps its leases too.
+TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesAreHandedOver) {
+  const JobCase with{kMemory, Place::kWeightsOnSwap};
+  Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+  run.AttachAll();
+  run.TrainTo(2);
+  const uint64_t tag = run.node_->Fetch(run.sessions_[0], 0);
+  run.node_->RunTasks();
+  const protocol::Completion held = run.node_->answer(tag)->completion;
+  run.node_->model().HoldWeights(run.sessions_[0], held);
+  ASSERT_TRUE(run.Kill());
+  run.node_->Attach(run.layout_, RequestOf(1, with, /*reattach=*/true));
+  run.node_->Send(HandOverRequested{});
+  run.node_->RunTasks();
+  ASSERT_TRUE(run.is_handed_over());
+  run.NextDaemon();
+  run.node_->Attach(run.layout_, RequestOf(1, with, /*reattach=*/true));
+  AttachRequest request = RequestOf(0, with, /*reattach=*/true);
+  request.held_leases = {held.lease_id};
+  const uint64_t session = run.node_->Attach(run.layout_, request);
+  EXPECT_EQ(run.node_->attached(session)->leases, 1U);
+  const uint64_t released = run.node_->Release(session, held.lease_id);
+  run.node_->RunTasks();
+  EXPECT_EQ(run.node_->ErrorOf(released), protocol::ErrorId::kNone);
+  EXPECT_EQ(run.node_->fault(), "");
+}
+
 // Its error is not lost with the daemon.
 TEST(NodeStateKillOfAnOverflow, IsReportedByTheNextDaemon) {
   const JobCase with{kMemory, Place::kDram};

@@ -66,7 +66,7 @@ void NodeModel::ReleaseWeightsOfJob(uint64_t job) {
 }
 
 void NodeModel::CheckHeld(const UpdateBlock& update) {
-  if (update.pass != UpdatePass::kWhole) return;
+  if (update.pass != UpdatePass::kWhole || IsDone(update)) return;
   const uint64_t width = protocol::SizeBytes(jobs_[update.job].layout->spec().dtype);
   for (const UpdateSegment& segment : update.segments) {
     if (segment.weights.in_block || segment.weights.new_offset_bytes) continue;

@@ -116,6 +116,13 @@ class Training {
     ASSERT_EQ(answered_, step);
   }
 
+  // Leases on the first group are given back just before step is called.
+  void HoldFirstGroup() { holds_first_group_ = true; }
+  bool holds_leases() const {
+    return std::ranges::any_of(
+        fetches_, [this](const Fetch& fetch) { return node_->answer(fetch.tag) != nullptr; });
+  }
+
   // The flushes of so many commits fail.
   void FailFlushes(int count) { failing_ = count; }
   int failing() const { return failing_; }
@@ -152,6 +159,11 @@ class Training {
     return true;
   }
 
+  // Of a job that every rank has attached to; the ranks do, where none has.
+  uint64_t WeightsOnSwapBytes() {
+    if (sessions_.empty()) AttachAll();
+    return View().weights_on_swap_bytes;
+  }
   daemon::JobView View() const { return *node_->FindJob("job"); }
 
   const JobCase with_;
@@ -183,7 +195,7 @@ class Training {
     const auto partitions = static_cast<uint32_t>(layout_->partitions().size());
     for (uint32_t i = 0; i < partitions; ++i) {
       to_do_.push_back([=, this] {
-        fetches_.push_back({OwnerOf(i), node_->Fetch(OwnerOf(i), i)});
+        fetches_.push_back({OwnerOf(i), i, node_->Fetch(OwnerOf(i), i)});
       });
     }
     for (const uint64_t session : sessions_) {
@@ -216,10 +228,12 @@ class Training {
   }
   // No lease is held at a step call.
   void ReleaseAnswered() {
-    std::erase_if(fetches_, [this](const auto& fetch) {
-      const daemon::AnswerCommand* answer = node_->answer(fetch.second);
-      if (answer == nullptr) return false;
-      node_->Release(fetch.first, answer->completion.lease_id);
+    std::erase_if(fetches_, [this](const Fetch& fetch) {
+      const daemon::AnswerCommand* answer = node_->answer(fetch.tag);
+      const bool is_held =
+          holds_first_group_ && fetch.partition < kCaseRanks && !waits_for_fetches_;
+      if (answer == nullptr || is_held) return false;
+      node_->Release(fetch.session, answer->completion.lease_id);
       return true;
     });
   }
@@ -229,7 +243,13 @@ class Training {
   bool waits_for_fetches_ = false;
   std::vector<std::function<void()>> to_do_;
   std::vector<uint64_t> calls_;
-  std::vector<std::pair<uint64_t, uint64_t>> fetches_;  // session and tag
+  struct Fetch {
+    uint64_t session;
+    uint32_t partition;
+    uint64_t tag;
+  };
+  std::vector<Fetch> fetches_;
+  bool holds_first_group_ = false;
 };
 
 }  // namespace forebay::testing
