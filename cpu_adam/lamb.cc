@@ -59,19 +59,16 @@ class CopiedPlanes {
   alignas(64) std::array<std::array<float, kSumChunkElems / kScaleElems>, kLambMoments> scales_;
 };
 
-// Runs `use(begin, count, w, u)` for every kPieceElems of n elements.
-template <size_t kPieceElems, class Use>
-void ForEachPiece(StateFormat format, const StepScalars& scalars, size_t n,
-                  const StatePlanes& state, const Use& use) {
-  const auto direction = internal::ChosenKernels().of(format).lamb_direction;
-  alignas(64) float w[kPieceElems];
-  alignas(64) float u[kPieceElems];
-  for (size_t begin = 0; begin < n; begin += kPieceElems) {
-    const size_t count = std::min(kPieceElems, n - begin);
-    direction(scalars, count, Advance(state, format, begin), w, u);
-    use(begin, count, w, u);
+// w and u of up to kElems elements.
+template <size_t kElems>
+struct Direction {
+  Direction(StateFormat format, const StepScalars& scalars, size_t n, const StatePlanes& state) {
+    internal::ChosenKernels().of(format).lamb_direction(scalars, n, state, w, u);
   }
-}
+
+  alignas(64) float w[kElems];
+  alignas(64) float u[kElems];
+};
 
 }  // namespace
 
@@ -84,17 +81,15 @@ LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n, Gradi
                  const StatePlanes& state) {
   LambSums sums;
   for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
-    const size_t chunk = std::min(kSumChunkElems, n - begin);
-    const CopiedPlanes copied(format, chunk, Advance(state, format, begin));
-    Update(Optimizer::kLamb, format, scalars, chunk, Advance(g, begin), copied.planes());
-    ForEachPiece<kSumChunkElems>(format, scalars, chunk, copied.planes(),
-                                 [&sums](size_t, size_t count, const float* w, const float* u) {
-                                   double chunk_sum = 0;
-                                   ChunkSquareSums(count, {w, DType::kFloat32}, &chunk_sum);
-                                   sums.weight.AddChunk(chunk_sum);
-                                   ChunkSquareSums(count, {u, DType::kFloat32}, &chunk_sum);
-                                   sums.update.AddChunk(chunk_sum);
-                                 });
+    const size_t count = std::min(kSumChunkElems, n - begin);
+    const CopiedPlanes copied(format, count, Advance(state, format, begin));
+    Update(Optimizer::kLamb, format, scalars, count, Advance(g, begin), copied.planes());
+    const Direction<kSumChunkElems> of(format, scalars, count, copied.planes());
+    double chunk_sum = 0;
+    ChunkSquareSums(count, {of.w, DType::kFloat32}, &chunk_sum);
+    sums.weight.AddChunk(chunk_sum);
+    ChunkSquareSums(count, {of.u, DType::kFloat32}, &chunk_sum);
+    sums.update.AddChunk(chunk_sum);
   }
   return sums;
 }
@@ -130,10 +125,8 @@ uint64_t UpdateLamb(StateFormat format, const StepScalars& scalars, float trust,
     }
     Update(Optimizer::kLamb, format, scalars, count, Advance(g, begin), piece,
            saved != nullptr ? &to : nullptr);
-    ForEachPiece<kApplyElems>(format, scalars, count, piece,
-                              [&](size_t, size_t of_piece, const float* w, const float* u) {
-                                non_finite += apply(step_size, of_piece, w, u, piece);
-                              });
+    const Direction<kApplyElems> of(format, scalars, count, piece);
+    non_finite += apply(step_size, count, of.w, of.u, piece);
   }
   return non_finite;
 }

@@ -78,17 +78,16 @@ uint32_t LeaseTable::GiveTo(SessionId session, uint32_t rank, std::span<const ui
   if (count_of_nobody() == 0) return given;
   for (auto it = leases_.begin(); it != leases_.end();) {
     Lease& lease = it->second;
-    if (lease.session != kNobody || lease.recorded->rank != rank) {
-      ++it;
-    } else if (std::ranges::find(held, it->first) == held.end()) {
+    const bool is_its = lease.session == kNobody && lease.recorded->rank == rank;
+    if (is_its && std::ranges::find(held, it->first) == held.end()) {
       it = Erase(it);
-    } else {
-      --session_counts_.at(kNobody);
-      ++session_counts_[session];
-      lease.session = session;
-      ++given;
-      ++it;
+      continue;
     }
+    if (is_its) {
+      Move(lease, session);
+      ++given;
+    }
+    ++it;
   }
   return given;
 }
@@ -104,11 +103,14 @@ void LeaseTable::DropAll(SessionId session) {
 
 void LeaseTable::ReturnToNobody(SessionId session) {
   for (auto& [id, lease] : leases_) {
-    if (lease.session != session || !lease.recorded) continue;
-    --session_counts_.at(session);
-    ++session_counts_[kNobody];
-    lease.session = kNobody;
+    if (lease.session == session && lease.recorded) Move(lease, kNobody);
   }
+}
+
+void LeaseTable::Move(Lease& lease, SessionId to) {
+  --session_counts_.at(lease.session);
+  ++session_counts_[to];
+  lease.session = to;
 }
 
 bool LeaseTable::IsLeasedBySession(uint32_t partition) const {

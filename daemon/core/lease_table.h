@@ -69,6 +69,7 @@ class LeaseTable {
   using Leases = std::pmr::map<uint64_t, Lease>;
 
   Leases::iterator Erase(Leases::iterator lease);
+  void Move(Lease& lease, SessionId to);
 
   ActionSink& actions_;
   const JobId job_;
