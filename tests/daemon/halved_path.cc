@@ -98,7 +98,7 @@ absl::Status Run() {
   ASSIGN_OR_RETURN(const std::unique_ptr<Job> job, Job::Start());
   RETURN_IF_ERROR(job->PrintSteps("40 and 20 MiB/s, not measured"));
   RETURN_IF_ERROR(job->PrintSteps("40 and 20 MiB/s"));
-  for (const size_t path : {0, 1}) {
+  for (const size_t path : {size_t{0}, size_t{1}}) {
     job->SetRate(path, kRates[path] / 2);
     RETURN_IF_ERROR(job->PrintSteps(path == 0 ? "the faster one halves" : "the slower one halves"));
     job->SetRate(path, kRates[path]);
