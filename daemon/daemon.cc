@@ -262,12 +262,10 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   ASSIGN_OR_RETURN(Prepared prepared, Prepare(config));
   ExecutorOptions& options = prepared.executor;
   const DecodedLedger handed_over = ReadHandedOver(left);
-  // What was handed over is newer than what its daemon has recorded before.
-  std::vector<KilledJob> killed;
-  if (handed_over.node.jobs.empty()) killed = ReadRecords(left);
+  std::vector<RecordedJob> recorded = ReadRecords(left);
   LeftStaging staging;
-  const bool has_slots =
-      std::ranges::any_of(killed, [](const KilledJob& one) { return !one.job.AllSlots().empty(); });
+  const bool has_slots = std::ranges::any_of(
+      recorded, [](const RecordedJob& one) { return !one.job.AllSlots().empty(); });
   auto state = std::make_unique<State>();
   state->config = config;
   state->config.dram_limit_bytes = options.state.dram_limit_bytes;
@@ -298,12 +296,13 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
     }
   }
   options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
+  // What was handed over is newer than what its daemon has recorded before.
+  const bool was_killed = handed_over.node.jobs.empty();
   std::vector<AdoptedArenas> adopted =
-      AdoptJobs(handed_over, state->swap.get(), options.arenas, left, options.state);
-  for (AdoptedArenas& of_killed : AdoptKilled(std::move(killed), state->swap.get(), staging,
-                                              options.arenas, left, options.state)) {
-    adopted.push_back(std::move(of_killed));
-  }
+      was_killed ? AdoptKilled(std::move(recorded), state->swap.get(), staging, options.arenas,
+                               left, options.state)
+                 : AdoptJobs(handed_over, std::move(recorded), state->swap.get(), options.arenas,
+                             left, options.state);
   options.state.keeps_jobs = store.keep != nullptr;
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));

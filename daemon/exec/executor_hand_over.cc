@@ -197,6 +197,9 @@ void Executor::Run(HandedOver& action) {
         session_io(session.session).channel().Close(protocol::ChannelState::kRestarting);
       }
       for (const auto& job : action.node->jobs) {
+        if (const auto record = records_.find(job->id); record != records_.end()) {
+          record->second.record->Leave();
+        }
         spdlog::info("job {}: its memory is kept at step {} for the next daemon", job->name,
                      job->step);
       }

@@ -192,8 +192,22 @@ absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
   return adopted;
 }
 
-absl::StatusOr<KilledJob> ReadRecord(const std::string& name, UniqueFd fd,
-                                     const DescriptorsByName& left) {
+// Of a job that was handed over, and is as its record says.
+void AdoptRecord(const DurableJob& job, std::vector<RecordedJob>& recorded,
+                 AdoptedArenas& adopted) {
+  const auto found = std::ranges::find_if(
+      recorded, [&](const RecordedJob& one) { return one.job.id == adopted.id; });
+  if (found == recorded.end()) return;
+  const DurableJob& as_recorded = found->job;
+  const bool is_as_recorded = as_recorded.name == job.name && as_recorded.uid == job.uid &&
+                              as_recorded.step == job.step && as_recorded.kept->update == nullptr;
+  if (!is_as_recorded) return;
+  adopted.record = std::move(found->record);
+  adopted.record_number = found->number;
+}
+
+absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
+                                       const DescriptorsByName& left) {
   ASSIGN_OR_RETURN(std::unique_ptr<KeptRecord> record, KeptRecord::Adopt(std::move(fd)));
   // record.JOB.NUMBER
   JobId id = 0;
@@ -208,7 +222,7 @@ absl::StatusOr<KilledJob> ReadRecord(const std::string& name, UniqueFd fd,
   ASSIGN_OR_RETURN(DurableJob read, record->Read(step == left.end() ? -1 : step->second.get()));
   if (read.id != id) return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is of another job"));
   const uint64_t nonce = record->nonce();
-  return KilledJob{
+  return RecordedJob{
       .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
 }
 
@@ -240,8 +254,8 @@ class Mapping {
 
 // Bytes that workers had in hand are as they were before, and staged blocks in the slots of this daemon. `taken`: slots of
 // other jobs.
-absl::Status UndoUpdate(const KilledJob& killed, const AdoptedArenas& arenas, const SwapSpace* swap,
-                        const Mapping& staging, std::set<uint32_t>& taken) {
+absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
+                        const SwapSpace* swap, const Mapping& staging, std::set<uint32_t>& taken) {
   const auto& update = killed.job.kept->update;
   if (update == nullptr) return absl::OkStatus();
   if (arenas.step == nullptr) {
@@ -281,13 +295,13 @@ absl::Status UndoUpdate(const KilledJob& killed, const AdoptedArenas& arenas, co
 
 }  // namespace
 
-std::vector<KilledJob> ReadRecords(DescriptorsByName& left) {
-  std::map<JobId, KilledJob> jobs;  // of each the newest record that is whole
+std::vector<RecordedJob> ReadRecords(DescriptorsByName& left) {
+  std::map<JobId, RecordedJob> jobs;  // of each the newest record that is whole
   for (auto next = left.begin(); next != left.end();) {
     const auto it = next++;
     if (!it->first.starts_with(kRecordPrefix)) continue;
     auto node = left.extract(it);
-    absl::StatusOr<KilledJob> read = ReadRecord(node.key(), std::move(node.mapped()), left);
+    absl::StatusOr<RecordedJob> read = ReadRecord(node.key(), std::move(node.mapped()), left);
     if (!read.ok()) {
       spdlog::warn("{}", protocol::FormatError(read.status()));
       continue;
@@ -296,7 +310,7 @@ std::vector<KilledJob> ReadRecords(DescriptorsByName& left) {
     const bool is_newer = found == jobs.end() || found->second.number < read->number;
     if (is_newer) jobs.insert_or_assign(read->job.id, *std::move(read));
   }
-  std::vector<KilledJob> all;
+  std::vector<RecordedJob> all;
   for (auto& [id, job] : jobs) all.push_back(std::move(job));
   return all;
 }
@@ -317,14 +331,14 @@ LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
   return newest;
 }
 
-std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
+std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const SwapSpace* swap,
                                        const LeftStaging& staging, const ArenaPolicy& arenas,
                                        DescriptorsByName& left, NodeOptions& node) {
   const absl::StatusOr<Mapping> left_slots = Mapping::Of(staging.fd);
   std::set<uint32_t> taken_slots;
   std::vector<AdoptedArenas> adopted;
   std::vector<DurableJob> going_on;
-  for (KilledJob& killed : jobs) {
+  for (RecordedJob& killed : jobs) {
     DurableJob& job = killed.job;
     const bool is_same_volume = swap != nullptr && swap->nonce() == killed.nonce;
     absl::Status status = CheckHandedOver(job, swap, is_same_volume, node.recovered);
@@ -379,9 +393,9 @@ DecodedLedger ReadHandedOver(const DescriptorsByName& from) {
   return {};
 }
 
-std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpace* swap,
-                                     const ArenaPolicy& arenas, DescriptorsByName& left,
-                                     NodeOptions& node) {
+std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, std::vector<RecordedJob> recorded,
+                                     const SwapSpace* swap, const ArenaPolicy& arenas,
+                                     DescriptorsByName& left, NodeOptions& node) {
   const bool is_same_volume =
       swap != nullptr && swap->nonce() == ledger.nonce && swap->found_sequence() == ledger.sequence;
   node.recovered.last_job = std::max(node.recovered.last_job, ledger.node.last_job);
@@ -392,7 +406,10 @@ std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpac
     if (status.ok()) {
       absl::StatusOr<AdoptedArenas> taken = AdoptJob(job, arenas, left, node);
       status = taken.status();
-      if (taken.ok()) adopted.push_back(*std::move(taken));
+      if (taken.ok()) {
+        AdoptRecord(*job, recorded, *taken);
+        adopted.push_back(*std::move(taken));
+      }
     }
     if (status.ok()) {
       spdlog::info("job {} goes on at step {}", job->name, job->step);

@@ -52,13 +52,25 @@ absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t seq
 // What AddHandedOver() has written; no jobs where there is nothing, or where it cannot be read: the log says why.
 DecodedLedger ReadHandedOver(const DescriptorsByName& from);
 
+// A job of a daemon that was killed, or has handed its jobs over, as its record says.
+struct RecordedJob {
+  DurableJob job;
+  uint64_t nonce = 0;  // of the swap that its slots are of
+  std::unique_ptr<KeptRecord> record;
+  uint64_t number = 0;  // of its descriptor
+};
+
+// Takes records out of `left`. Those that no job can go on from are left out, and the log says why.
+std::vector<RecordedJob> ReadRecords(DescriptorsByName& left);
+
 // Jobs of the ledger go on: their arenas come out of `left`, and the jobs into `node`, in the place of what its disk says
 // of them. Where another job has the number of one, which then is of another volume and names no slot, that one gets a
-// new number. `swap` may be null. A job that cannot go on is left out, and the log says why. The arenas' ends leave
+// new number. What `recorded` has of them stays: where this daemon too is killed, before their ranks are back, the next one
+// goes on from that. `swap` may be null. A job that cannot go on is left out, and the log says why. The arenas' ends leave
 // their pages alone. Blocks, but gives memory to no page.
-std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpace* swap,
-                                     const ArenaPolicy& arenas, DescriptorsByName& left,
-                                     NodeOptions& node);
+std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, std::vector<RecordedJob> recorded,
+                                     const SwapSpace* swap, const ArenaPolicy& arenas,
+                                     DescriptorsByName& left, NodeOptions& node);
 
 // The staging slots that a daemon which was killed has left; no name: none of this size.
 struct LeftStaging {
@@ -67,21 +79,10 @@ struct LeftStaging {
 };
 LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left);
 
-// A job of a daemon that was killed, as its record says.
-struct KilledJob {
-  DurableJob job;
-  uint64_t nonce = 0;  // of the swap that its slots are of
-  std::unique_ptr<KeptRecord> record;
-  uint64_t number = 0;  // of its descriptor
-};
-
-// Takes records out of `left`. Those that no job can go on from are left out, and the log says why.
-std::vector<KilledJob> ReadRecords(DescriptorsByName& left);
-
 // As AdoptJobs. What is durable of a job, on the disk of `node`, stays so. Of a job that was killed in an update, what workers
 // had in hand is undone, and its blocks are in the same staging slots of `swap`: not in the memory that was left, into
 // which the disk may still write for the dead process.
-std::vector<AdoptedArenas> AdoptKilled(std::vector<KilledJob> jobs, const SwapSpace* swap,
+std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const SwapSpace* swap,
                                        const LeftStaging& staging, const ArenaPolicy& arenas,
                                        DescriptorsByName& left, NodeOptions& node);
 

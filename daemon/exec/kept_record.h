@@ -21,7 +21,8 @@ namespace forebay::daemon {
 // bytes says which of them is meant. With RecordStep one such store takes all blocks of the step.
 //
 // Ownership  Of the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
-//            bytes; a process that is killed does not come that far. One that was adopted it leaves as it is until Own().
+//            bytes; a process that is killed does not come that far. One that was adopted it leaves as it is until Own(), and
+//            after Leave().
 // Threads    One, beside those of the undo log.
 class KeptRecord {
  public:
@@ -41,6 +42,8 @@ class KeptRecord {
 
   // The arenas are this process's now.
   void Own() { is_owned_ = true; }
+  // The arenas are the next process's.
+  void Leave() { is_owned_ = false; }
 
   int fd() const { return fd_.get(); }
   // A step is decided, and not published.

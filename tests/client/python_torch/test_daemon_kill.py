@@ -21,6 +21,7 @@ from test_daemon_restart import (
     Service,
     jobs_of,
     room_without_states,
+    settings_without_states,
     start_ranks,
     trained,
 )
@@ -119,6 +120,36 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
     assert len(digests) == RANKS
     for _, _, step, digest, uninterrupted in digests:
         assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
+
+
+@pytest.mark.parametrize("place", ["dram", "swap"])
+def test_a_kill_after_a_restart_before_the_ranks_are_back(folder, place):
+    """Nobody asks the daemons between: the record that was handed over with the job is what the last one goes on from."""
+
+
+    def refused(service):
+        with pytest.raises(forebay.ForebayError) as error:
+            trained(service, "job", 0)
+        return str(error.value)
+
+    room = ["dram.limit=1GiB"] if place == "dram" else settings_without_states(folder, refused)
+    service = Service(folder, *room)
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "job", 2)
+        before = opt.state_sha256()
+        for end in (manager.restart, manager.kill, manager.kill, manager.restart, manager.kill):
+            end()
+            assert jobs_of(service) == {"job": 2}
+        assert opt.state_sha256() == before
+        train(model, opt, 1, first=2)
+        manager.restart()
+        train(model, opt, 1, first=3)
+        manager.kill()
+        assert jobs_of(service) == {"job": 4}
+        [job] = forebay.status(f"{folder}/s")["jobs"]
+        assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
+        opt.detach()
 
 
 def test_a_job_goes_on_where_nothing_is_kept_any_more(folder):

@@ -64,18 +64,27 @@ def start_ranks(service, *arguments):
     )
 
 
-def room_without_states(folder, mode, level):
-    """Settings by which a job gets what it cannot do without: the bytes that the daemon's own error names, as one
-    percent of the limit."""
+def settings_without_states(folder, refused):
+    """By which a job gets what it cannot do without: the bytes that the daemon's own error names, as one percent of
+    the limit. `refused` attaches it to a service that is too small, and gives the error."""
     with tempfile.TemporaryDirectory(prefix="fb", dir=folder) as other:
         service = Service(other, "dram.limit=7500KiB")
         with service.manager:
             service.manager.start()
-            ranks = start_ranks(service, mode, level, 1)
-            _, error = ranks.communicate(timeout=DEADLINE_S)
+            error = refused(service)
     found = re.search(r"E_DRAM_LIMIT.*?the job needs [^(]*\((\d+) bytes\)", error)
-    assert ranks.returncode != 0 and found, error
+    assert found, error
     return [f"dram.limit={100 * int(found[1])}", "dram.job_percent=1"]
+
+
+def room_without_states(folder, mode, level):
+    def refused(service):
+        ranks = start_ranks(service, mode, level, 1)
+        _, error = ranks.communicate(timeout=DEADLINE_S)
+        assert ranks.returncode != 0
+        return error
+
+    return settings_without_states(folder, refused)
 
 
 CASES = [
