@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <fstream>
@@ -19,6 +20,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -43,6 +45,8 @@ using protocol::MakeError;
 using protocol::UniqueFd;
 
 constexpr int kTriesMax = 16;  // after EINTR
+constexpr std::chrono::seconds kTransfersEnd(20);
+constexpr std::chrono::milliseconds kTransfersPause(5);
 
 // A path while it is opened, checked and reserved. Reclaim() undoes that.
 struct Candidate {
@@ -106,6 +110,27 @@ absl::Status AcquireLock(Candidate& path) {
     return PathError(path, "lock", error, "use a local file system");
   }
   return BusyError(path, status);
+}
+
+// What a process that was killed has asked the disk for goes on after its end, and would come between ours. Until it
+// has ended it holds the open file, and with that the lock on it. (A device's own lock is of that kind: while they are
+// under way the device is busy.)
+absl::Status AwaitTransfersOfTheDead(Candidate& path) {
+  const auto end = std::chrono::steady_clock::now() + kTransfersEnd;
+  while (flock(path.file.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK && errno != EINTR) {
+      return PathError(path, "lock", errno, "use a local file system");
+    }
+    if (std::chrono::steady_clock::now() > end) {
+      return MakeError(ErrorId::kBusy,
+                       absl::StrFormat("%s: a process that has ended has transfers under way, and "
+                                       "the disk has not ended them within %d s",
+                                       Text(path), kTransfersEnd.count()),
+                       "look at the device's health (dmesg), and start again");
+    }
+    std::this_thread::sleep_for(kTransfersPause);
+  }
+  return absl::OkStatus();
 }
 
 // O_DIRECT may open and still mean nothing (tmpfs), or want more than our alignment.
@@ -185,6 +210,7 @@ absl::Status OpenDirectory(const PathOptions& options, OpenMode mode, Candidate&
   if (!S_ISREG(status.st_mode)) {
     return MakeError(ErrorId::kSwapPath, absl::StrCat(Text(path), ": not a regular file"));
   }
+  RETURN_IF_ERROR(AwaitTransfersOfTheDead(path));
   if (mode != OpenMode::kInspect && fchmod(path.file.get(), 0600) != 0) {
     return PathError(path, "chmod 0600", errno, "");
   }

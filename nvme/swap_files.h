@@ -59,13 +59,14 @@ class SwapFileSystem {
 
   // Checks every path, then locks all of them, then reserves all of them: each returned file has
   // its capacity_bytes. Nothing is left behind on an error, and nothing is reserved before every
-  // check has passed; `check` is one of them.
+  // check has passed; `check` is one of them. Waits until the disk has ended what a process that was killed has asked
+  // it for, 20 s at most.
   //
   // Errors  E_SWAP_PATH   missing, neither directory nor block device, read-only, without O_DIRECT,
   //                       or named twice; with kRecover and kInspect also: no file, or shorter than its
   //                       capacity.
   //         E_SWAP_NOSPC  needed and free bytes, by path.
-  //         E_BUSY        another process holds the path; its pid.
+  //         E_BUSY        another process holds the path; its pid. Or transfers of a dead one have not ended.
   virtual absl::StatusOr<std::vector<std::unique_ptr<SwapFile>>> Open(
       std::span<const PathOptions> paths, OpenMode mode, FileLife life, CheckFirstPage check) = 0;
 };

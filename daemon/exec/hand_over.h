@@ -80,8 +80,7 @@ struct LeftStaging {
 LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left);
 
 // As AdoptJobs. What is durable of a job, on the disk of `node`, stays so. Of a job that was killed in an update, what workers
-// had in hand is undone, and its blocks are in the same staging slots of `swap`: not in the memory that was left, into
-// which the disk may still write for the dead process.
+// had in hand is undone, and its blocks are in the same staging slots of `swap`.
 std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const SwapSpace* swap,
                                        const LeftStaging& staging, const ArenaPolicy& arenas,
                                        DescriptorsByName& left, NodeOptions& node);

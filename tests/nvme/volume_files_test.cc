@@ -5,12 +5,15 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -19,6 +22,7 @@
 #include <span>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -366,6 +370,28 @@ TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
   EXPECT_OK(Volume::Open(second, *chosen.engine));
+}
+
+// As a process that was killed while the disk works for it: it has ended, its open file has not.
+TEST(VolumeLock, WaitsUntilTransfersOfADeadProcessHaveEnded) {
+  TempDir directory;
+  VolumeOptions options;
+  options.paths = {{.path = directory.Make("a"), .capacity_bytes = kPathBytes}};
+  options.ledger_bytes_max = 4096;
+  ASSERT_OK_AND_ASSIGN(const ChosenEngine chosen, CreateIoEngine());
+  ASSERT_OK(Volume::Open(options, *chosen.engine));
+  UniqueFd file(open((options.paths[0].path + "/forebay.swap").c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(flock(file.get(), LOCK_EX | LOCK_NB), 0) << "it is left open";
+  std::atomic<bool> ended = false;
+  std::thread opener([&] {
+    EXPECT_OK(Volume::Open(options, *chosen.engine));
+    EXPECT_TRUE(ended);
+  });
+  // house: allow sleep: as long as an opener that does not wait needs, to be noticed
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  ended = true;
+  file.Reset();
+  opener.join();
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, VolumeFiles,
