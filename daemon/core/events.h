@@ -637,8 +637,8 @@ struct RoomAwaited {
   std::vector<std::string> evicting_jobs;  // that move blocks to swap first
 };
 
-// The update of `step` waits for the leases of readers: LeaseTimeExpired comes after
-// `reader.lease_max`, unless the job has been freed before.
+// The update of `step` waits for the leases of readers; 0: a fetch waits for those of nobody (LeaseTable).
+// LeaseTimeExpired comes after `reader.lease_max`, unless the job has been freed before.
 struct StartLeaseTimer {
   JobId job = 0;
   uint64_t step = 0;

@@ -90,6 +90,14 @@ void FetchQueue::Serve() {
   });
   // What a decision or a write of masters waits for only ends.
   weights_.EndRound(/*begins=*/step_.phase() != Step::Phase::kReducing && !access_.is_writing());
+  if (!weights_.lacks_room() || leases_.count_of_nobody() == 0 || waits_for_nobody_) return;
+  waits_for_nobody_ = true;
+  io_.actions().Emit(StartLeaseTimer{.job = spec_.id, .step = 0});
+}
+
+void FetchQueue::OnLeaseTimeExpired() {
+  waits_for_nobody_ = false;
+  if (weights_.lacks_room()) leases_.DropOfNobody();
 }
 
 void FetchQueue::Answer(SessionId session, const absl::Status& status) {

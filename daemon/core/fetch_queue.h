@@ -26,6 +26,8 @@ class FetchQueue {
 
   void Handle(const Session& session, const protocol::Command& command);
   void Serve();  // those that the step allows now
+  // A rank of before the daemon was killed has not come back in the time that a fetch may wait for its leases.
+  void OnLeaseTimeExpired();
   void Answer(SessionId session, const absl::Status& status);
   uint64_t unanswered(SessionId session) const;
 
@@ -48,6 +50,7 @@ class FetchQueue {
   std::optional<absl::StatusOr<uint64_t>> OffsetOf(const Waiting& fetch);
 
   std::vector<Waiting> waiting_;
+  bool waits_for_nobody_ = false;  // the timer runs
 };
 
 }  // namespace forebay::daemon

@@ -49,7 +49,11 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
   const KeptMemory* const kept = KeptOf(spec_.recovered.get());
   if (kept == nullptr) return;
   for (const KeptLease& lease : kept->leases) {
-    if (weights_.Adopt(lease)) leases_.Adopt(lease);
+    if (weights_.Adopt(lease)) {
+      leases_.Adopt(lease);
+    } else {
+      io_.actions().Emit(RecordLeaseEnd{.job = spec_.id, .lease = lease.lease});
+    }
   }
 }
 
@@ -527,6 +531,7 @@ void Job::OnStepRequest(const StepRequestCopied& copied) {
 }
 
 void Job::OnLeaseTimeExpired(uint64_t step) {
+  if (step == 0) return fetches_.OnLeaseTimeExpired();
   if (!pipeline_.running() || step != step_.committed_step()) return;
   for (const auto& [id, session] : members_.all()) {
     std::vector<std::string> names;

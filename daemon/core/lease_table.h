@@ -47,6 +47,8 @@ class LeaseTable {
   uint32_t GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held);
   // The session has ended before it knew of what it was given.
   void ReturnToNobody(SessionId session);
+  // Their ranks are not waited for any longer: a session that had one ends where it attaches (AttachReply.leases).
+  void DropOfNobody() { DropAll(kNobody); }
   uint64_t count_of_nobody() const { return count_of(kNobody); }
   uint64_t count_of_sessions() const { return count() - count_of_nobody(); }
 

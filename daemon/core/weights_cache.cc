@@ -228,10 +228,11 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
 void WeightsCache::EndRound(bool begins) {
   DropOld();
   std::erase_if(failed_, [this](const auto& entry) { return !IsWanted(entry.first); });
+  lacks_room_ = false;
   for (const uint32_t partition : wanted_) {
-    if (!begins) break;
+    if (!begins || lacks_room_) break;
     if (copies_.contains(partition) || failed_.contains(partition)) continue;
-    if (!Make(partition, /*needed_in=*/0)) break;
+    lacks_room_ = !Make(partition, /*needed_in=*/0);
   }
   StartPieces();
 }

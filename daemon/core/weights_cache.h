@@ -52,6 +52,8 @@ class WeightsCache {
   bool HasRoomBeside(std::span<const uint32_t> kept, uint32_t partition) const;
   // Reads what is wanted, in the order of asking; without `begins` only what was begun.
   void EndRound(bool begins);
+  // Something that was wanted then has to wait until leases end.
+  bool lacks_room() const { return lacks_room_; }
   // Reads what will be wanted.
   void Prefetch();
   void OnLoaded(const TaskDone& done);
@@ -117,7 +119,8 @@ class WeightsCache {
   std::map<uint32_t, absl::Status> failed_;  // reads of wanted ones
   std::set<uint32_t> not_read_ahead_;        // that failed when they were: until the next step
   std::vector<uint32_t> wanted_;             // in the order of asking
-  std::pmr::deque<LoadWeights> pieces_;      // that have no staging slot yet
+  bool lacks_room_ = false;
+  std::pmr::deque<LoadWeights> pieces_;  // that have no staging slot yet
   std::pmr::map<TaskId, Load> loads_;
   std::map<uint32_t, Order> orders_;  // by rank
   uint64_t uses_ = 0;
