@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/core/node_ledger.h"
 #include "daemon/exec/block_tasks.h"
 #include "nvme/volume.h"
 #include "protocol/error.h"
@@ -20,11 +21,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// What a ledger needs for each slot: its place, its block, step and checksum.
-constexpr uint64_t kLedgerBytesPerSlot = 96;
-constexpr uint64_t kLedgerSlotsMin = 256;
 constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
-constexpr uint64_t kCapacityPerLedgerByte = 4096;
 
 // Room for a block of AdamW in the default formats; others get blocks that fit (memory_plan.h).
 uint64_t StagingSlotBytes(uint64_t block_elems) {
@@ -49,13 +46,8 @@ uint64_t LedgerBytes(const Config& config, const SwapSpaceOptions& options) {
   if (config.swap_ledger_bytes > 0) return config.swap_ledger_bytes;
   uint64_t capacity_bytes = 0;
   for (const nvme::PathOptions& path : options.paths) capacity_bytes += path.capacity_bytes;
-  // The smallest blocks have a quarter of a slot's bytes.
-  const uint64_t of_slots =
-      (4 * capacity_bytes / options.staging_slot_bytes + kLedgerSlotsMin) * kLedgerBytesPerSlot;
-  // Where jobs can be durable there may be digests of weights, and what ranks keep beside a step.
-  const uint64_t of_capacity =
-      config.swap_life == nvme::FileLife::kKept ? capacity_bytes / kCapacityPerLedgerByte : 0;
-  return std::min(nvme::Volume::kLedgerBytesMax, std::max(of_slots, of_capacity));
+  return UsualLedgerBytes(capacity_bytes, options.staging_slot_bytes,
+                          config.swap_life == nvme::FileLife::kKept);
 }
 
 bool IsInMemory(const std::string& path) {

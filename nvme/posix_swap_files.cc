@@ -95,11 +95,12 @@ pid_t LockHolder(const struct stat& locked) {
 
 absl::Status BusyError(const Candidate& path, const struct stat& locked) {
   const pid_t pid = LockHolder(locked);
-  return MakeError(ErrorId::kBusy,
-                   pid > 0
-                       ? absl::StrFormat("%s is in use by process %d", Text(path), pid)
-                       : absl::StrFormat("%s is in use by another process, or mounted", Text(path)),
-                   "stop that process, or give this daemon another swap path");
+  return MakeError(
+      ErrorId::kBusy,
+      pid > 0 ? absl::StrFormat("%s is in use by process %d", Text(path), pid)
+              : absl::StrFormat("%s is in use by another process, or mounted", Text(path)),
+      "stop that process, or name another swap path; while a daemon has it, forebay scrub "
+      "without --swap asks that one");
 }
 
 absl::Status AcquireLock(Candidate& path) {
@@ -277,7 +278,9 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
                      absl::StrFormat("%s: it has %s (%d bytes), less than its configured %s (%d)",
                                      Text(path), FormatBytes(path.old_bytes), path.old_bytes,
                                      FormatBytes(path.capacity_bytes), path.capacity_bytes),
-                     "give the sizes the volume was made with, or start without recovery");
+                     "give the sizes the volume was made with; where the file is damaged, forebayd "
+                     "--reclaim makes "
+                     "the volume anew and gives up its jobs");
   }
   return absl::OkStatus();
 }

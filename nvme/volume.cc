@@ -1,6 +1,7 @@
 #include "nvme/volume.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -92,6 +93,11 @@ Volume::State::~State() {
   for (const internal::Path& path : paths) {
     if (path.index.has_value()) engine.UnregisterFile(*path.index);
   }
+}
+
+uint64_t Volume::OwnBytes(uint64_t ledger_bytes_max) {
+  const std::array<uint64_t, 1> paths{0};
+  return internal::Geometry(paths, ledger_bytes_max).capacity_bytes_min(0) - kIoAlignment;
 }
 
 absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(

@@ -122,6 +122,8 @@ class Volume {
   static constexpr uint32_t kPathsMax = 16;
   static constexpr uint32_t kRequestsMax = 1024;
   static constexpr uint64_t kLedgerBytesMax = uint64_t{1} << 30;
+  // Of the capacity of one path, what is no room for slots.
+  static uint64_t OwnBytes(uint64_t ledger_bytes_max);
   // Tries after EAGAIN, EINTR and short transfers without progress; after any other errno.
   static constexpr int kRetriesMax = 8;
   static constexpr int kErrorRetriesMax = 2;

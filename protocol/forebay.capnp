@@ -201,6 +201,8 @@ struct JobPlan {
   ring @24 :UInt64;
   extraStateCopy @25 :UInt64;
   ranks @26 :List(RankPlan);    # of a sharded job
+  durableWritten @27 :UInt64;   # beside stepWritten, by a step that becomes durable: what is in DRAM
+  durableEvery @28 :UInt64;     # each so many steps; 0: none does
 }
 
 struct RankPlan {

@@ -151,6 +151,8 @@ void FillPlan(const JobPlan& plan, schema::JobPlan::Builder reply) {
   reply.setSwap(plan.swap);
   reply.setStepRead(plan.step_read);
   reply.setStepWritten(plan.step_written);
+  reply.setDurableWritten(plan.durable_written);
+  reply.setDurableEvery(plan.durable_every);
   reply.setAllInDram(plan.all_in_dram);
   reply.setNewWeights(plan.new_weights);
   reply.setGradientsOnSwap(plan.sums_on_swap);

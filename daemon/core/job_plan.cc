@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "daemon/core/limits.h"
+#include "protocol/optimizer.h"
 #include "protocol/units.h"
 
 namespace forebay::daemon {
@@ -53,6 +54,28 @@ std::vector<RankPlan> RankPlansOf(const Layout& layout, const MemoryPlan& plan,
 
 }  // namespace
 
+StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,
+                          const Placement& placement) {
+  StepTraffic traffic{.read_bytes = 2 * plan.weights_on_swap_bytes,
+                      .gradient_bytes = plan.sums_on_swap_bytes()};
+  const auto passes = static_cast<uint64_t>(protocol::Info(layout.spec().optimizer).passes);
+  for (uint32_t block = 0; block < placement.blocks(); ++block) {
+    const BlockLocation& location = placement.WhereBlock(block);
+    if (location.tier == Tier::kDram) {
+      traffic.durable_bytes += location.state.bytes;
+      continue;
+    }
+    traffic.read_bytes += passes * location.state.bytes;
+    traffic.written_bytes += location.state.bytes;
+  }
+  if (plan.has_durable_steps()) {
+    traffic.durable_bytes += RoundUp(plan.weights_bytes - plan.weights_cache_bytes, kPageBytes);
+  } else {
+    traffic.durable_bytes = 0;
+  }
+  return traffic;
+}
+
 JobPlan JobPlanOf(const Layout& layout, const MemoryPlan& plan, const Placement& placement) {
   const StepTraffic traffic = StepTrafficOf(layout, plan, placement);
   JobPlan view{.weights = plan.weights_bytes - plan.weights_cache_bytes,
@@ -68,6 +91,8 @@ JobPlan JobPlanOf(const Layout& layout, const MemoryPlan& plan, const Placement&
                .swap = plan.swap_bytes(),
                .step_read = traffic.read_bytes,
                .step_written = traffic.written_bytes,
+               .durable_written = traffic.durable_bytes,
+               .durable_every = plan.has_durable_steps() ? plan.session.durability.steps : 0,
                .new_weights = plan.early_weights_bytes,
                .sums_on_swap = plan.sums_on_swap_bytes(),
                .grad_arena = plan.step_region_offset,

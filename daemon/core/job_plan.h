@@ -8,6 +8,10 @@
 
 namespace forebay::daemon {
 
+// `placement` of blocks now; that of the plan is the first one.
+StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
+                          const Placement& placement);
+
 // What the job itself takes. `placement` of its blocks now, or the plan's first one.
 JobPlan JobPlanOf(const protocol::Layout& layout, const MemoryPlan& plan,
                   const Placement& placement);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "daemon/core/job.h"
+#include "daemon/core/job_plan.h"
 #include "protocol/os/check.h"
 
 namespace forebay::daemon {

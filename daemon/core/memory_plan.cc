@@ -27,8 +27,15 @@ using protocol::Layout;
 using protocol::MakeError;
 using protocol::RoundUp;
 
-constexpr char kSwapHint[] =
-    "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs";
+// `missing` bytes, and what a larger volume takes for its own.
+std::string RaiseSwap(uint64_t missing, const char* otherwise) {
+  const uint64_t more = RoundUp(missing + missing / 32, protocol::kMiB);
+  return absl::StrCat("raise --swap-size / swap.capacity by ", FormatBytes(more), ", ", otherwise);
+}
+
+std::string Where(bool holds, std::string text) { return holds ? std::move(text) : std::string(); }
+
+constexpr char kOrLimit[] = "or raise dram.limit, or delete stale jobs: forebay jobs";
 
 // "12.0 MiB (12582912 bytes)": people read the first, tests and scripts the second.
 std::string Bytes(uint64_t bytes) {
@@ -449,14 +456,14 @@ absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uin
   const bool fits = frozen_bytes <= free_bytes &&
                     trained_bytes <= (free_bytes - frozen_bytes) / kSwapSlotsPerBlock;
   if (fits) return absl::OkStatus();
-  return MakeError(ErrorId::kSwapNospc,
-                   absl::StrCat("the job needs swap slots for ", Bytes(trained_bytes),
-                                " of states and their weights, two each",
-                                frozen_bytes > 0 ? absl::StrCat(", and for ", Bytes(frozen_bytes),
-                                                                " of frozen weights")
-                                                 : std::string(),
-                                "; free are ", Bytes(free_bytes)),
-                   kSwapHint);
+  return MakeError(
+      ErrorId::kSwapNospc,
+      absl::StrCat("the job needs swap slots for ", Bytes(trained_bytes),
+                   " of states and their weights, two each",
+                   Where(frozen_bytes > 0,
+                         absl::StrCat(", and for ", Bytes(frozen_bytes), " of frozen weights")),
+                   "; free are ", Bytes(free_bytes)),
+      RaiseSwap(frozen_bytes + kSwapSlotsPerBlock * trained_bytes - free_bytes, kOrLimit));
 }
 
 absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t free_bytes) {
@@ -469,11 +476,11 @@ absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t 
                    " in all: ", SlotsPerBlock(plan.session.durability), " for each of ", blocks,
                    " blocks, ", kSwapSlotsPerWeightsPart, " for each of ", plan.weights_parts,
                    " parts of the weights",
-                   plan.placement.frozen_blocks() > 0
-                       ? absl::StrCat(", ", plan.placement.frozen_blocks(), " for frozen weights")
-                       : std::string(),
+                   Where(plan.placement.frozen_blocks() > 0,
+                         absl::StrCat(", ", plan.placement.frozen_blocks(), " for frozen weights")),
                    ", and one more; there are ", slots, " in ", Bytes(free_bytes)),
-      "raise swap.capacity, or choose durability memory, which survives trainers alone");
+      RaiseSwap((plan.swap_slots - slots) * plan.block_bytes,
+                "or choose durability memory, which survives trainers alone"));
 }
 
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
@@ -486,7 +493,7 @@ absl::Status CheckSwap(const NodeOptions& options, const DurableJob* recovered, 
     return MakeError(ErrorId::kSwapNospc,
                      absl::StrCat("the gradients that do not fit in DRAM need ", Bytes(sum_bytes),
                                   " of swap; free are ", Bytes(swap.free_bytes())),
-                     kSwapHint);
+                     RaiseSwap(sum_bytes, kOrLimit));
   }
   const uint64_t own_slots = recovered == nullptr ? 0 : recovered->BlockSlots().size();
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
@@ -502,18 +509,17 @@ absl::Status CheckSwap(const NodeOptions& options, const DurableJob* recovered, 
   if (own_slots + free_slots < plan.swap_slots) {
     return MakeError(
         ErrorId::kSwapNospc,
-        absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes),
-                     ", ", Bytes(plan.swap_slots * plan.block_bytes), " in all, for ",
-                     plan.placement.swapped_blocks() - plan.placement.frozen_blocks(),
-                     " blocks that do not fit in DRAM (two slots each)",
-                     plan.placement.frozen_blocks() > 0
-                         ? absl::StrCat(" and ", plan.placement.frozen_blocks(),
-                                        " of frozen weights (one each, and one more)")
-                         : std::string(),
-                     sum_bytes > 0 ? absl::StrCat(", beside ", Bytes(sum_bytes), " for gradients")
-                                   : std::string(),
-                     "; free are ", free_slots, " slots in ", Bytes(swap.free_bytes())),
-        kSwapHint);
+        absl::StrCat(
+            "the job needs ", plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes), ", ",
+            Bytes(plan.swap_slots * plan.block_bytes), " in all, for ",
+            plan.placement.swapped_blocks() - plan.placement.frozen_blocks(),
+            " blocks that do not fit in DRAM (two slots each)",
+            Where(plan.placement.frozen_blocks() > 0,
+                  absl::StrCat(" and ", plan.placement.frozen_blocks(),
+                               " of frozen weights (one each, and one more)")),
+            Where(sum_bytes > 0, absl::StrCat(", beside ", Bytes(sum_bytes), " for gradients")),
+            "; free are ", free_slots, " slots in ", Bytes(swap.free_bytes())),
+        RaiseSwap((plan.swap_slots - own_slots - free_slots) * plan.block_bytes, kOrLimit));
   }
   if (plan.swap_slots > 0 && plan.swap_slot_bytes == 0) {
     return MakeError(ErrorId::kSwapNospc,
@@ -612,20 +618,6 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
 StatePart MemoryPlan::WeightsPart(uint32_t part) const {
   return daemon::WeightsPart(RoundUp(weights_bytes - weights_cache_bytes, kPageBytes), block_bytes,
                              part);
-}
-
-StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,
-                          const Placement& placement) {
-  StepTraffic traffic{.read_bytes = 2 * plan.weights_on_swap_bytes,
-                      .gradient_bytes = plan.sums_on_swap_bytes()};
-  const auto passes = static_cast<uint64_t>(protocol::Info(layout.spec().optimizer).passes);
-  for (uint32_t block = 0; block < placement.blocks(); ++block) {
-    const BlockLocation& location = placement.WhereBlock(block);
-    if (location.tier == Tier::kDram) continue;
-    traffic.read_bytes += passes * location.state.bytes;
-    traffic.written_bytes += location.state.bytes;
-  }
-  return traffic;
 }
 
 SessionRequest SessionRequestOf(const AttachRequested& request) {

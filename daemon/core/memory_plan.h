@@ -129,16 +129,6 @@ struct MemoryPlan {
   }
 };
 
-// Swap bytes of a step in which every parameter has a gradient, in one backward pass.
-struct StepTraffic {
-  uint64_t read_bytes = 0;  // states and weights for the update; weights for forward and backward
-  uint64_t written_bytes = 0;
-  uint64_t gradient_bytes = 0;  // written and read besides, at most: sums that find no frame
-};
-// `placement` of blocks now; that of the plan is the first one.
-StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
-                          const Placement& placement);
-
 // The pages that an update of the block reads sums from, ascending. Of paged sums.
 std::vector<uint32_t> SumPagesOf(const MemoryPlan& plan, const BlockMap& map, uint32_t block);
 

@@ -3,8 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/core/job.h"
+#include "nvme/volume.h"
+#include "protocol/durability.h"
+#include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/units.h"
 
 namespace forebay::daemon {
 
@@ -79,6 +84,39 @@ std::vector<JobId> NodeLedger::Finish(const absl::Status& status, nvme::SlotMap&
     return true;
   });
   return std::exchange(in_ledger_, {});
+}
+
+uint64_t UsualLedgerBytes(uint64_t capacity_bytes, uint64_t slot_bytes, bool keeps_files) {
+  // What a ledger needs for each slot: its place, its block, step and checksum.
+  constexpr uint64_t kBytesPerSlot = 96;
+  constexpr uint64_t kSlotsMin = 256;
+  constexpr uint64_t kCapacityPerByte = 4096;
+  // Of a small volume: there what ranks keep beside a step (64 KiB each, where nothing else is said) is most of it.
+  constexpr uint64_t kCapacityPerByteMin = 256;
+  // The smallest blocks have a quarter of a slot's bytes.
+  const uint64_t of_slots = (4 * capacity_bytes / slot_bytes + kSlotsMin) * kBytesPerSlot;
+  if (!keeps_files) return std::min(nvme::Volume::kLedgerBytesMax, of_slots);
+  // There may be digests of weights, and what ranks keep beside a step.
+  const uint64_t of_capacity =
+      std::max(capacity_bytes / kCapacityPerByte,
+               std::min(protocol::kMiB, capacity_bytes / kCapacityPerByteMin));
+  return std::min(nvme::Volume::kLedgerBytesMax, std::max(of_slots, of_capacity));
+}
+
+absl::Status CheckLedgerRoom(const MemoryPlan& plan, uint64_t taken_bytes, uint64_t max_bytes) {
+  constexpr uint64_t kPlaceBytes = 64 << 10;  // says where the volume is
+  const uint64_t needed = taken_bytes + plan.ledger_bytes;
+  if (plan.ledger_bytes == 0 || max_bytes == 0 || needed <= max_bytes) return absl::OkStatus();
+  return protocol::MakeError(
+      protocol::ErrorId::kLimit,
+      absl::StrCat("durability ", protocol::FormatDurability(plan.session.durability), " needs ",
+                   plan.ledger_bytes, " bytes of the ledger on swap, which has ", max_bytes,
+                   "; other jobs take ", taken_bytes),
+      absl::StrCat(
+          "lower extra_state_bytes or raise update.block_elems; or set swap.ledger to ",
+          protocol::FormatBytes(protocol::RoundUp(needed + kPlaceBytes, protocol::kMiB)),
+          " or more for a volume that is made anew: forebayd --reclaim, which gives up the "
+          "jobs that are on it"));
 }
 
 }  // namespace forebay::daemon

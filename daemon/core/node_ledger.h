@@ -12,6 +12,7 @@
 #include "daemon/core/events.h"
 #include "daemon/core/job_name.h"
 #include "daemon/core/job_tasks.h"
+#include "daemon/core/memory_plan.h"
 #include "nvme/slot_map.h"
 
 namespace forebay::daemon {
@@ -67,5 +68,11 @@ class NodeLedger {
   bool has_made_ = false;         // any: the volume is found again
   Last last_ = Last::kNone;
 };
+
+// The ledger of a volume where nothing is said of its size. `keeps_files`: jobs can be durable there.
+uint64_t UsualLedgerBytes(uint64_t capacity_bytes, uint64_t slot_bytes, bool keeps_files);
+
+// Errors  E_LIMIT  a ledger of `max_bytes` (0: there is none) has no room for the job beside `taken_bytes`.
+absl::Status CheckLedgerRoom(const MemoryPlan& plan, uint64_t taken_bytes, uint64_t max_bytes);
 
 }  // namespace forebay::daemon

@@ -49,6 +49,14 @@ struct WeightsCounters {
   uint64_t read_bytes = 0;
 };
 
+// Swap bytes of a step in which every parameter has a gradient, in one backward pass.
+struct StepTraffic {
+  uint64_t read_bytes = 0;  // states and weights for the update; weights for forward and backward
+  uint64_t written_bytes = 0;
+  uint64_t gradient_bytes = 0;  // written and read besides, at most: sums that find no frame
+  uint64_t durable_bytes = 0;   // written besides where the step becomes durable: what is in DRAM
+};
+
 // What statistics may know of one job; the names are those of JobStatus in protocol/forebay.capnp.
 struct JobView {
   std::string name;
@@ -138,6 +146,8 @@ struct JobPlan {
   uint64_t swap = 0;
   uint64_t step_read = 0;
   uint64_t step_written = 0;
+  uint64_t durable_written = 0;
+  uint64_t durable_every = 0;
   uint64_t all_in_dram = 0;
   uint64_t new_weights = 0;
   uint64_t sums_on_swap = 0;
@@ -211,6 +221,8 @@ class NodeState {
   // Errors  E_JOB_NAME  there is none, or nobody has attached to it since the start.
   absl::StatusOr<JobPlan> PlanOfJob(const JobName& name, const std::optional<Limits>& limits) const;
 
+  // The newest step of a job at a durable level is not durable yet.
+  bool HasStepsToMakeDurable() const;
   // By id; those of the ledger that nobody has attached to since the start too, without sessions.
   std::vector<JobView> Jobs() const;
   NodeView Node() const;

@@ -12,6 +12,8 @@
 #include "daemon/core/attach_check.h"
 #include "daemon/core/job_plan.h"
 #include "daemon/core/node_impl.h"
+#include "daemon/core/node_ledger.h"
+#include "nvme/volume.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -35,8 +37,9 @@ std::vector<SwapPathView> ViewPaths(const nvme::SlotMap& swap, const PathTable& 
 
 absl::StatusOr<JobPlan> PlanOn(const protocol::Layout& layout, const SessionRequest& session,
                                const NodeOptions& options, const NodeUse& use,
-                               const OwnerUse& owner) {
+                               const OwnerUse& owner, uint64_t ledger_taken) {
   ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
+  RETURN_IF_ERROR(CheckLedgerRoom(plan, ledger_taken, options.ledger_bytes_max));
   JobPlan view = JobPlanOf(layout, plan, plan.placement);
   view.node = options.node_bytes;
   view.others = use.jobs_dram_bytes + use.deleted_weights_bytes;
@@ -48,10 +51,15 @@ absl::StatusOr<JobPlan> PlanOn(const protocol::Layout& layout, const SessionRequ
 
 absl::StatusOr<JobPlan> PlanOnEmpty(const protocol::Layout& layout, const SessionRequest& session,
                                     NodeOptions options, const NodeState::Limits& limits) {
-  const std::array<nvme::PathSpace, 1> paths{{{.begin_bytes = 0, .end_bytes = limits.swap_bytes}}};
+  // As a volume of one path has it where nothing is said of its ledger.
+  options.ledger_bytes_max =
+      UsualLedgerBytes(limits.swap_bytes, options.staging_slot_bytes, /*keeps_files=*/true);
+  const uint64_t own_bytes = nvme::Volume::OwnBytes(options.ledger_bytes_max);
+  const std::array<nvme::PathSpace, 1> paths{
+      {{.begin_bytes = std::min(own_bytes, limits.swap_bytes), .end_bytes = limits.swap_bytes}}};
   options.swap = nvme::SlotMap(paths);
   options.dram_limit_bytes = limits.dram_bytes;
-  return PlanOn(layout, session, options, {.swap = &options.swap}, OwnerUse{});
+  return PlanOn(layout, session, options, {.swap = &options.swap}, OwnerUse{}, /*ledger_taken=*/0);
 }
 
 }  // namespace
@@ -62,13 +70,22 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
   SessionRequest session = SessionRequestOf(request);
   session.durability = request.durability.value_or(impl_->options.durability);
   if (limits) return PlanOnEmpty(*request.layout, session, impl_->options, *limits);
+  if (session.durability.level != protocol::DurabilityLevel::kMemory) {
+    RETURN_IF_ERROR(impl_->options.not_durable);
+  }
   return PlanOn(*request.layout, session, impl_->options, impl_->Use(),
-                impl_->UseOf(request.uid, nullptr));
+                impl_->UseOf(request.uid, nullptr), impl_->LedgerTaken(nullptr));
 }
 
 absl::StatusOr<JobPlan> NodeState::PlanOfJob(const JobName& name,
                                              const std::optional<Limits>& limits) const {
   const Job* const job = impl_->JobNamed(name);
+  if (job == nullptr && impl_->ledger.FindParked(name) != nullptr) {
+    return protocol::MakeError(
+        protocol::ErrorId::kNotReady,
+        absl::StrCat("job ", name.name, " has come back, and no rank has attached since then"),
+        "attach a rank first: what it takes is decided then");
+  }
   if (job == nullptr) {
     return protocol::MakeError(protocol::ErrorId::kJobName,
                                absl::StrCat("there is no job ", name.name, " that was attached to"),
@@ -88,6 +105,13 @@ absl::StatusOr<JobPlan> NodeState::PlanOfJob(const JobName& name,
   ASSIGN_OR_RETURN(view.all_in_dram,
                    LimitWithoutSwap(layout, plan.session, impl_->options, others));
   return view;
+}
+
+bool NodeState::HasStepsToMakeDurable() const {
+  return std::ranges::any_of(impl_->jobs, [](const auto& entry) {
+    const JobView view = entry.second->View();
+    return entry.second->plan().has_durable_steps() && view.durable_step < view.committed_step;
+  });
 }
 
 std::vector<JobView> NodeState::Jobs() const {

@@ -124,15 +124,19 @@ absl::Status Volume::State::FindVolume() {
   }
   for (uint32_t path = 0; path < paths.size(); ++path) {
     if (!labels[path].empty()) continue;
-    return MakeError(
-        ErrorId::kSwapPath, absl::StrFormat("%s: holds no volume to recover", PathText(path)),
-        "give the paths and sizes the volume was made with, or start without recovery");
+    return MakeError(ErrorId::kSwapPath,
+                     absl::StrFormat("%s: holds no volume to recover", PathText(path)),
+                     "give the paths and sizes the volume was made with; forebayd --reclaim makes "
+                     "it anew and gives "
+                     "up its jobs");
   }
   return MakeError(ErrorId::kSwapPath,
                    absl::StrFormat("%s: the %d paths are not one volume in this order and with "
                                    "these sizes",
                                    PathText(0), paths.size()),
-                   "give the paths and sizes the volume was made with, or start without recovery");
+                   "give the paths and sizes the volume was made with; forebayd --reclaim makes it "
+                   "anew and gives "
+                   "up its jobs");
 }
 
 // Whole records of this volume, newest first, each once.
@@ -253,7 +257,9 @@ absl::Status Volume::State::Recover() {
                    absl::StrFormat("%s: no durable state is whole: %d damaged records, %d damaged "
                                    "ledgers",
                                    PathText(0), recovery.damaged_records, recovery.damaged_ledgers),
-                   "restore the jobs from a checkpoint, then start without recovery");
+                   "forebayd --reclaim makes the volume anew and gives up its jobs: begin them "
+                   "again from weights "
+                   "that were saved elsewhere");
 }
 
 }  // namespace forebay::nvme

@@ -110,16 +110,35 @@ DiskRates RatesOf(const PlanOptions& options, schema::NodeStatus::Reader status)
   return rates;
 }
 
-// What is hidden under compute is hidden: the longer of both, less where an option switches that off.
-void AppendStepTime(const PlanOptions& options, double disk_s, std::string& text) {
+// Of a step of the disk, and of what a durable one writes besides: each so many steps, 1: each.
+struct DiskTime {
+  double step_s = 0;
+  double durable_s = 0;
+  uint64_t durable_every = 0;
+};
+
+// What is hidden under compute is hidden: the longer of both, less where an option switches that off. A call of step waits
+// until its step is durable where each is to be; else that happens under the next step.
+void AppendStepTime(const PlanOptions& options, const DiskTime& disk, std::string& text) {
   if (options.compute_s == 0) return;
   const bool hides = options.early_updates && !options.is_shared;
-  const double step_s = hides ? std::max(options.compute_s, disk_s) : options.compute_s + disk_s;
-  absl::StrAppendFormat(&text, "with %.3g s of compute a step takes %.2f s: %s\n",
-                        options.compute_s, step_s,
-                        !hides                       ? "the disk after compute"
-                        : disk_s > options.compute_s ? "the disk works all the time"
-                                                     : "the disk waits for compute");
+  const auto with = [&](double disk_s) {
+    return hides ? std::max(options.compute_s, disk_s) : options.compute_s + disk_s;
+  };
+  double step_s = with(disk.step_s);
+  if (disk.durable_every == 1) {
+    step_s += disk.durable_s;
+  } else if (disk.durable_every > 1) {
+    const double later_s = std::max(with(disk.step_s + disk.durable_s), step_s) - step_s;
+    step_s += later_s / static_cast<double>(disk.durable_every);
+  }
+  absl::StrAppendFormat(&text, "with %.3g s of compute a step takes %.2f s%s: %s\n",
+                        options.compute_s, step_s, disk.durable_every > 1 ? " on average" : "",
+                        !hides                            ? "the disk after compute"
+                        : disk.step_s > options.compute_s ? "the disk works all the time"
+                        : disk.durable_s > 0              ? "the disk waits for compute, and a "
+                                                            "durable step for the disk"
+                                                          : "the disk waits for compute");
 }
 
 // What partitions of each rank take; ranks with the same in one row.
@@ -189,7 +208,8 @@ std::string GatheredText(const ModelShape& model, protocol::DType dtype) {
   return text + "\n";
 }
 
-std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t ranks) {
+// `is_made`: of a job that is there.
+std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t ranks, bool is_made) {
   Table table({"DRAM", "BYTES", "PER PARAMETER"});
   const auto add = [&](std::string what, uint64_t bytes) {
     const double share = static_cast<double>(bytes) / static_cast<double>(elems);
@@ -220,11 +240,24 @@ std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t rank
   if (plan.getOthers() > 0) add("other jobs", plan.getOthers());
   std::string text = absl::StrCat(
       "\n", table.Text(), "\nof a limit of ", FormatBytes(plan.getLimit()), "; with ",
-      FormatBytes(plan.getAllInDram()), " nothing would be on swap\n", ArenasText(plan));
+      FormatBytes(plan.getAllInDram()),
+      is_made && plan.getWeightsOnSwap() > 0
+          ? " a new job like it would have nothing on swap; one with weights there stays there"
+          : " nothing would be on swap",
+      "\n", ArenasText(plan));
   if (plan.getMissing() > 0) {
     absl::StrAppend(&text, "other jobs move ", FormatBytes(plan.getMissing()), " to swap first\n");
   }
   return text;
+}
+
+std::string DurableText(schema::JobPlan::Reader plan) {
+  if (plan.getDurableWritten() == 0) return {};
+  const std::string which = plan.getDurableEvery() == 1
+                                ? "each step"
+                                : absl::StrCat("every ", plan.getDurableEvery(), " steps one");
+  return absl::StrCat(which, " becomes durable, and writes ", FormatBytes(plan.getDurableWritten()),
+                      " more for what is in DRAM\n");
 }
 
 // Empty where nothing is there.
@@ -240,15 +273,21 @@ std::string SwapText(const PlanOptions& options, schema::JobPlan::Reader plan,
       gradients == 0
           ? ""
           : absl::StrCat(", and at most ", FormatBytes(gradients), " more each way for gradients"),
-      "\n");
+      "\n", DurableText(plan));
   if (rates.read > 0 && rates.write > 0) {
     const double seconds =
         static_cast<double>(plan.getStepRead() + gradients) / kGb / rates.read +
         static_cast<double>(plan.getStepWritten() + gradients) / kGb / rates.write;
+    const DiskTime time{
+        .step_s = seconds,
+        .durable_s = static_cast<double>(plan.getDurableWritten()) / kGb / rates.write,
+        .durable_every = plan.getDurableEvery()};
     absl::StrAppendFormat(
-        &text, "the disk works %.2f s a step, at %.3g GB/s read and %.3g written%s\n", seconds,
+        &text, "the disk works %.2f s a step%s, at %.3g GB/s read and %.3g written%s\n", seconds,
+        time.durable_s > 0 ? absl::StrFormat(", %.2f s more for a durable one", time.durable_s)
+                           : "",
         rates.read, rates.write, rates.is_measured ? ", as measured" : "");
-    AppendStepTime(options, seconds, text);
+    AppendStepTime(options, time, text);
   }
   return text;
 }
@@ -257,7 +296,7 @@ std::string Text(const PlanOptions& options, const ModelShape& model, protocol::
                  schema::JobPlan::Reader plan, const DiskRates& rates) {
   return absl::StrCat(model.what, ": ", model.elems(), " parameters in ", model.groups.size(),
                       " groups, ", options.ranks, options.ranks == 1 ? " rank\n" : " ranks\n",
-                      DramText(plan, model.elems(), options.ranks),
+                      DramText(plan, model.elems(), options.ranks, /*is_made=*/false),
                       options.is_shared ? "" : GatheredText(model, dtype),
                       SwapText(options, plan, rates), RanksText(plan));
 }
@@ -280,7 +319,8 @@ absl::Status PlanOfJob(const PlanOptions& options, client::AdminClient& admin,
     const uint32_t ranks = job.getWorldSize();
     Print(absl::StrCat("job ", options.job, ": ", job.getParams(), " parameters, ",
                        job.getOptimizer().cStr(), ", ", job.getFormat().cStr(), ", ", ranks,
-                       ranks == 1 ? " rank\n" : " ranks\n", DramText(*plan, job.getParams(), ranks),
+                       ranks == 1 ? " rank\n" : " ranks\n",
+                       DramText(*plan, job.getParams(), ranks, /*is_made=*/true),
                        SwapText(of_job, *plan, RatesOf(options, *status)), RanksText(*plan)));
     return absl::OkStatus();
   }

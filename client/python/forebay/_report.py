@@ -60,9 +60,12 @@ def costs(
         return
     read, written, spilled = (takes[one] for one in ("step_read", "step_written", "gradients_on_swap"))
     more = f", and at most {size(spilled)} more each way for gradients" if spilled else ""
+    every, durable = takes["durable_every"], takes["durable_written"]
+    which = "each step" if every == 1 else f"every {every} steps one"
+    kept = f"; {which} becomes durable, and writes {size(durable)} more" if durable else ""
     yield (
         f"swap: {size(takes['swap'])} taken; a step of one pass reads {size(read)} and writes "
-        f"{size(written)}{more}{_disk_time(status, read + spilled, written + spilled)}"
+        f"{size(written)}{more}{_disk_time(status, read + spilled, written + spilled)}{kept}"
     )
 
 
