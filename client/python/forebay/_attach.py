@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,12 +142,33 @@ def _is_elsewhere(model: nn.Module) -> bool:
     return is_module and any(one.device.type != "cpu" for one in model.parameters())
 
 
-def shard(model: nn.Module, fsdp: Mapping[str, Any]) -> None:
-    """fully_shard() on a plain model."""
-    if not is_fully_sharded(model):
-        from . import _shard_plan
+def shard(
+    model: nn.Module, fsdp: Mapping[str, Any], optimizer: Optimizer, request: Request
+) -> Request:
+    """fully_shard() on a plain model. Groups of the parameters that it had name those that it has now."""
+    if is_fully_sharded(model):
+        return request
+    from . import _shard_plan
 
-        _shard_plan.shard(model, **fsdp)
+    groups = optimizer.params if request.param_groups is None else request.param_groups
+    groups = None if groups is None else list(groups)  # before their parameters are replaced
+    before = dict(model.named_parameters(remove_duplicate=False))
+    _shard_plan.shard(model, **fsdp)
+    if groups is None:
+        return request
+    after = dict(model.named_parameters(remove_duplicate=False))
+    moved = {id(tensor): after[name] for name, tensor in before.items() if name in after}
+
+    def follow(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return moved.get(id(item), item)
+        if isinstance(item, dict) and "params" in item:
+            params = item["params"]
+            one = isinstance(params, torch.Tensor)
+            return {**item, "params": follow(params) if one else [follow(tensor) for tensor in params]}
+        return item
+
+    return replace(request, param_groups=[follow(group) for group in groups])
 
 
 def attach_sharded(

@@ -31,6 +31,7 @@ _CURE = (
     "give it a reset_parameters() that sets them, or attach with initial=, a function of a module "
     "or safetensors files"
 )
+_ON_CPU = "make it on the CPU before attach (torch.arange(n, device='cpu'), or its module anew)"
 
 
 class Unset(torch.Tensor):
@@ -328,7 +329,7 @@ class Initial:
                 raise unsupported(
                     f"{what} {key} of {kind} {_fsdp.plain_name(name)} is on the meta device, and neither "
                     "this module nor one around it has reset_parameters()",
-                    _CURE,
+                    _CURE if what == "parameter" else f"{_CURE} that has it; or {_ON_CPU}",
                 )
 
     def _write_initialized(self, engine: ShardedEngine) -> None:
@@ -371,7 +372,7 @@ class Initial:
             if not buffer.is_set:
                 raise unsupported(
                     f"buffer {buffer.name} is on the meta device, and nothing sets it",
-                    f"{_CURE}; or make it on the CPU: torch.arange(n, device='cpu')",
+                    f"{_CURE} that has it; or {_ON_CPU}",
                 )
 
 

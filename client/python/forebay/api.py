@@ -133,7 +133,8 @@ def attach(
     the job's last committed step, and the buffers that its rank has committed with it (rank 0's
     where it has none).
 
-    Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was.
+    Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was, but
+            for a plain one that attach was to shard: fully_shard() stays.
             E_JOB_EXISTS  another run has made the job (its initial parameters are written):
                           resume=True, another name, or `forebay jobs --delete`.
             E_OPTION      an argument makes no sense, or the job has another durability; names both.
@@ -192,7 +193,7 @@ def attach(
     optimizer = optimizer or AdamW()
     if not is_sharded:
         return _attach.attach(model, optimizer, request)
-    _attach.shard(model, fsdp)
+    request = _attach.shard(model, fsdp, optimizer, request)
     return _attach.attach_sharded(
         model,
         optimizer,

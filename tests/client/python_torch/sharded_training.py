@@ -493,6 +493,26 @@ def two_param_groups_and_a_scheduler(ranks):
 
 
 @case(2)
+def param_groups_of_a_plain_model(ranks):
+    """attach shards it, and replaces the parameters that the groups name."""
+
+    def groups(model):
+        matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == is_one] for is_one in (True, False))
+        return [{"params": matrices, "lr": LR / 10, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+    for given in ("param_groups", "params"):
+        twins = Twins(ranks)
+        twins.ours = small_net()
+        listed = groups(twins.ours)
+        options = {"param_groups": listed} if given == "param_groups" else {}
+        optimizer = None if options else forebay.AdamW(lr=LR, params=listed)
+        twins.attach(optimizer, job=f"{ranks.job}.{given}", mode="sharded", mesh=ranks.mesh, **options)
+        twins.torch_opt = torch.optim.AdamW(groups(twins.theirs), lr=LR)
+        twins.train().assert_close()
+        twins.opt.detach()
+
+
+@case(2)
 def other_optimizers(ranks):
     for ours, theirs in (
         (forebay.SGD(lr=LR, momentum=0.9, nesterov=True), torch.optim.SGD),
