@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -103,6 +105,24 @@ internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall c
   };
 }
 
+// A daemon that is being started again does not answer meanwhile.
+absl::StatusOr<internal::GrantedSession> ConnectWithin(Timeout wait, const std::string& socket,
+                                                       const internal::AttachCall& call,
+                                                       const WaitLimits& limits) {
+  constexpr std::chrono::milliseconds kPause(50);
+  for (const Deadline until = Deadline::After(wait);;) {
+    absl::StatusOr<internal::GrantedSession> granted =
+        internal::ConnectAndAttach(socket, call, limits);
+    const ErrorId id = protocol::IdOf(granted.status());
+    const bool is_passing = id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone;
+    if (!is_passing || until.Expired() || limits.deadline.Expired()) return granted;
+    if (limits.Interrupted()) {
+      return MakeError(ErrorId::kInterrupted, "attach was interrupted while no daemon answered");
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions options) {
@@ -131,8 +151,9 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   parts.extra_state_bytes = call.extra_state_bytes;
   parts.activation_bytes = call.activation_bytes;
   const std::string socket = SocketPath(options.socket);
+  ASSIGN_OR_RETURN(const Timeout first_wait, FirstDaemonWait(options.daemon_wait));
   ASSIGN_OR_RETURN(internal::GrantedSession granted,
-                   internal::ConnectAndAttach(socket, call, limits));
+                   ConnectWithin(first_wait, socket, call, limits));
   const schema::AttachReply::Reader& reply = *granted.reply;
   parts.writes_initial = reply.getWritesInitial();
   parts.weights_on_swap = granted.terms.weights_on_swap;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "client/internal/attachment_state.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
@@ -110,13 +111,14 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
     }
     if (restart_deadline->Expired()) {
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - restart_begin;
-      return EndSession(
-          MakeError(ErrorId::kDaemonGone,
-                    absl::StrCat("the daemon has ended, and none took this session back within ",
-                                 waited.count(), " s: ", std::string(last.message())),
-                    "see why forebayd does not start (systemctl status forebayd), then start the "
-                    "trainer again; daemon_wait, or FOREBAY_DAEMON_WAIT in seconds, is how long a "
-                    "session waits for it"));
+      return EndSession(MakeError(
+          ErrorId::kDaemonGone,
+          absl::StrCat("the daemon has ended, and none took this session back within ",
+                       absl::StrFormat("%.1f", waited.count()),
+                       " s: ", std::string(last.message())),
+          "see in its log why forebayd does not start (journalctl -u forebayd), then start the "
+          "trainer again; daemon_wait, or FOREBAY_DAEMON_WAIT in seconds, is how long a "
+          "session waits for it"));
     }
     if (limits.deadline.Expired()) {
       return MakeError(ErrorId::kTimeout,

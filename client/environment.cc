@@ -52,6 +52,12 @@ absl::StatusOr<Timeout> DaemonWait(std::optional<Timeout> request) {
   return std::chrono::duration_cast<Timeout>(std::chrono::duration<double>(seconds));
 }
 
+bool SaysDaemonWait() { return !Variable("FOREBAY_DAEMON_WAIT").empty(); }
+
+absl::StatusOr<Timeout> FirstDaemonWait(std::optional<Timeout> request) {
+  return request.has_value() || SaysDaemonWait() ? DaemonWait(request) : Timeout(0);
+}
+
 std::string NvtxTool() { return Variable("NVTX_INJECTION64_PATH"); }
 
 std::string ProcessToken() {

@@ -23,6 +23,13 @@ std::string RunToken(std::string_view request);
 // Errors  E_OPTION  the variable is no number of seconds.
 absl::StatusOr<Timeout> DaemonWait(std::optional<Timeout> request);
 
+// Whether FOREBAY_DAEMON_WAIT says something.
+bool SaysDaemonWait();
+
+// How long an attach waits for a daemon where none answers: as DaemonWait() where one of both says something, else not at
+// all.
+absl::StatusOr<Timeout> FirstDaemonWait(std::optional<Timeout> request);
+
 // NVTX_INJECTION64_PATH: the library of a tool of NVIDIA's; empty: none.
 std::string NvtxTool();
 

@@ -107,6 +107,14 @@ class Report {
   std::string text_;
 };
 
+// Of the command. Its daemon is started again where that dies: an attach meanwhile waits for it.
+std::vector<std::string> Environment(const std::string& socket) {
+  std::vector<std::string> variables = {absl::StrCat("FOREBAY_SOCKET=", socket),
+                                        absl::StrCat("FOREBAY_RUN=", client::RunToken({}))};
+  if (!client::SaysDaemonWait()) variables.push_back("FOREBAY_DAEMON_WAIT=60");
+  return variables;
+}
+
 // The second process: parent of the daemon and of the command.
 class Supervisor {
  public:
@@ -129,12 +137,10 @@ class Supervisor {
       Print(daemon.status());
       return ExitStatus(kFailed);
     }
-    auto command =
-        Process::Start({.arguments = options_.command,
-                        .environment = {absl::StrCat("FOREBAY_SOCKET=", (*daemon)->socket()),
-                                        absl::StrCat("FOREBAY_RUN=", client::RunToken({}))},
-                        .group = command_group_,
-                        .signal_mask = command_mask_});
+    auto command = Process::Start({.arguments = options_.command,
+                                   .environment = Environment((*daemon)->socket()),
+                                   .group = command_group_,
+                                   .signal_mask = command_mask_});
     if (!command.ok()) {
       Print(command.status());
       return ExitStatus(kNotFound);
