@@ -296,13 +296,16 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
     }
   }
   options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
-  // What was handed over is newer than what its daemon has recorded before.
-  const bool was_killed = handed_over.node.jobs.empty();
+  if (config.swap_mode != nvme::OpenMode::kReclaim) {
+    RETURN_IF_ERROR(CheckVolume(handed_over, recorded, state->swap.get()));
+  }
   std::vector<AdoptedArenas> adopted =
-      was_killed ? AdoptKilled(std::move(recorded), state->swap.get(), staging, options.arenas,
-                               left, options.state)
-                 : AdoptJobs(handed_over, std::move(recorded), state->swap.get(), options.arenas,
-                             left, options.state);
+      AdoptJobs(handed_over, recorded, state->swap.get(), options.arenas, left, options.state);
+  // Those that did not come to rest in time, or all where the daemon before was killed.
+  for (AdoptedArenas& of_killed : AdoptKilled(std::move(recorded), state->swap.get(), staging,
+                                              options.arenas, left, options.state)) {
+    adopted.push_back(std::move(of_killed));
+  }
   options.state.keeps_jobs = store.keep != nullptr;
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
@@ -313,6 +316,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
   if (forget) RETURN_IF_ERROR(forget(state->executor->StoredNames()));
   state->executor->OwnAdopted();
+  // By the loop's thread: what it begins may be I/O. Nobody can have asked for anything before.
+  FOREBAY_CHECK(state->inbox->Push([](Executor& executor) { executor.ResumeUpdates(); }));
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {

@@ -66,8 +66,10 @@ class Daemon {
 
   // Before Stop(): jobs come to rest, `keep` is called on the loop thread with the descriptors by which the next daemon
   // finds them, and their ranks hear that they are to attach again. A job in the middle of a step, which goes on, is waited for
-  // up to `limit`; after it, it ends with the daemon, as all do where `keep` fails. `on_wait` is called about once a
-  // second meanwhile; where it returns false, nothing is waited for. Of the thread of Start().
+  // up to `limit`; after it the status is E_TIMEOUT: from its record the next daemon goes on with it where this process ends
+  // at once, without Stop(). So with all where `keep` fails. Where `keep` is null nothing is kept, and jobs come to rest only
+  // where the newest step of one at a durable level is not durable yet. `on_wait` is called about once a second
+  // meanwhile; where it returns false, nothing is waited for. Of the thread of Start().
   absl::Status HandOver(KeepDescriptors keep, std::chrono::seconds limit,
                         absl::AnyInvocable<bool()> on_wait);
 

@@ -47,6 +47,7 @@ constexpr int kExitUsage = 2;
 
 // Within TimeoutStopSec= of the unit, with what comes after.
 constexpr std::chrono::seconds kHandOverLimit(45);
+constexpr std::chrono::seconds kMakeDurableLimit(10);
 constexpr std::chrono::seconds kStoreLimit(5);
 
 struct CommandLine {
@@ -136,8 +137,7 @@ int Fail(const absl::Status& status) {
 }
 
 // On a terminal the person there says whether durable jobs may go; elsewhere --reclaim has said so.
-bool MayReclaim(const Config& config) {
-  const absl::StatusOr<std::string> jobs = Daemon::DurableJobs(config);
+bool MayReclaim(const absl::StatusOr<std::string>& jobs) {
   if (jobs.ok() && jobs->empty()) return true;
   const std::string lost = jobs.ok() ? *jobs
                                      : absl::StrCat("what is on swap, which cannot be read: ",
@@ -208,7 +208,8 @@ int ReadSignal(int signals_fd) {
 }
 
 // The jobs stay in memory for the next daemon, where the service manager keeps descriptors for it. A second signal
-// ends the wait for jobs that are in the middle of a step.
+// ends the wait for jobs that are in the middle of a step. Where some of them do not come to rest, or the store has no room,
+// this does not return.
 void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
   const auto keep = [&store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
     const auto ledger = kept.extract(forebay::daemon::kLedgerDescriptor);
@@ -221,7 +222,23 @@ void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
     return ReadSignal(signals_fd) == 0;
   };
   const absl::Status status = daemon.HandOver(keep, kHandOverLimit, on_wait);
-  if (!status.ok()) spdlog::error("{}", forebay::protocol::FormatError(status));
+  if (status.ok()) return;
+  spdlog::warn("the others go on as after a kill of this daemon: {}",
+               forebay::protocol::FormatError(status));
+  // As a kill: what the store has of them, and what it says, stays true.
+  spdlog::shutdown();
+  std::_Exit(0);
+}
+
+// Nobody keeps memory for the next daemon: it finds what is on swap, which is to be the newest step. A second signal ends
+// the wait.
+void MakeDurable(Daemon& daemon, int signals_fd) {
+  const auto on_wait = [&daemon, signals_fd] {
+    if (daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
+    return ReadSignal(signals_fd) == 0;
+  };
+  const absl::Status status = daemon.HandOver(nullptr, kMakeDurableLimit, on_wait);
+  if (!status.ok()) spdlog::warn("{}", forebay::protocol::FormatError(status));
 }
 
 int Serve(const Config& config, FdStore& store) {
@@ -252,9 +269,13 @@ int Serve(const Config& config, FdStore& store) {
   forebay::daemon::NotifyStopping();
   // The loop thread has ended: a clean stop would wait for it permanently.
   if (!asked) std::_Exit(kExitError);
-  // SIGINT ends the jobs: nobody is to go on with them.
+  // SIGINT ends the jobs that are in memory alone: nobody is to go on with them.
   const int signal = ReadSignal(signals_fd.get());
-  if (signal == SIGTERM && store.is_available()) HandOver(**daemon, store, signals_fd.get());
+  if (signal == SIGTERM && store.is_available()) {
+    HandOver(**daemon, store, signals_fd.get());
+  } else {
+    MakeDurable(**daemon, signals_fd.get());
+  }
   (*daemon)->Stop();
   spdlog::info("stopped");
   return 0;
@@ -283,7 +304,11 @@ int main(int argc, char** argv) {
   }
   if (line.scrub) return Scrub(*config);
   if (line.reclaim) {
-    if (!MayReclaim(*config)) return kExitError;
+    const absl::StatusOr<std::string> jobs = Daemon::DurableJobs(*config);
+    if (forebay::protocol::IdOf(jobs.status()) == forebay::protocol::ErrorId::kBusy) {
+      return Fail(jobs.status());
+    }
+    if (!MayReclaim(jobs)) return kExitError;
     config->swap_mode = forebay::nvme::OpenMode::kReclaim;
   }
   if (line.adopt) config->swap_other_place = forebay::daemon::OtherPlace::kAdopted;

@@ -79,7 +79,8 @@ struct NodeState::Impl {
   Job* JobOf(SessionId session);
   Job* JobNamed(const JobName& name) const;
   absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
-  absl::Status CheckLedger(const MemoryPlan& plan, const DurableJob* recovered) const;
+  bool MayAttach(const AttachRequested& request) const;
+  uint64_t LedgerTaken(const DurableJob* recovered) const;
   absl::Status CheckParked(const AttachRequested& request, const DurableJob& job) const;
   absl::Status ChangeWorld(const AttachRequested& request, Job& job);
   absl::Status MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use);

@@ -61,7 +61,7 @@ Job* NodeState::Impl::On(const AttachRequested& request) {
   FOREBAY_CHECK(request.session != 0 && request.layout != nullptr);
   FOREBAY_CHECK(!session_jobs.contains(request.session));
   WeighPaths();
-  absl::StatusOr<Job*> job = hand_over == HandOver::kNone ? JobFor(request) : RestartError();
+  absl::StatusOr<Job*> job = MayAttach(request) ? JobFor(request) : RestartError();
   if (!job.ok()) {
     actions.Emit(AnswerAttach{.session = request.session, .status = job.status(), .trace = {}});
     actions.Emit(CloseSession{.session = request.session, .reason = job.status()});
@@ -70,6 +70,16 @@ Job* NodeState::Impl::On(const AttachRequested& request) {
   session_jobs.emplace(request.session, (*job)->id());
   (*job)->Attach(request);
   return *job;
+}
+
+// While jobs come to rest one may need a rank for it that is not back yet: the others wait for it in step.
+bool NodeState::Impl::MayAttach(const AttachRequested& request) const {
+  if (hand_over == HandOver::kNone) return true;
+  if (hand_over != HandOver::kWaiting || !request.reattach) return false;
+  const absl::StatusOr<JobName> name =
+      ParseJobName(request.job, request.uid, OthersFor(request.uid));
+  const Job* const job = name.ok() ? JobNamed(*name) : nullptr;
+  return job != nullptr && job->is_coming_to_rest();
 }
 
 // The job of the request, made where it does not exist.
@@ -123,6 +133,12 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
                                         .world_size = job.world_size,
                                         .durability = job.durability}));
   if (request.run != job.run && !request.resume) return JobExistsError(job.name, job.step, job.run);
+  // A session goes on in the world that it was in: what was kept is of that one.
+  if (request.reattach && job.kept && request.world_size != job.kept->session.world_size) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("job ", job.name, " was left with ", job.kept->session.world_size,
+                                  " ranks; the session is of ", request.world_size));
+  }
   if (!freed_weights_bytes.contains(job.id)) return absl::OkStatus();
   return MakeError(ErrorId::kBusy,
                    absl::StrCat("job ", job.name,
@@ -131,24 +147,15 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
                    "attach again in a moment");
 }
 
-// The ledger of all jobs has room for another one. `recovered`: it is in it already.
-absl::Status NodeState::Impl::CheckLedger(const MemoryPlan& plan,
-                                          const DurableJob* recovered) const {
-  if (plan.ledger_bytes == 0 || options.ledger_bytes_max == 0) return absl::OkStatus();
-  uint64_t others = 0;
-  for (const auto& [id, job] : jobs) others += job->plan().ledger_bytes;
+// Of the ledger of all jobs, without `recovered`, which is in it already.
+uint64_t NodeState::Impl::LedgerTaken(const DurableJob* recovered) const {
+  uint64_t taken = 0;
+  for (const auto& [id, job] : jobs) taken += job->plan().ledger_bytes;
   for (const auto& [name, job] : ledger.parked()) {
     const std::shared_ptr<const DurableJob> in_ledger = InLedger(job);
-    if (job.get() != recovered && in_ledger != nullptr) others += LedgerBytes(*in_ledger);
+    if (job.get() != recovered && in_ledger != nullptr) taken += LedgerBytes(*in_ledger);
   }
-  if (others + plan.ledger_bytes <= options.ledger_bytes_max) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kLimit,
-      absl::StrCat("durability ", protocol::FormatDurability(plan.session.durability), " needs ",
-                   plan.ledger_bytes, " bytes of the ledger on swap, which has ",
-                   options.ledger_bytes_max, "; other jobs take ", others),
-      "raise swap.ledger and start the daemon with --reclaim, which gives up the jobs that are on "
-      "swap; or lower extra_state_bytes, or raise update.block_elems");
+  return taken;
 }
 
 // One that comes back has the number, the level and the slots that the ledger says.
@@ -175,7 +182,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   const GrantPolicy policy(options, UseOf(request.uid, nullptr, recovered.get()));
   const NodeUse of_node = Use(recovered.get());
   ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, session, of_node));
-  RETURN_IF_ERROR(CheckLedger(plan, recovered.get()));
+  RETURN_IF_ERROR(CheckLedgerRoom(plan, LedgerTaken(recovered.get()), options.ledger_bytes_max));
   nvme::SlotMap left = swap;
   // PlanJob has counted them, in this order.
   const auto allocate = [&left](uint32_t count, uint64_t slot_bytes) -> std::vector<nvme::Slot> {

@@ -300,10 +300,12 @@ void Step::DropFaulty() {
 
 absl::Status Step::DroppedError(uint64_t attempt) const {
   if (!fault_.ok() && attempt == faulty_attempt_) return fault_;
-  return MakeError(ErrorId::kGradDropped,
-                   absl::StrCat("the gradients of attempt ", attempt, " at step ",
-                                committed_step_ + 1, " of job ", spec_.name,
-                                " were dropped: another rank has begun attempt ", attempt_));
+  return MakeError(
+      ErrorId::kGradDropped,
+      absl::StrCat("the gradients of attempt ", attempt, " at step ", committed_step_ + 1,
+                   " of job ", spec_.name, " were dropped: attempt ", attempt_,
+                   " has begun, since a rank began the step anew or was lost, or the "
+                   "daemon was started again"));
 }
 
 void Step::HandleStep(Session& session, const Command& command) {

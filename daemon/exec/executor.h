@@ -103,6 +103,8 @@ class Executor {
   // where the executor ends: another daemon finds it.
   void Adopt(std::vector<AdoptedArenas> all, const std::string& left_staging = {});
   void OwnAdopted();
+  // Then, on the loop's thread, before anything else: updates in which the daemon before was killed go on.
+  void ResumeUpdates();
   // What of it the store is to keep on: that of jobs whose records this daemon writes on.
   std::set<std::string> StoredNames() const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);

@@ -1,8 +1,10 @@
 // The jobs of a daemon that ends go on with the next: what it leaves, and what it finds.
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
 #include "daemon/exec/hand_over.h"
@@ -14,6 +16,7 @@
 namespace forebay::daemon {
 
 void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done) {
+  if (keep == nullptr && !state_.HasStepsToMakeDurable()) return done(absl::OkStatus());
   keep_ = std::move(keep);
   handed_over_ = std::move(done);
   Raise(HandOverRequested{});
@@ -70,6 +73,9 @@ void Executor::OwnAdopted() {
     if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
   }
   if (!left_staging_.empty()) store_.drop(std::exchange(left_staging_, {}));
+}
+
+void Executor::ResumeUpdates() {
   if (std::exchange(resumes_updates_, false)) Raise(UpdatesResumed{});
 }
 
@@ -184,28 +190,36 @@ absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& acti
 
 // Clients hear of it when everything is kept: until then they would wait in vain.
 void Executor::Run(HandedOver& action) {
-  FOREBAY_CHECK(keep_ != nullptr);
+  if (keep_ == nullptr) return handed_over_(absl::OkStatus());
+  std::set<JobId> not_kept;  // that the next daemon has a record of
+  for (const auto& [id, record] : records_) {
+    if (!record.name.empty()) not_kept.insert(id);
+  }
   absl::Status status;
   if (!action.node->jobs.empty()) {
     absl::StatusOr<DescriptorsByName> kept = DescriptorsOf(action);
     status = kept.status();
     if (kept.ok()) status = keep_(*std::move(kept));
-    if (status.ok()) {
-      for (const HandedOver::Session& session : action.sessions) {
-        poller_.Remove(session.session);
-        sessions_.at(session.session).is_handed_over = true;
-        session_io(session.session).channel().Close(protocol::ChannelState::kRestarting);
-      }
-      for (const auto& job : action.node->jobs) {
-        if (const auto record = records_.find(job->id); record != records_.end()) {
-          record->second.record->Leave();
-        }
-        spdlog::info("job {}: its memory is kept at step {} for the next daemon", job->name,
-                     job->step);
-      }
-    } else {
-      spdlog::error("no job goes on with the next daemon: {}", protocol::FormatError(status));
+  }
+  if (status.ok()) {
+    for (const HandedOver::Session& session : action.sessions) {
+      poller_.Remove(session.session);
+      sessions_.at(session.session).is_handed_over = true;
+      session_io(session.session).channel().Close(protocol::ChannelState::kRestarting);
     }
+    for (const auto& job : action.node->jobs) {
+      not_kept.erase(job->id);
+      if (const auto record = records_.find(job->id); record != records_.end()) {
+        record->second.record->Leave();
+      }
+      spdlog::info("job {}: its memory is kept at step {} for the next daemon", job->name,
+                   job->step);
+    }
+  }
+  if (status.ok() && !not_kept.empty()) {
+    status = protocol::MakeError(
+        protocol::ErrorId::kTimeout,
+        absl::StrCat(not_kept.size(), " jobs did not come to rest between two steps in time"));
   }
   handed_over_(status);
 }

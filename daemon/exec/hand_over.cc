@@ -69,6 +69,11 @@ absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& from) {
   const auto found = from.find(kLedgerDescriptor);
   if (found == from.end()) return DecodedLedger{};
   ASSIGN_OR_RETURN(const uint64_t size, SizeOf(found->second));
+  if (size > nvme::Volume::kLedgerBytesMax) {
+    return MakeError(
+        ErrorId::kCorrupt,
+        absl::StrCat("the ledger that the daemon before has left has ", size, " bytes"));
+  }
   std::vector<std::byte> bytes(size);
   if (protocol::ReadFromStart(found->second.get(), bytes) != static_cast<int64_t>(size)) {
     return MakeError(ErrorId::kCorrupt, "the ledger that the daemon before has left is cut short");
@@ -192,18 +197,18 @@ absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
   return adopted;
 }
 
-// Of a job that was handed over, and is as its record says.
+// The record of a job that was handed over stays its own.
 void AdoptRecord(const DurableJob& job, std::vector<RecordedJob>& recorded,
                  AdoptedArenas& adopted) {
-  const auto found = std::ranges::find_if(
-      recorded, [&](const RecordedJob& one) { return one.job.id == adopted.id; });
+  const auto found =
+      std::ranges::find_if(recorded, [&](const RecordedJob& one) { return one.job.id == job.id; });
   if (found == recorded.end()) return;
   const DurableJob& as_recorded = found->job;
-  const bool is_as_recorded = as_recorded.name == job.name && as_recorded.uid == job.uid &&
-                              as_recorded.step == job.step && as_recorded.kept->update == nullptr;
-  if (!is_as_recorded) return;
-  adopted.record = std::move(found->record);
-  adopted.record_number = found->number;
+  if (adopted.id == job.id && as_recorded.step == job.step && as_recorded.kept->update == nullptr) {
+    adopted.record = std::move(found->record);
+    adopted.record_number = found->number;
+  }
+  recorded.erase(found);
 }
 
 absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
@@ -255,7 +260,8 @@ class Mapping {
 // Bytes that workers had in hand are as they were before, and staged blocks in the slots of this daemon. `taken`: slots of
 // other jobs.
 absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
-                        const SwapSpace* swap, const Mapping& staging, std::set<uint32_t>& taken) {
+                        const SwapSpace* swap, std::span<std::byte> staging,
+                        std::set<uint32_t>& taken) {
   const auto& update = killed.job.kept->update;
   if (update == nullptr) return absl::OkStatus();
   if (arenas.step == nullptr) {
@@ -266,7 +272,7 @@ absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
     if (!block.staging_slot) continue;
     const bool is_there =
         swap != nullptr && *block.staging_slot < swap->staging_slots() &&
-        (*block.staging_slot + uint64_t{1}) * swap->staging_slot_bytes() <= staging.bytes().size();
+        (*block.staging_slot + uint64_t{1}) * swap->staging_slot_bytes() <= staging.size();
     if (!is_there) {
       return MakeError(ErrorId::kConfig,
                        absl::StrCat("its step ", killed.job.step,
@@ -281,19 +287,39 @@ absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
   const auto bytes_of = [](const ArenaRegistry::Arena& arena) {
     return arena == nullptr ? std::span<std::byte>() : arena->bytes();
   };
-  RETURN_IF_ERROR(killed.record->undo().Undo(killed.job.step, {.states = bytes_of(arenas.state),
-                                                               .weights = bytes_of(arenas.weights),
-                                                               .staging = staging.bytes()}));
+  RETURN_IF_ERROR(killed.record->undo().Undo(
+      killed.job.step,
+      {.states = bytes_of(arenas.state), .weights = bytes_of(arenas.weights), .staging = staging}));
   for (const uint32_t slot : slots) {
     const uint64_t bytes = swap->staging_slot_bytes();
-    std::ranges::copy(staging.bytes().subspan(slot * bytes, bytes),
-                      swap->Slot(slot, bytes).begin());
+    std::ranges::copy(staging.subspan(slot * bytes, bytes), swap->Slot(slot, bytes).begin());
   }
   taken.merge(slots);
   return absl::OkStatus();
 }
 
 }  // namespace
+
+absl::Status CheckVolume(const DecodedLedger& ledger, const std::vector<RecordedJob>& recorded,
+                         const SwapSpace* swap) {
+  const auto check = [swap](const DurableJob& job, uint64_t nonce) -> absl::Status {
+    if (job.AllSlots().empty() || (swap != nullptr && swap->nonce() == nonce)) {
+      return absl::OkStatus();
+    }
+    return MakeError(
+        ErrorId::kConfig,
+        absl::StrCat("job ", job.name, " at step ", job.step,
+                     " of the daemon before is kept in memory, and a part of it is on swap; this "
+                     "daemon has ",
+                     swap == nullptr ? "no swap" : "another volume there"),
+        "start it with the swap.paths that it had; to give up what is kept, stop the service "
+        "before "
+        "it is started (systemctl stop forebayd)");
+  };
+  for (const auto& job : ledger.node.jobs) RETURN_IF_ERROR(check(*job, ledger.nonce));
+  for (const RecordedJob& one : recorded) RETURN_IF_ERROR(check(one.job, one.nonce));
+  return absl::OkStatus();
+}
 
 std::vector<RecordedJob> ReadRecords(DescriptorsByName& left) {
   std::map<JobId, RecordedJob> jobs;  // of each the newest record that is whole
@@ -334,7 +360,9 @@ LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
 std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const SwapSpace* swap,
                                        const LeftStaging& staging, const ArenaPolicy& arenas,
                                        DescriptorsByName& left, NodeOptions& node) {
+  // Without them only a job that was updated in one does not go on.
   const absl::StatusOr<Mapping> left_slots = Mapping::Of(staging.fd);
+  if (!left_slots.ok()) spdlog::warn("{}", protocol::FormatError(left_slots.status()));
   std::set<uint32_t> taken_slots;
   std::vector<AdoptedArenas> adopted;
   std::vector<DurableJob> going_on;
@@ -350,8 +378,11 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const Swap
     if (status.ok()) {
       absl::StatusOr<AdoptedArenas> taken = AdoptArenas(job, arenas, left);
       status = taken.status();
-      if (status.ok()) status = left_slots.status();
-      if (status.ok()) status = UndoUpdate(killed, *taken, swap, *left_slots, taken_slots);
+      if (status.ok()) {
+        status =
+            UndoUpdate(killed, *taken, swap,
+                       left_slots.ok() ? left_slots->bytes() : std::span<std::byte>(), taken_slots);
+      }
       if (status.ok()) status = ReserveKilled(job, node);
       if (status.ok()) {
         taken->record = std::move(killed.record);
@@ -393,9 +424,10 @@ DecodedLedger ReadHandedOver(const DescriptorsByName& from) {
   return {};
 }
 
-std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, std::vector<RecordedJob> recorded,
-                                     const SwapSpace* swap, const ArenaPolicy& arenas,
-                                     DescriptorsByName& left, NodeOptions& node) {
+std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger,
+                                     std::vector<RecordedJob>& recorded, const SwapSpace* swap,
+                                     const ArenaPolicy& arenas, DescriptorsByName& left,
+                                     NodeOptions& node) {
   const bool is_same_volume =
       swap != nullptr && swap->nonce() == ledger.nonce && swap->found_sequence() == ledger.sequence;
   node.recovered.last_job = std::max(node.recovered.last_job, ledger.node.last_job);

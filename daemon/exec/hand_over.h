@@ -63,14 +63,21 @@ struct RecordedJob {
 // Takes records out of `left`. Those that no job can go on from are left out, and the log says why.
 std::vector<RecordedJob> ReadRecords(DescriptorsByName& left);
 
+// Whether what is on swap of all of them is on this one; null: there is none.
+//
+// Errors  E_CONFIG  it is not: started with other swap.paths they are not lost.
+absl::Status CheckVolume(const DecodedLedger& ledger, const std::vector<RecordedJob>& recorded,
+                         const SwapSpace* swap);
+
 // Jobs of the ledger go on: their arenas come out of `left`, and the jobs into `node`, in the place of what its disk says
 // of them. Where another job has the number of one, which then is of another volume and names no slot, that one gets a
-// new number. What `recorded` has of them stays: where this daemon too is killed, before their ranks are back, the next one
-// goes on from that. `swap` may be null. A job that cannot go on is left out, and the log says why. The arenas' ends leave
-// their pages alone. Blocks, but gives memory to no page.
-std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, std::vector<RecordedJob> recorded,
-                                     const SwapSpace* swap, const ArenaPolicy& arenas,
-                                     DescriptorsByName& left, NodeOptions& node);
+// new number. Their records come out of `recorded` and stay theirs: where this daemon too is killed, before their ranks are
+// back, the next one goes on from those. `swap` may be null. A job that cannot go on is left out, and the log says why. The
+// arenas' ends leave their pages alone. Blocks, but gives memory to no page.
+std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger,
+                                     std::vector<RecordedJob>& recorded, const SwapSpace* swap,
+                                     const ArenaPolicy& arenas, DescriptorsByName& left,
+                                     NodeOptions& node);
 
 // The staging slots that a daemon which was killed has left; no name: none of this size.
 struct LeftStaging {

@@ -19,6 +19,7 @@
 #include "daemon/core/block_map.h"
 #include "daemon/core/placement.h"
 #include "daemon/exec/ledger_codec.h"
+#include "nvme/checksum.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -32,7 +33,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
-constexpr uint64_t kRecordVersion = 5;
+constexpr uint64_t kRecordVersion = 6;
 constexpr uint64_t kAlignment = 64;
 constexpr uint64_t kNoSlot = UINT64_MAX;
 constexpr int kStagedBits = 16;
@@ -90,6 +91,7 @@ struct KeptRecord::Header {
   std::atomic<uint64_t> trust_step = 0;
   uint64_t leases_offset = 0;
   uint64_t leases = 0;
+  uint64_t checksum = 0;  // of what never changes: FixedChecksum()
 };
 
 struct KeptRecord::Version {
@@ -153,6 +155,17 @@ struct KeptRecord::Values {
   uint64_t clipped = 0;
   uint64_t overflowed = 0;
 };
+
+// Of the header's fields that never change, and of the job.
+uint64_t KeptRecord::FixedChecksum(std::span<const std::byte> bytes) {
+  alignas(Header) std::array<std::byte, sizeof(Header)> copy;
+  std::ranges::copy(bytes.first(copy.size()), copy.begin());
+  auto& fixed = *reinterpret_cast<Header*>(copy.data());
+  fixed.is_valid = fixed.published = fixed.decided = fixed.attempt = 0;
+  fixed.trust_step = fixed.checksum = 0;
+  return nvme::Checksum({}, copy) ^
+         nvme::Checksum({}, bytes.subspan(fixed.job_offset, fixed.job_bytes));
+}
 
 KeptRecord::KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes)
     : fd_(std::move(fd)),
@@ -283,6 +296,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   auto* const begin = static_cast<std::byte*>(mapped);
   std::memcpy(begin, &sizes, sizeof(sizes));
   std::memcpy(begin + sizes.job_offset, encoded.data(), encoded.size());
+  reinterpret_cast<Header*>(begin)->checksum = FixedChecksum({begin, bytes});
   std::unique_ptr<KeptRecord> made(new KeptRecord(std::move(fd), {begin, bytes}));
   made->header().published = made->header().decided = job.step;
   for (uint32_t i = 0; i < job.blocks.size(); ++i) {
@@ -324,12 +338,17 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd
   if (mapped == MAP_FAILED) return Corrupt(protocol::ErrnoText("mmap", errno));
   const auto* const header = static_cast<const Header*>(mapped);
   const bool is_ours = header->magic == kMagic && header->version == kRecordVersion;
-  if (is_ours && header->file_bytes == bytes && header->undo_offset + header->undo_bytes == bytes) {
+  const bool is_whole =
+      is_ours && header->file_bytes == bytes && header->job_offset <= bytes &&
+      header->job_bytes <= bytes - header->job_offset &&
+      FixedChecksum({static_cast<const std::byte*>(mapped), bytes}) == header->checksum;
+  if (is_whole) {
     return std::unique_ptr<KeptRecord>(
         new KeptRecord(std::move(fd), {static_cast<std::byte*>(mapped), bytes}));
   }
   const absl::Status status =
-      is_ours ? Corrupt(absl::StrCat(bytes, " bytes of ", header->file_bytes))
+      is_ours ? Corrupt(absl::StrCat("it is damaged, or cut: ", bytes, " bytes of ",
+                                     header->file_bytes))
               : Corrupt(absl::StrCat("version ", header->version, "; this forebayd reads version ",
                                      kRecordVersion));
   ::munmap(mapped, bytes);  // whoever wrote it may still read it
@@ -522,6 +541,36 @@ std::shared_ptr<const KeptUpdate> KeptRecord::ReadUpdate() const {
   return update;
 }
 
+// Numbers that whoever reads them relies on.
+absl::Status KeptRecord::CheckChanging() const {
+  const Header& at = header();
+  const uint64_t published = at.published;
+  const uint64_t decided = at.decided;
+  if (decided != published && decided != published + 1) return Corrupt("its steps");
+  const Values& of_step = values(decided);
+  if (of_step.step != decided || values(published).step != published || of_step.ranks > at.ranks ||
+      of_step.traced > at.partitions) {
+    return Corrupt("values of a step");
+  }
+  for (uint64_t i = 0; i < of_step.traced; ++i) {
+    if (trace(decided)[i] >= at.partitions) return Corrupt("its trace");
+  }
+  for (uint64_t rank = 0; rank < of_step.ranks; ++rank) {
+    if (extra_states(decided)[rank].bytes > protocol::kExtraStateBytesMax) {
+      return Corrupt("extra_state");
+    }
+  }
+  if (decided > published && order().param_groups > protocol::kParamGroupsMax) {
+    return Corrupt("the order of its update");
+  }
+  for (uint32_t i = 0; i < at.blocks; ++i) {
+    for (const Version& version : block(i).versions) {
+      if (version.digests > at.digests) return Corrupt("digests of a block");
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   const Header& at = header();
   ASSIGN_OR_RETURN(const DecodedLedger decoded,
@@ -543,6 +592,7 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
         ErrorId::kJobFailed,
         absl::StrCat("job ", job.name, ": nothing was recorded of it when the daemon was killed"));
   }
+  RETURN_IF_ERROR(CheckChanging());
   job.step = decided;
   job.param_updates.assign(param_updates(published), param_updates(published) + at.params);
   const Values& of_step = values(decided);

@@ -83,6 +83,7 @@ class KeptRecord {
 
   KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes);
 
+  static uint64_t FixedChecksum(std::span<const std::byte> bytes);
   Header& header() const;
   Values& values(uint64_t step) const;
   uint64_t* param_updates(uint64_t step) const;
@@ -103,6 +104,7 @@ class KeptRecord {
   void WriteOrder(const RecordDecision& record);
   std::optional<DurableBytes> BytesOf(uint32_t index, uint64_t copy) const;
   std::shared_ptr<const KeptUpdate> ReadUpdate() const;
+  absl::Status CheckChanging() const;
 
   protocol::UniqueFd fd_;
   std::span<std::byte> bytes_;

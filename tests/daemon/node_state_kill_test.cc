@@ -114,6 +114,29 @@ TEST(NodeStateKillOfDurableJobs, ASessionIsNotGivenAJobOfTheDisk) {
   EXPECT_OK(next->attached(next->Attach(run.layout_, anew))->status);
 }
 
+// What was kept is of the ranks that there were: another one has no place in it.
+TEST(NodeStateKillOfAWorld, ASessionOfAnotherWorldIsRefused) {
+  const JobCase with{kMemory, Place::kDram};
+  for (const bool is_killed : {true, false}) {
+    Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+    run.AttachAll();
+    run.TrainTo(2);
+    if (is_killed) {
+      ASSERT_TRUE(run.Kill());
+    } else {
+      run.HandOver();
+    }
+    AttachRequest request = RequestOf(0, with, /*reattach=*/true);
+    request.world_size = 4;
+    request.rank = 3;
+    const uint64_t session = run.node_->Attach(run.layout_, request);
+    EXPECT_EQ(protocol::IdOf(run.node_->attached(session)->status), protocol::ErrorId::kRank);
+    run.AttachAll(/*reattach=*/true);
+    run.TrainTo(run.answered_ + 1);
+    EXPECT_EQ(run.node_->fault(), "");
+  }
+}
+
 // A rank that does nothing but read what it has leased knows nothing of it: nobody writes there before it says so.
 TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};
@@ -199,6 +222,45 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesHoldNoUpdateUp) {
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
   }
   EXPECT_GT(held, 3U);
+}
+
+// Of a rank that died with the daemon and does not come back.
+TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesEndWhereAFetchWaitsForTheirRoom) {
+  const JobCase with{kMemory, Place::kWeightsOnSwap};
+  Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+  run.AttachAll();
+  run.TrainTo(2);
+  // All that is its own.
+  const auto fetch_own = [&](NodeHarness& node, uint64_t session, uint32_t rank) {
+    std::vector<uint64_t> tags;
+    for (uint32_t i = 0; i < run.layout_->partitions().size(); ++i) {
+      if (run.layout_->partitions()[i].owner == rank) tags.push_back(node.Fetch(session, i));
+    }
+    node.RunTasks();
+    return tags;
+  };
+  AttachRequest gone = RequestOf(0, with, /*reattach=*/true);
+  for (const uint64_t tag : fetch_own(*run.node_, run.sessions_[0], 0)) {
+    ASSERT_EQ(run.node_->ErrorOf(tag), protocol::ErrorId::kNone);
+    gone.held_leases.push_back(run.node_->answer(tag)->completion.lease_id);
+  }
+  ASSERT_TRUE(run.Kill());
+  NodeHarness& next = *run.node_;
+  const uint64_t second = next.Attach(run.layout_, RequestOf(1, with, /*reattach=*/true));
+  const std::vector<uint64_t> tags = fetch_own(next, second, 1);
+  const auto waits = [&next](uint64_t tag) { return next.answer(tag) == nullptr; };
+  ASSERT_TRUE(std::ranges::any_of(tags, waits));
+  ASSERT_THAT(next.Logged<StartLeaseTimer>(), SizeIs(1)) << "one for all of them";
+  EXPECT_EQ(next.Logged<StartLeaseTimer>()[0].step, 0U);
+  EXPECT_EQ(run.View().leases, gone.held_leases.size() + tags.size() -
+                                   static_cast<uint64_t>(std::ranges::count_if(tags, waits)));
+  next.Send(LeaseTimeExpired{.job = run.View().id, .step = 0});
+  next.RunTasks();
+  for (const uint64_t tag : tags) EXPECT_EQ(next.ErrorOf(tag), protocol::ErrorId::kNone);
+  // Its session ends: what it reads is not there any more.
+  EXPECT_EQ(next.attached(next.Attach(run.layout_, gone))->leases, 0U);
+  EXPECT_EQ(run.View().leases, tags.size());
+  EXPECT_EQ(next.fault(), "");
 }
 
 // A planned restart does not wait for a rank that cannot attach any more, and the next daemon keeps its leases too.

@@ -1,0 +1,238 @@
+# Goal    What is kept for the next daemon survives what is around it: another configuration, damage, a rank that is not
+#         back, a store that is full. A job goes on or is refused with an error; no other job, and no start, fails with it.
+# Method  Real daemons under the stand-in for the service manager, whose store the test can change between two of them.
+
+import json
+import os
+import signal
+import struct
+import threading
+import time
+
+import forebay
+import pytest
+import torch
+from daemon_process import missing
+from models import net, train
+from test_daemon_restart import (
+    DEADLINE_S,
+    Service,
+    jobs_of,
+    settings_without_states,
+    start_ranks,
+    trained,
+    without_swap,
+)
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+# Words of a record's header (kept_record.cc).
+PUBLISHED, DECIDED, FIXED_WORDS = 24, 25, [*range(2, 23), 27, 29, 30, 31]
+
+
+def record(service, job):
+    """The newest one of the job with this number: its descriptor."""
+    return [fd for name, fd in service.manager.store if name.startswith(f"forebay.record.{job}.")][-1]
+
+
+def words(fd):
+    return struct.unpack("<32Q", os.pread(fd, 256, 0))
+
+
+def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
+    """Its record has no slots for the blocks that left DRAM: the next daemon zeroes some before anything else."""
+    service = Service(folder, "dram.limit=90MiB", "swap.capacity=256MiB")
+
+    def attached(job):
+        model = net(width=448)
+        where = {"run": "one", "socket": f"{folder}/s", "daemon_wait": 60}
+        return model, forebay.attach(model, forebay.AdamW(), job=job, **where)
+
+    def until_it_is_gone(model, opt):
+        step = 2
+        while True:
+            try:
+                train(model, opt, 1, first=step)
+                step += 1
+            except forebay.ForebayError as error:
+                if error.code != "E_GRAD_DROPPED":
+                    return
+                opt.zero_grad()
+
+    with service.manager as manager:
+        manager.start()
+        model, opt = attached("first")
+        train(model, opt, 2)
+        other, other_opt = attached("second")
+        train(other, other_opt, 2)
+        [job] = [job for job in forebay.status(f"{folder}/s")["jobs"] if job["name"] == "first"]
+        assert 0 < job["resident_blocks"] < job["blocks"]
+        trainer = threading.Thread(target=until_it_is_gone, args=(model, opt), daemon=True)
+        trainer.start()
+        in_update = 0
+        for attempt in range(60):
+            time.sleep(0.05 + 0.017 * (attempt % 20))  # house: allow sleep: a random moment of a step
+            manager._end(signal.SIGKILL)
+            of_first = words(record(service, 1))
+            in_update += of_first[DECIDED] > of_first[PUBLISHED]
+            manager.start()
+            before = jobs_of(service)["first"]
+            end = time.monotonic() + DEADLINE_S
+            while jobs_of(service)["first"] < before + 1:
+                assert trainer.is_alive() and time.monotonic() < end, service.log()
+                time.sleep(0.01)  # house: allow sleep: a poll with a deadline
+            if in_update == 2:
+                break
+        assert in_update > 0
+        opt.detach()
+        trainer.join(DEADLINE_S)
+        other_opt.detach()
+    assert "critical" not in service.log()
+
+
+def test_other_swap_paths_do_not_cost_a_kept_job(folder):
+    def refused(service):
+        with pytest.raises(forebay.ForebayError) as error:
+            trained(service, "job", 0)
+        return str(error.value)
+
+    service = Service(folder, *settings_without_states(folder, refused))
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "job", 2)
+        before = opt.state_sha256()
+        good = manager.command
+        for end in (signal.SIGKILL, signal.SIGTERM):
+            manager._end(end)
+            manager.command = without_swap(good)
+            with pytest.raises(RuntimeError, match="no READY=1"):
+                manager.start()
+            assert "E_CONFIG" in service.log() and "this daemon has no swap" in service.log()
+            manager.command = good
+            manager.start()
+            assert opt.state_sha256() == before
+        train(model, opt, 1, first=2)
+        assert jobs_of(service) == {"job": 3}
+        opt.detach()
+
+
+@pytest.mark.parametrize("word", FIXED_WORDS)
+def test_a_damaged_record_costs_its_own_job_alone(folder, word):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        for job in ("damaged", "whole"):
+            _, opt = trained(service, job, 2)
+            opt.detach()
+        manager._end(signal.SIGKILL)
+        fd = record(service, 1)
+        os.pwrite(fd, struct.pack("<Q", words(fd)[word] ^ 0x5004), 8 * word)
+        manager.start()
+        assert jobs_of(service) == {"whole": 2}
+        assert "E_CORRUPT" in service.log() or "E_JOB_FAILED" in service.log()
+        _, opt = trained(service, "damaged", 1)
+        opt.detach()
+
+
+@pytest.mark.parametrize("what", ["decided", "trace", "staging"])
+def test_damage_of_what_changes_is_no_crash(folder, what):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        for job in ("damaged", "whole"):
+            _, opt = trained(service, job, 2)
+            opt.detach()
+        manager._end(signal.SIGKILL)
+        if what == "staging":
+            [fd] = [fd for name, fd in manager.store if name.startswith("forebay.staging.")]
+            os.dup2(os.open("/dev/null", os.O_RDWR), fd)
+        else:
+            fd = record(service, 1)
+            if what == "decided":
+                os.pwrite(fd, struct.pack("<Q", 0xC0A80), 8 * DECIDED)
+            else:  # the last words of the values of a step
+                at, size = words(fd)[11], words(fd)[12]
+                os.pwrite(fd, b"\xff" * 64, at + size - 64)
+                os.pwrite(fd, b"\xff" * 64, at + 2 * size - 64)
+        manager.start()
+        assert jobs_of(service)["whole"] == 2
+        for job in jobs_of(service):
+            _, opt = trained(service, job, 1)
+            opt.detach()
+
+
+def test_a_restart_while_a_rank_is_not_back_yet(folder):
+    """Two ranks after a kill; one is held while the daemon is asked to stop. It waits for that one, which may come back."""
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        ranks = start_ranks(service, "shared", "memory", 60)
+        watchdog = threading.Timer(DEADLINE_S, ranks.kill)
+        watchdog.start()
+        lines = iter(ranks.stdout)
+        trained_ranks = set()
+        while len(trained_ranks) < 2:
+            what, rank, *_ = json.loads(next(lines))
+            if what == "answered":
+                trained_ranks.add(rank)
+        children = pids_of_children(ranks.pid)
+        assert len(children) == 2
+        os.kill(children[0], signal.SIGSTOP)
+        manager.kill()
+        end = time.monotonic() + DEADLINE_S
+        while jobs_sessions(service) < 1:
+            assert time.monotonic() < end, service.log()
+            time.sleep(0.01)  # house: allow sleep: a poll with a deadline
+        threading.Timer(1, os.kill, (children[0], signal.SIGCONT)).start()
+        began = time.monotonic()
+        manager.restart()
+        assert time.monotonic() - began < 30, service.log()
+        for _ in lines:
+            pass
+        error = ranks.stderr.read()
+        assert ranks.wait(DEADLINE_S) == 0, f"{error}\n{service.log()}"
+        watchdog.cancel()
+
+
+def test_a_job_that_does_not_come_to_rest_goes_on_as_after_a_kill(folder):
+    """The daemon has asked all its ranks, and one does not answer: SIGTERM again ends the wait."""
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "busy", 2)
+        _, other = trained(service, "idle", 3)
+        other.detach()
+        before = opt.state_sha256()
+        model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()  # its gradients are there: between two steps it is not
+        stopping = threading.Timer(2, manager.process.send_signal, (signal.SIGTERM,))
+        stopping.start()
+        manager.restart()
+        assert jobs_of(service) == {"busy": 2, "idle": 3}
+        assert "go on as after a kill" in service.log()
+        opt.zero_grad()  # they are lost
+        assert opt.state_sha256() == before
+        train(model, opt, 1, first=2)
+        assert jobs_of(service) == {"busy": 3, "idle": 3}
+        opt.detach()
+
+
+def test_a_store_without_room_for_the_ledger_costs_no_job(folder):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.fds_max = 9  # four of each job, and the staging slots
+        manager.start()
+        for job in ("a", "b"):
+            _, opt = trained(service, job, 2)
+            opt.detach()
+        manager.restart()
+        assert jobs_of(service) == {"a": 2, "b": 2}
+
+
+def pids_of_children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as children:
+        return [int(child) for child in children.read().split()]
+
+
+def jobs_sessions(service):
+    [job] = forebay.status(f"{service.folder}/s")["jobs"]
+    return job["sessions"]
