@@ -226,7 +226,6 @@ void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
   spdlog::warn("the others go on as after a kill of this daemon: {}",
                forebay::protocol::FormatError(status));
   // As a kill: what the store has of them, and what it says, stays true.
-  spdlog::shutdown();
   std::_Exit(0);
 }
 

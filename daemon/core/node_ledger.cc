@@ -94,7 +94,8 @@ uint64_t UsualLedgerBytes(uint64_t capacity_bytes, uint64_t slot_bytes, bool kee
   // Of a small volume: there what ranks keep beside a step (64 KiB each, where nothing else is said) is most of it.
   constexpr uint64_t kCapacityPerByteMin = 256;
   // The smallest blocks have a quarter of a slot's bytes.
-  const uint64_t of_slots = (4 * capacity_bytes / slot_bytes + kSlotsMin) * kBytesPerSlot;
+  const uint64_t slots = slot_bytes == 0 ? 0 : 4 * capacity_bytes / slot_bytes;
+  const uint64_t of_slots = (slots + kSlotsMin) * kBytesPerSlot;
   if (!keeps_files) return std::min(nvme::Volume::kLedgerBytesMax, of_slots);
   // There may be digests of weights, and what ranks keep beside a step.
   const uint64_t of_capacity =

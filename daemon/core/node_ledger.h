@@ -69,7 +69,8 @@ class NodeLedger {
   Last last_ = Last::kNone;
 };
 
-// The ledger of a volume where nothing is said of its size. `keeps_files`: jobs can be durable there.
+// The ledger of a volume where nothing is said of its size. `slot_bytes`: 0: not known. `keeps_files`: jobs can be
+// durable there.
 uint64_t UsualLedgerBytes(uint64_t capacity_bytes, uint64_t slot_bytes, bool keeps_files);
 
 // Errors  E_LIMIT  a ledger of `max_bytes` (0: there is none) has no room for the job beside `taken_bytes`.
