@@ -56,7 +56,8 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
   uint64_t points = 0;
-  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;  // a larger job
+  const uint64_t stride =
+      GetParam().place == Place::kSumsOnSwap ? 9 : testing::kPointStride;  // a larger job
   for (uint64_t point = 0;; point += stride) {
     Training run(GetParam(), options);
     run.AttachAll();
@@ -84,7 +85,7 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
     ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
   }
-  EXPECT_GT(points, 40U);
+  EXPECT_GT(points, 40 / testing::kPointStride);
   EXPECT_GE(steps.size(), 2U);
 }
 

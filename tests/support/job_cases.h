@@ -10,6 +10,7 @@
 #include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "tests/support/node_harness.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/sharded_job.h"
 
 namespace forebay::testing {
@@ -27,6 +28,10 @@ struct JobCase {
   bool several_passes = false;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
 };
+
+// Between the points at which a daemon ends, where all of them are tried one after the other: sanitizers look for
+// something else, and take long.
+inline constexpr uint64_t kPointStride = kSanitized ? 3 : 1;
 
 inline constexpr uint32_t kCaseRanks = 2;
 
