@@ -56,8 +56,8 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
   uint64_t points = 0;
-  const uint64_t stride =
-      GetParam().place == Place::kSumsOnSwap ? 9 : testing::kPointStride;  // a larger job
+  const bool is_large = GetParam().place == Place::kSumsOnSwap;
+  const uint64_t stride = is_large ? 9 : testing::kPointStride;
   for (uint64_t point = 0;; point += stride) {
     Training run(GetParam(), options);
     run.AttachAll();

@@ -41,8 +41,8 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   std::set<uint64_t> steps;
   uint64_t points = 0;
   uint64_t in_update = 0;
-  const uint64_t stride =
-      GetParam().place == Place::kSumsOnSwap ? 9 : testing::kPointStride;  // a larger job
+  const bool is_large = GetParam().place == Place::kSumsOnSwap;
+  const uint64_t stride = is_large ? 9 : testing::kPointStride;
   for (uint64_t point = 0;; point += stride) {
     Training run(GetParam(), options);
     run.AttachAll();
