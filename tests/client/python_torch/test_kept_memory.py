@@ -48,15 +48,17 @@ def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
         where = {"run": "one", "socket": f"{folder}/s", "daemon_wait": 60}
         return model, forebay.attach(model, forebay.AdamW(), job=job, **where)
 
-    def until_it_is_gone(model, opt):
+    ended = threading.Event()
+
+    def go_on(model, opt):
         step = 2
-        while True:
+        while not ended.is_set():
             try:
                 train(model, opt, 1, first=step)
                 step += 1
             except forebay.ForebayError as error:
                 if error.code != "E_GRAD_DROPPED":
-                    return
+                    raise
                 opt.zero_grad()
 
     with service.manager as manager:
@@ -67,7 +69,7 @@ def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
         train(other, other_opt, 2)
         [job] = [job for job in forebay.status(f"{folder}/s")["jobs"] if job["name"] == "first"]
         assert 0 < job["resident_blocks"] < job["blocks"]
-        trainer = threading.Thread(target=until_it_is_gone, args=(model, opt), daemon=True)
+        trainer = threading.Thread(target=go_on, args=(model, opt), daemon=True)
         trainer.start()
         in_update = 0
         for attempt in range(60):
@@ -84,8 +86,10 @@ def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
             if in_update == 2:
                 break
         assert in_update > 0
-        opt.detach()
+        ended.set()
         trainer.join(DEADLINE_S)
+        assert not trainer.is_alive()
+        opt.detach()
         other_opt.detach()
     assert "critical" not in service.log()
 
