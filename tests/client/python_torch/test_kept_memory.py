@@ -170,7 +170,7 @@ def test_a_restart_while_a_rank_is_not_back_yet(folder):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
-        ranks = start_ranks(service, "shared", "memory", 60)
+        ranks = start_ranks(service, "shared", "memory", 300)
         watchdog = threading.Timer(DEADLINE_S, ranks.kill)
         watchdog.start()
         lines = iter(ranks.stdout)
