@@ -1,6 +1,7 @@
 // The jobs of a daemon that ends go on with the next: what it leaves, and what it finds.
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -182,10 +183,30 @@ absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& acti
     RETURN_IF_ERROR(keep(GradientsDescriptor(session.job, session.rank), io.grad()));
     io.ring()->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);  // its client reads the last answers
   }
+  // A rank that is on its way back has mapped its gradients long ago.
+  for (const auto& [id, job] : AttachingOf(*action.node)) {
+    const Session& session = sessions_.at(id);
+    const std::string name = GradientsDescriptor(job, session.request.rank);
+    if (!kept.contains(name)) RETURN_IF_ERROR(keep(name, session.io->grad()));
+    session.io->ring()->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
+  }
   const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
   const uint64_t sequence = swap_ == nullptr ? 0 : swap_->durable_sequence();
   RETURN_IF_ERROR(AddHandedOver(*action.node, nonce, sequence, kept));
   return kept;
+}
+
+// Ranks of these jobs whose sessions have memory and are not handed over (yet): the job of each session.
+std::map<SessionId, JobId> Executor::AttachingOf(const DurableNode& node) const {
+  std::map<SessionId, JobId> attaching;
+  for (const auto& [id, session] : sessions_) {
+    const bool has_memory = session.io != nullptr && session.io->grad() != nullptr;
+    if (!has_memory || session.request.reader || session.is_handed_over) continue;
+    for (const auto& job : node.jobs) {
+      if (session.job == JobName{.uid = job->uid, .name = job->name}) attaching[id] = job->id;
+    }
+  }
+  return attaching;
 }
 
 // Clients hear of it when everything is kept: until then they would wait in vain.
@@ -207,6 +228,7 @@ void Executor::Run(HandedOver& action) {
       sessions_.at(session.session).is_handed_over = true;
       session_io(session.session).channel().Close(protocol::ChannelState::kRestarting);
     }
+    for (const auto& [id, job] : AttachingOf(*action.node)) sessions_.at(id).is_handed_over = true;
     for (const auto& job : action.node->jobs) {
       not_kept.erase(job->id);
       if (const auto record = records_.find(job->id); record != records_.end()) {

@@ -4,6 +4,7 @@
 
 import json
 import os
+import random
 import signal
 import struct
 import threading
@@ -16,6 +17,7 @@ from daemon_process import missing
 from models import net, train
 from test_daemon_restart import (
     DEADLINE_S,
+    SEED,
     Service,
     jobs_of,
     settings_without_states,
@@ -195,6 +197,41 @@ def test_a_restart_while_a_rank_is_not_back_yet(folder):
             pass
         error = ranks.stderr.read()
         assert ranks.wait(DEADLINE_S) == 0, f"{error}\n{service.log()}"
+        watchdog.cancel()
+
+
+def test_restarts_while_ranks_are_on_their_way_back(folder):
+    """Attached, and not known yet to have mapped their memory: what they had mapped before is kept."""
+    chance = random.Random(SEED)
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        ranks = start_ranks(service, "sharded", "memory", 100000)
+        watchdog = threading.Timer(DEADLINE_S, ranks.kill)
+        watchdog.start()
+        lines = iter(ranks.stdout)
+        trained_ranks = set()
+        while len(trained_ranks) < 2:
+            what, rank, *_ = json.loads(next(lines))
+            if what == "answered":
+                trained_ranks.add(rank)
+        reader = threading.Thread(target=list, args=(lines,))
+        reader.start()
+        for _ in range(40):
+            time.sleep(chance.uniform(0, 0.08))  # house: allow sleep: any moment of a return
+            manager._end(signal.SIGTERM)
+            kept = [name for name in manager.names() if name.startswith("forebay.gradients.")]
+            assert len(kept) == 2 and ranks.poll() is None, f"seed {SEED}: {kept}\n{service.log()}"
+            manager.start()
+        before = jobs_of(service)["durable"]
+        end = time.monotonic() + DEADLINE_S
+        while jobs_of(service)["durable"] < before + 3:
+            assert ranks.poll() is None and time.monotonic() < end, service.log()
+            time.sleep(0.01)  # house: allow sleep: a poll with a deadline
+        for pid in [*pids_of_children(ranks.pid), ranks.pid]:
+            os.kill(pid, signal.SIGKILL)
+        ranks.wait(DEADLINE_S)
+        reader.join(DEADLINE_S)
         watchdog.cancel()
 
 
