@@ -46,10 +46,11 @@ TEST_P(OnlineScrub, ATrainingJobIsCleanAndTrainsOn) {
           {.socket = socket, .shape = {.world_size = 1, .groups = 3, .group_elems = 10000}}));
   ASSERT_OK(job->TrainOneMoreStep());
   std::atomic<bool> is_done = false;
+  std::atomic<uint64_t> step = 0;
   std::thread scrubs([&] {
     const auto admin = AdminClient::Connect({.socket = socket});
     EXPECT_OK(admin);
-    for (int i = 0; admin.ok() && i < kScrubs; ++i) {
+    for (int i = 0; admin.ok() && (i < kScrubs || step <= 20); ++i) {
       const auto report = (*admin)->Scrub(kFast);
       EXPECT_OK(report);
       if (!report.ok() || (*report)->getJobs().size() != 1) break;
@@ -61,6 +62,7 @@ TEST_P(OnlineScrub, ATrainingJobIsCleanAndTrainsOn) {
   while (!is_done && job->committed_step() < kStepsMax) {
     const absl::Status trained = job->TrainOneMoreStep();
     EXPECT_OK(trained);
+    step = trained.ok() ? job->committed_step() : kStepsMax;
     if (!trained.ok()) break;
   }
   scrubs.join();
