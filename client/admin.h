@@ -53,7 +53,7 @@ class AdminClient {
   // Errors  those of Attachment::Attach: E_DRAM_LIMIT and E_SWAP_NOSPC with the sum, E_LAYOUT, E_OPTION.
   absl::StatusOr<JobPlan> Plan(const AttachOptions& options, const std::optional<NodeSize>& node);
   // What a job that was attached to takes now; with `node`, what it would on such an empty one. E_JOB_NAME: no such
-  // job.
+  // job. E_NOT_READY: nobody has attached to it since the daemon was started.
   absl::StatusOr<JobPlan> PlanJob(const std::string& job, const std::optional<NodeSize>& node);
 
  private:

@@ -60,7 +60,9 @@ constexpr std::array kKeys = {
               "bytes a second of each path at most, for benches of a slower disk; none by default"},
     ConfigKey{"swap.ledger", "size",
               "room for a ledger of durable jobs, twice on the first and twice on the last path, "
-              "when swap is made anew; by default a 4096th of the capacity, at most 1 GiB"},
+              "when swap is made anew; by default 1 MiB, or a 4096th of the capacity (above 4 GiB) "
+              "up to 1 "
+              "GiB, or a 256th of it (below 256 MiB)"},
     ConfigKey{"swap.life", "kept | unlinked",
               "unlinked: the space is free however the daemon ends"},
     ConfigKey{"swap.probe", "once | never",

@@ -207,6 +207,14 @@ int ReadSignal(int signals_fd) {
   return static_cast<int>(info.ssi_signo);
 }
 
+// While the daemon ends: the service manager hears that it makes progress, and a signal ends the wait.
+auto OnWait(Daemon& daemon, int signals_fd) {
+  return [&daemon, signals_fd] {
+    if (daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
+    return ReadSignal(signals_fd) == 0;
+  };
+}
+
 // The jobs stay in memory for the next daemon, where the service manager keeps descriptors for it. A second signal
 // ends the wait for jobs that are in the middle of a step. Where some of them do not come to rest, or the store has no room,
 // this does not return.
@@ -217,11 +225,7 @@ void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
     if (!ledger.empty()) RETURN_IF_ERROR(store.Keep(ledger.key(), ledger.mapped().get()));
     return store.Flush(kStoreLimit);
   };
-  const auto on_wait = [&daemon, signals_fd] {
-    if (daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
-    return ReadSignal(signals_fd) == 0;
-  };
-  const absl::Status status = daemon.HandOver(keep, kHandOverLimit, on_wait);
+  const absl::Status status = daemon.HandOver(keep, kHandOverLimit, OnWait(daemon, signals_fd));
   if (status.ok()) return;
   spdlog::warn("the others go on as after a kill of this daemon: {}",
                forebay::protocol::FormatError(status));
@@ -232,11 +236,8 @@ void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
 // Nobody keeps memory for the next daemon: it finds what is on swap, which is to be the newest step. A second signal ends
 // the wait.
 void MakeDurable(Daemon& daemon, int signals_fd) {
-  const auto on_wait = [&daemon, signals_fd] {
-    if (daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
-    return ReadSignal(signals_fd) == 0;
-  };
-  const absl::Status status = daemon.HandOver(nullptr, kMakeDurableLimit, on_wait);
+  const absl::Status status =
+      daemon.HandOver(nullptr, kMakeDurableLimit, OnWait(daemon, signals_fd));
   if (!status.ok()) spdlog::warn("{}", forebay::protocol::FormatError(status));
 }
 

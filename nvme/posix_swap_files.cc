@@ -279,8 +279,7 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
                                      Text(path), FormatBytes(path.old_bytes), path.old_bytes,
                                      FormatBytes(path.capacity_bytes), path.capacity_bytes),
                      "give the sizes the volume was made with; where the file is damaged, forebayd "
-                     "--reclaim makes "
-                     "the volume anew and gives up its jobs");
+                     "--reclaim makes the volume anew and gives up its jobs");
   }
   return absl::OkStatus();
 }

@@ -16,6 +16,14 @@ namespace forebay::nvme {
 using protocol::ErrorId;
 using protocol::MakeError;
 
+namespace {
+
+constexpr char kDamagedHint[] =
+    "the device lost or changed data: forebay scrub says what else; delete the job (forebay jobs "
+    "--delete) and begin it again from weights that were saved elsewhere";
+
+}  // namespace
+
 absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> bytes) {
   PageDigests found(bytes);
   found.Add(0, found.pages());
@@ -29,8 +37,7 @@ absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> by
                       expected.slot.path, expected.path,
                       expected.offset_bytes + page * protocol::kPageBytes,
                       expected.slot.offset_bytes),
-      "the device lost or changed data: forebay scrub says what else; delete the job (forebay jobs "
-      "--delete) and begin it again from weights that were saved elsewhere");
+      kDamagedHint);
 }
 
 namespace {
@@ -45,8 +52,7 @@ absl::Status CompareChecksum(const ExpectedContent& expected, uint64_t found, ui
                       "it: identity %s, checksum %016x, expected %016x over %d bytes",
                       expected.slot.path, expected.path, expected.slot.offset_bytes, identity,
                       found, expected.checksum, bytes),
-      "the device lost or changed data: forebay scrub says what else; delete the job (forebay jobs "
-      "--delete) and begin it again from weights that were saved elsewhere");
+      kDamagedHint);
 }
 
 }  // namespace

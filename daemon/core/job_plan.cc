@@ -58,21 +58,18 @@ StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,
                           const Placement& placement) {
   StepTraffic traffic{.read_bytes = 2 * plan.weights_on_swap_bytes,
                       .gradient_bytes = plan.sums_on_swap_bytes()};
+  uint64_t in_dram = RoundUp(plan.weights_bytes - plan.weights_cache_bytes, kPageBytes);
   const auto passes = static_cast<uint64_t>(protocol::Info(layout.spec().optimizer).passes);
   for (uint32_t block = 0; block < placement.blocks(); ++block) {
     const BlockLocation& location = placement.WhereBlock(block);
     if (location.tier == Tier::kDram) {
-      traffic.durable_bytes += location.state.bytes;
+      in_dram += location.state.bytes;
       continue;
     }
     traffic.read_bytes += passes * location.state.bytes;
     traffic.written_bytes += location.state.bytes;
   }
-  if (plan.has_durable_steps()) {
-    traffic.durable_bytes += RoundUp(plan.weights_bytes - plan.weights_cache_bytes, kPageBytes);
-  } else {
-    traffic.durable_bytes = 0;
-  }
+  if (plan.has_durable_steps()) traffic.durable_bytes = in_dram;
   return traffic;
 }
 

@@ -218,7 +218,8 @@ class NodeState {
   // The same of a job that is there. Without `limits` what it takes now, its blocks where they are; what `others`
   // hold is then all but it and the node.
   //
-  // Errors  E_JOB_NAME  there is none, or nobody has attached to it since the start.
+  // Errors  E_JOB_NAME   there is none.
+  //         E_NOT_READY  it has come back, and nobody has attached to it since the start.
   absl::StatusOr<JobPlan> PlanOfJob(const JobName& name, const std::optional<Limits>& limits) const;
 
   // The newest step of a job at a durable level is not durable yet.

@@ -269,7 +269,7 @@ class Executor {
   void DropStored(const std::string& name);
   void DropStored(const std::string& name, const ArenaRegistry::Arena& arena);  // if it is that one
   absl::Status StoreArenas(JobId id);
-  std::map<SessionId, JobId> AttachingOf(const DurableNode& node) const;
+  std::map<SessionId, JobId> RanksOf(const DurableNode& node) const;
   absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);

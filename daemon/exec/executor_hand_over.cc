@@ -178,16 +178,10 @@ absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& acti
   for (const auto& [of, arena] : kept_gradients_) {
     RETURN_IF_ERROR(keep(GradientsDescriptor(of.first, of.second), arena));
   }
-  for (const HandedOver::Session& session : action.sessions) {
-    const SessionIo& io = session_io(session.session);
-    RETURN_IF_ERROR(keep(GradientsDescriptor(session.job, session.rank), io.grad()));
-    io.ring()->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);  // its client reads the last answers
-  }
-  // A rank that is on its way back has mapped its gradients long ago.
-  for (const auto& [id, job] : AttachingOf(*action.node)) {
+  for (const auto& [id, job] : RanksOf(*action.node)) {
     const Session& session = sessions_.at(id);
-    const std::string name = GradientsDescriptor(job, session.request.rank);
-    if (!kept.contains(name)) RETURN_IF_ERROR(keep(name, session.io->grad()));
+    RETURN_IF_ERROR(keep(GradientsDescriptor(job, session.request.rank), session.io->grad()));
+    // Its client reads the last answers.
     session.io->ring()->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
   }
   const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
@@ -196,17 +190,18 @@ absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& acti
   return kept;
 }
 
-// Ranks of these jobs whose sessions have memory and are not handed over (yet): the job of each session.
-std::map<SessionId, JobId> Executor::AttachingOf(const DurableNode& node) const {
-  std::map<SessionId, JobId> attaching;
+// The ranks' sessions of these jobs that have memory, with the job of each: one of a rank at a time has. One that is on its
+// way back, and not known yet to have mapped anything, has mapped its gradients in a daemon before.
+std::map<SessionId, JobId> Executor::RanksOf(const DurableNode& node) const {
+  std::map<SessionId, JobId> ranks;
   for (const auto& [id, session] : sessions_) {
     const bool has_memory = session.io != nullptr && session.io->grad() != nullptr;
-    if (!has_memory || session.request.reader || session.is_handed_over) continue;
+    if (!has_memory || session.request.reader) continue;
     for (const auto& job : node.jobs) {
-      if (session.job == JobName{.uid = job->uid, .name = job->name}) attaching[id] = job->id;
+      if (session.job == JobName{.uid = job->uid, .name = job->name}) ranks[id] = job->id;
     }
   }
-  return attaching;
+  return ranks;
 }
 
 // Clients hear of it when everything is kept: until then they would wait in vain.
@@ -225,10 +220,9 @@ void Executor::Run(HandedOver& action) {
   if (status.ok()) {
     for (const HandedOver::Session& session : action.sessions) {
       poller_.Remove(session.session);
-      sessions_.at(session.session).is_handed_over = true;
       session_io(session.session).channel().Close(protocol::ChannelState::kRestarting);
     }
-    for (const auto& [id, job] : AttachingOf(*action.node)) sessions_.at(id).is_handed_over = true;
+    for (const auto& [id, job] : RanksOf(*action.node)) sessions_.at(id).is_handed_over = true;
     for (const auto& job : action.node->jobs) {
       not_kept.erase(job->id);
       if (const auto record = records_.find(job->id); record != records_.end()) {

@@ -33,6 +33,14 @@ using protocol::ErrorId;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
+namespace {
+
+constexpr char kOtherVolumeHint[] =
+    "give the paths and sizes the volume was made with; forebayd --reclaim makes it anew and gives "
+    "up its jobs";
+
+}  // namespace
+
 // The old labels of the first path are erased before the old records, and those before the new
 // labels are written: so a power cut in between leaves the old volume as it was, none, or the new
 // one, empty.
@@ -126,17 +134,13 @@ absl::Status Volume::State::FindVolume() {
     if (!labels[path].empty()) continue;
     return MakeError(ErrorId::kSwapPath,
                      absl::StrFormat("%s: holds no volume to recover", PathText(path)),
-                     "give the paths and sizes the volume was made with; forebayd --reclaim makes "
-                     "it anew and gives "
-                     "up its jobs");
+                     kOtherVolumeHint);
   }
   return MakeError(ErrorId::kSwapPath,
                    absl::StrFormat("%s: the %d paths are not one volume in this order and with "
                                    "these sizes",
                                    PathText(0), paths.size()),
-                   "give the paths and sizes the volume was made with; forebayd --reclaim makes it "
-                   "anew and gives "
-                   "up its jobs");
+                   kOtherVolumeHint);
 }
 
 // Whole records of this volume, newest first, each once.
@@ -258,8 +262,7 @@ absl::Status Volume::State::Recover() {
                                    "ledgers",
                                    PathText(0), recovery.damaged_records, recovery.damaged_ledgers),
                    "forebayd --reclaim makes the volume anew and gives up its jobs: begin them "
-                   "again from weights "
-                   "that were saved elsewhere");
+                   "again from weights that were saved elsewhere");
 }
 
 }  // namespace forebay::nvme

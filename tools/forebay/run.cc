@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/client.h"
 #include "client/environment.h"
 #include "protocol/error.h"
 #include "protocol/os/pidfd.h"
@@ -111,7 +112,11 @@ class Report {
 std::vector<std::string> Environment(const std::string& socket) {
   std::vector<std::string> variables = {absl::StrCat("FOREBAY_SOCKET=", socket),
                                         absl::StrCat("FOREBAY_RUN=", client::RunToken({}))};
-  if (!client::SaysDaemonWait()) variables.push_back("FOREBAY_DAEMON_WAIT=60");
+  if (!client::SaysDaemonWait()) {
+    const std::chrono::seconds wait =
+        std::chrono::duration_cast<std::chrono::seconds>(client::kDaemonWait);
+    variables.push_back(absl::StrCat("FOREBAY_DAEMON_WAIT=", wait.count()));
+  }
   return variables;
 }
 

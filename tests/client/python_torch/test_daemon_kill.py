@@ -19,9 +19,10 @@ from test_daemon_restart import (
     RANKS,
     SEED,
     Service,
+    assert_goes_on,
     jobs_of,
+    room_of_one_without_states,
     room_without_states,
-    settings_without_states,
     start_ranks,
     trained,
 )
@@ -46,8 +47,8 @@ CASES = [
 class Ranks:
     """The ranks' process, and what it says."""
 
-    def __init__(self, service, mode, level, steps, hold):
-        self.process = start_ranks(service, mode, level, steps, hold)
+    def __init__(self, service, mode, level, steps, *hold):
+        self.process = start_ranks(service, mode, level, steps, *hold)
         self.watchdog = threading.Timer(DEADLINE_S, self.process.kill)
         self.watchdog.start()
         self.lines = []
@@ -59,6 +60,15 @@ class Ranks:
             if is_last(self.lines[-1]):
                 return self.lines[-1]
         return None
+
+    def until_all_have_answered(self):
+        """A step; then the processes of the ranks."""
+        left = set(range(RANKS))
+        self.until(lambda line: line[0] == "answered" and (left.discard(line[1]) or not left))
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as children:
+            pids = [int(child) for child in children.read().split()]
+        assert not left and len(pids) == RANKS
+        return pids
 
     def of(self, what):
         return [line for line in self.lines if line[0] == what]
@@ -125,14 +135,7 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
 @pytest.mark.parametrize("place", ["dram", "swap"])
 def test_a_kill_after_a_restart_before_the_ranks_are_back(folder, place):
     """Nobody asks the daemons between: the record that was handed over with the job is what the last one goes on from."""
-
-
-    def refused(service):
-        with pytest.raises(forebay.ForebayError) as error:
-            trained(service, "job", 0)
-        return str(error.value)
-
-    room = ["dram.limit=1GiB"] if place == "dram" else settings_without_states(folder, refused)
+    room = ["dram.limit=1GiB"] if place == "dram" else room_of_one_without_states(folder)
     service = Service(folder, *room)
     with service.manager as manager:
         manager.start()
@@ -162,10 +165,7 @@ def test_a_job_goes_on_where_nothing_is_kept_any_more(folder):
         manager.kill()
         # Nobody finds it again: this daemon does not write on the record.
         assert manager.names() == []
-        assert opt.state_sha256() == before
-        train(model, opt, 1, first=2)
-        assert jobs_of(service) == {"job": 3}
-        opt.detach()
+        assert_goes_on(service, model, opt, before)
         manager.kill()
         assert jobs_of(service) == {}
 

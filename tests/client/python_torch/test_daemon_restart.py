@@ -195,6 +195,25 @@ def trained(service, job, steps, **options):
     return model, opt
 
 
+def room_of_one_without_states(folder):
+    """The same for the job of trained()."""
+
+    def refused(service):
+        with pytest.raises(forebay.ForebayError) as error:
+            trained(service, "job", 0)
+        return str(error.value)
+
+    return settings_without_states(folder, refused)
+
+
+def assert_goes_on(service, model, opt, before):
+    """The only job, which was trained for two steps; `before`: its SHA-256."""
+    assert opt.state_sha256() == before
+    train(model, opt, 1, first=2)
+    assert jobs_of(service) == {"job": 3}
+    opt.detach()
+
+
 def jobs_of(service):
     return {job["name"]: job["committed_step"] for job in forebay.status(f"{service.folder}/s")["jobs"]}
 
@@ -267,7 +286,4 @@ def test_a_start_that_fails_leaves_what_was_there(folder, end):
             assert any(name.startswith("forebay.weights") for name in manager.names())
         manager.command = good
         manager.start()
-        assert opt.state_sha256() == before
-        train(model, opt, 1, first=2)
-        assert jobs_of(service) == {"job": 3}
-        opt.detach()
+        assert_goes_on(service, model, opt, before)

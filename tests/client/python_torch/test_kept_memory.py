@@ -2,7 +2,6 @@
 #         back, a store that is full. A job goes on or is refused with an error; no other job, and no start, fails with it.
 # Method  Real daemons under the stand-in for the service manager, whose store the test can change between two of them.
 
-import json
 import os
 import random
 import signal
@@ -15,13 +14,14 @@ import pytest
 import torch
 from daemon_process import missing
 from models import net, train
+from test_daemon_kill import Ranks
 from test_daemon_restart import (
     DEADLINE_S,
     SEED,
     Service,
+    assert_goes_on,
     jobs_of,
-    settings_without_states,
-    start_ranks,
+    room_of_one_without_states,
     trained,
     without_swap,
 )
@@ -39,6 +39,12 @@ def record(service, job):
 
 def words(fd):
     return struct.unpack("<32Q", os.pread(fd, 256, 0))
+
+
+def train_two_jobs(service, *jobs):
+    for job in jobs:
+        _, opt = trained(service, job, 2)
+        opt.detach()
 
 
 def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
@@ -97,12 +103,7 @@ def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
 
 
 def test_other_swap_paths_do_not_cost_a_kept_job(folder):
-    def refused(service):
-        with pytest.raises(forebay.ForebayError) as error:
-            trained(service, "job", 0)
-        return str(error.value)
-
-    service = Service(folder, *settings_without_states(folder, refused))
+    service = Service(folder, *room_of_one_without_states(folder))
     with service.manager as manager:
         manager.start()
         model, opt = trained(service, "job", 2)
@@ -117,9 +118,7 @@ def test_other_swap_paths_do_not_cost_a_kept_job(folder):
             manager.command = good
             manager.start()
             assert opt.state_sha256() == before
-        train(model, opt, 1, first=2)
-        assert jobs_of(service) == {"job": 3}
-        opt.detach()
+        assert_goes_on(service, model, opt, before)
 
 
 @pytest.mark.parametrize("word", FIXED_WORDS)
@@ -127,9 +126,7 @@ def test_a_damaged_record_costs_its_own_job_alone(folder, word):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
-        for job in ("damaged", "whole"):
-            _, opt = trained(service, job, 2)
-            opt.detach()
+        train_two_jobs(service, "damaged", "whole")
         manager._end(signal.SIGKILL)
         fd = record(service, 1)
         os.pwrite(fd, struct.pack("<Q", words(fd)[word] ^ 0x5004), 8 * word)
@@ -145,9 +142,7 @@ def test_damage_of_what_changes_is_no_crash(folder, what):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
-        for job in ("damaged", "whole"):
-            _, opt = trained(service, job, 2)
-            opt.detach()
+        train_two_jobs(service, "damaged", "whole")
         manager._end(signal.SIGKILL)
         if what == "staging":
             [fd] = [fd for name, fd in manager.store if name.startswith("forebay.staging.")]
@@ -172,32 +167,20 @@ def test_a_restart_while_a_rank_is_not_back_yet(folder):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
-        ranks = start_ranks(service, "shared", "memory", 300)
-        watchdog = threading.Timer(DEADLINE_S, ranks.kill)
-        watchdog.start()
-        lines = iter(ranks.stdout)
-        trained_ranks = set()
-        while len(trained_ranks) < 2:
-            what, rank, *_ = json.loads(next(lines))
-            if what == "answered":
-                trained_ranks.add(rank)
-        children = pids_of_children(ranks.pid)
-        assert len(children) == 2
-        os.kill(children[0], signal.SIGSTOP)
+        ranks = Ranks(service, "shared", "memory", 300)
+        held, _ = ranks.until_all_have_answered()
+        os.kill(held, signal.SIGSTOP)
         manager.kill()
         end = time.monotonic() + DEADLINE_S
         while jobs_sessions(service) < 1:
             assert time.monotonic() < end, service.log()
             time.sleep(0.01)  # house: allow sleep: a poll with a deadline
-        threading.Timer(1, os.kill, (children[0], signal.SIGCONT)).start()
+        threading.Timer(1, os.kill, (held, signal.SIGCONT)).start()
         began = time.monotonic()
         manager.restart()
         assert time.monotonic() - began < 30, service.log()
-        for _ in lines:
-            pass
-        error = ranks.stderr.read()
-        assert ranks.wait(DEADLINE_S) == 0, f"{error}\n{service.log()}"
-        watchdog.cancel()
+        status, error = ranks.end()
+        assert status == 0, f"{error}\n{service.log()}"
 
 
 def test_restarts_while_ranks_are_on_their_way_back(folder):
@@ -206,33 +189,24 @@ def test_restarts_while_ranks_are_on_their_way_back(folder):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
-        ranks = start_ranks(service, "sharded", "memory", 100000)
-        watchdog = threading.Timer(DEADLINE_S, ranks.kill)
-        watchdog.start()
-        lines = iter(ranks.stdout)
-        trained_ranks = set()
-        while len(trained_ranks) < 2:
-            what, rank, *_ = json.loads(next(lines))
-            if what == "answered":
-                trained_ranks.add(rank)
-        reader = threading.Thread(target=list, args=(lines,))
+        ranks = Ranks(service, "sharded", "memory", 100000)
+        pids = ranks.until_all_have_answered()
+        reader = threading.Thread(target=ranks.end)  # they wait where nobody reads what they say
         reader.start()
         for _ in range(40):
             time.sleep(chance.uniform(0, 0.08))  # house: allow sleep: any moment of a return
             manager._end(signal.SIGTERM)
             kept = [name for name in manager.names() if name.startswith("forebay.gradients.")]
-            assert len(kept) == 2 and ranks.poll() is None, f"seed {SEED}: {kept}\n{service.log()}"
+            assert len(kept) == 2 and ranks.process.poll() is None, f"seed {SEED}: {kept}\n{service.log()}"
             manager.start()
         before = jobs_of(service)["durable"]
         end = time.monotonic() + DEADLINE_S
         while jobs_of(service)["durable"] < before + 3:
-            assert ranks.poll() is None and time.monotonic() < end, service.log()
+            assert ranks.process.poll() is None and time.monotonic() < end, service.log()
             time.sleep(0.01)  # house: allow sleep: a poll with a deadline
-        for pid in [*pids_of_children(ranks.pid), ranks.pid]:
+        for pid in [*pids, ranks.process.pid]:
             os.kill(pid, signal.SIGKILL)
-        ranks.wait(DEADLINE_S)
         reader.join(DEADLINE_S)
-        watchdog.cancel()
 
 
 def test_a_job_that_does_not_come_to_rest_goes_on_as_after_a_kill(folder):
@@ -262,16 +236,9 @@ def test_a_store_without_room_for_the_ledger_costs_no_job(folder):
     with service.manager as manager:
         manager.fds_max = 9  # four of each job, and the staging slots
         manager.start()
-        for job in ("a", "b"):
-            _, opt = trained(service, job, 2)
-            opt.detach()
+        train_two_jobs(service, "a", "b")
         manager.restart()
         assert jobs_of(service) == {"a": 2, "b": 2}
-
-
-def pids_of_children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        return [int(child) for child in children.read().split()]
 
 
 def jobs_sessions(service):
