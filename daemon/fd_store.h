@@ -18,10 +18,10 @@
 
 namespace forebay::daemon {
 
-// Weights, states and step arena of a job, its record, and the next one; the gradient arena of a session, and of one of
-// the daemon before that has not come back; the ledger, and room. FileDescriptorStoreMax= of the unit is this sum.
+// Weights, states and step arena of a job, its record, and the next one; the gradient arena of a session and its process, and
+// those of one of the daemon before that has not come back; the ledger, and room. FileDescriptorStoreMax= of the unit is this sum.
 inline constexpr uint32_t kStoredFdsPerJob = 5;
-inline constexpr uint32_t kStoredFdsPerSession = 2;
+inline constexpr uint32_t kStoredFdsPerSession = 4;
 inline constexpr uint32_t kStoredFdsOfNode = 16;
 inline constexpr uint32_t kStoredFdsMax =
     kStoredFdsPerJob * kJobsMax + kStoredFdsPerSession * kSessionsMax + kStoredFdsOfNode;

@@ -1,15 +1,11 @@
 #include "protocol/descriptor.h"
 
-#include <fcntl.h>
-
 #include <string>
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 
 namespace forebay::protocol {
-
-UniqueFd DuplicateFd(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 3)); }
 
 void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome) {
   if (status.ok()) return;

@@ -28,9 +28,6 @@ inline schema::Descriptor::Client MakeDescriptor(UniqueFd fd) {
   return kj::heap<DescriptorServer>(std::move(fd));
 }
 
-// A copy of a descriptor that no exec inherits; not valid where the system refuses one.
-UniqueFd DuplicateFd(int fd);
-
 void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome);
 
 // The status that SetOutcome was given: id, message and hint. Numbers this side does not know are

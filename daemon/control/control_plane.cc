@@ -106,6 +106,7 @@ struct LiveConnection {
   }
 
   ~LiveConnection() noexcept(false) {
+    connection->pidfd = -1;
     for (const auto& weak : connection->sessions) {
       if (const auto session = weak.lock()) session->End(EndCause::kLost);
     }
@@ -239,6 +240,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     connection->context = &context_;
     connection->viewer = {.uid = peer.uid, .others = others};
     connection->pid = peer.pid;
+    connection->pidfd = pidfd.get();
     auto close = kj::newPromiseAndFulfiller<void>();
     connection->close = kj::mv(close.fulfiller);
     auto live = kj::heap<LiveConnection>(kj::mv(socket), port_, std::move(pidfd), connection);

@@ -490,9 +490,12 @@ class NodeServer final : public schema::Node::Server {
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();
     LoopCall call = [request = *std::move(request), answer = std::move(answered.answer),
-                     close = std::move(closed.answer)](Executor& executor) mutable {
+                     close = std::move(closed.answer),
+                     process =
+                         protocol::DuplicateFd(connection_->pidfd)](Executor& executor) mutable {
       executor.Attach(std::move(request),
-                      {.answered = std::move(answer), .closed = std::move(close)});
+                      {.answered = std::move(answer), .closed = std::move(close)},
+                      std::move(process));
     };
     if (!control.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
       handle->Forget();

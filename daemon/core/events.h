@@ -77,6 +77,13 @@ struct SessionEnded {
   EndCause cause = EndCause::kLost;
 };
 
+// The process of a rank that has not detached and has no session: one of a session that was lost, here or with the daemon
+// before. Comes again and again.
+struct RankEnded {
+  JobId job = 0;
+  uint32_t rank = 0;
+};
+
 struct CommandArrived {
   SessionId session = 0;
   protocol::Command command;  // a private copy; nothing in it has been checked
@@ -167,7 +174,7 @@ struct JobFreed {
   bool weights_in_use = false;
 };
 
-using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
+using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, RankEnded, CommandArrived,
                            StepRequestCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
                            LeaseTimeExpired, BlockMoveRequested, HandOverRequested, HandOverDue,
                            UpdatesResumed, DeleteJobRequested, JobFreed>;

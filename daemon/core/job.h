@@ -119,6 +119,7 @@ class Job {
   // As it is at rest; null: it is not yet.
   const std::shared_ptr<const DurableJob>& handed_over() const { return handed_over_; }
   bool is_coming_to_rest() const { return hand_over_ == HandOver::kWanted; }
+  void OnAbsentRankEnded(uint32_t rank);  // RankEnded
   std::vector<HandedOver::Session> SessionsHandedOver() const;
 
   // Of a job that has not come back yet, or could not: what it comes from.

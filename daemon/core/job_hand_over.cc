@@ -39,6 +39,15 @@ bool Job::MayServeFetches() const {
   return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
 }
 
+// Those that came back do not wait for it. Who was attached when a session was lost is fenced, and hears it so.
+void Job::OnAbsentRankEnded(uint32_t rank) {
+  const bool is_news = !members_.is_detached(rank) && members_.OfRank(rank) == nullptr;
+  if (!is_news || members_.Current().empty() || !initial_.ready() || failed() || is_at_rest())
+    return;
+  members_.SetDetached(rank);
+  step_.OnRankDetached(rank);
+}
+
 void Job::TryHandOver() {
   if (hand_over_ == HandOver::kWanted && IsQuiet()) {
     hand_over_ = HandOver::kSaving;

@@ -83,7 +83,7 @@ class Membership {
   void CloseEnded(absl::FunctionRef<bool(SessionId)> in_use);
   std::vector<SessionId> DrainClosed();  // ids of those, since the last call
 
-  // Ranks that have detached in good order and not attached again.
+  // Ranks that have detached in good order, or ended while there was no daemon, and not attached again.
   void SetDetached(uint32_t rank) { detached_[rank] = true; }
   void ClearDetached();
   bool is_detached(uint32_t rank) const { return detached_[rank]; }

@@ -81,6 +81,13 @@ void NodeState::Impl::GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot
   swap.Free(slots);
 }
 
+Job* NodeState::Impl::On(const RankEnded& event) {
+  const auto found = jobs.find(event.job);
+  if (found == jobs.end()) return nullptr;
+  found->second->OnAbsentRankEnded(event.rank);
+  return found->second.get();
+}
+
 std::shared_ptr<const DurableNode> NodeState::Impl::NodeHandedOver() const {
   auto node = std::make_shared<DurableNode>();
   node->last_job = last_job;

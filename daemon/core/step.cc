@@ -422,7 +422,7 @@ std::pmr::vector<bool> Step::ParamsWithGradient() const {
 absl::Status Step::DetachedError(uint32_t rank) const {
   return MakeError(ErrorId::kRankLost,
                    absl::StrCat("rank ", rank, " of job ", spec_.name,
-                                " has detached; the committed step is ", committed_step_),
+                                " has detached or ended; the committed step is ", committed_step_),
                    "attach that rank again, then call step again");
 }
 

@@ -110,7 +110,8 @@ bool Executor::waits_for_swap_alone() const {
 
 // ---------------------------------------------------------------------- the control plane's requests
 
-void Executor::Attach(AttachRequested request, AttachCallbacks callbacks) {
+void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
+                      protocol::UniqueFd process) {
   const SessionId id = request.session;
   Session session;
   session.request = request;
@@ -118,6 +119,7 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks) {
   const auto job = ParseJobName(request.job, request.uid, OtherUsers::kAllowed);
   if (job.ok()) session.job = *job;
   session.callbacks = std::move(callbacks);
+  session.process = std::move(process);
   FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
   Raise(std::move(request));
 }
@@ -133,7 +135,9 @@ absl::Status Executor::Mapped(SessionId id) {
 }
 
 void Executor::End(SessionId id, EndCause cause) {
-  if (!sessions_.contains(id)) return;
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return;
+  found->second.has_detached = cause == EndCause::kDetached;
   LeaveExchange(id);
   Raise(SessionEnded{.session = id, .cause = cause});
 }
@@ -195,7 +199,8 @@ void Executor::Exchange(SessionId id, uint64_t call, uint64_t number, std::strin
     return answer(MakeError(ErrorId::kRankLost, "a rank of the job ended, or was replaced"));
   }
   if (const auto detached = current->second.detached_rank; detached.has_value()) {
-    return answer(MakeError(ErrorId::kRankLost, absl::StrCat("rank ", *detached, " has detached")));
+    return answer(
+        MakeError(ErrorId::kRankLost, absl::StrCat("rank ", *detached, " has detached or ended")));
   }
   RankExchange::Member member = current->second.member;
   member.call = call;
@@ -305,7 +310,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 }
 
 std::chrono::nanoseconds Executor::Tick() {
-  uint64_t next = std::min({FireTimers(), jobs_.RunTimers(), scrub_.Tick()});
+  uint64_t next = std::min({FireTimers(), jobs_.RunTimers(), scrub_.Tick(), LookForAbsent()});
   if (swap_ != nullptr) {
     std::vector<SwapDone> done;
     swap_->Tick(done);

@@ -73,7 +73,8 @@ class Executor {
 
   // --------------------------------------------------------------- what the control plane asks for
 
-  void Attach(AttachRequested request, AttachCallbacks callbacks);
+  // `process`: the client's, readable once it has ended (protocol/os/pidfd.h); none where it cannot be watched.
+  void Attach(AttachRequested request, AttachCallbacks callbacks, protocol::UniqueFd process);
 
   // The client has mapped its arenas: reads its commands from now on. Errors: E_FENCED if the
   // session is over.
@@ -148,11 +149,13 @@ class Executor {
     JobName job;
     JobId job_id = 0;  // once it is attached
     AttachCallbacks callbacks;
+    protocol::UniqueFd process;
     std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
     // What the rank's extra_state was at attach.
     ArenaRegistry::Arena extra_state;
-    uint64_t trace_bytes = 0;  // at the end of its arena
-    bool broken = false;       // its ring lied: nothing is read from it or written to it any more
+    uint64_t trace_bytes = 0;   // at the end of its arena
+    bool has_detached = false;  // its client has asked for its end
+    bool broken = false;        // its ring lied: nothing is read from it or written to it any more
     bool is_handed_over = false;  // likewise; the next daemon goes on with it
   };
 
@@ -269,6 +272,14 @@ class Executor {
   void DropStored(const std::string& name);
   void DropStored(const std::string& name, const ArenaRegistry::Arena& arena);  // if it is that one
   absl::Status StoreArenas(JobId id);
+  // A rank has attached: the store gets its process.
+  void KeepProcess(Session& session);
+  // The session of a rank is over.
+  void LeaveProcess(Session& session);
+  void DropAbsent(JobId job);
+  // Tells the state machine of absent ranks that have ended, of jobs that have others; returns when to look again.
+  uint64_t LookForAbsent();
+  bool HasSession(JobId job, uint32_t rank) const;
   std::map<SessionId, JobId> RanksOf(const DurableNode& node) const;
   absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
@@ -310,6 +321,10 @@ class Executor {
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
   std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;  // by job and rank
+  // Processes of ranks that have no session and have not detached, here or with the daemon before; the store has them
+  // too. Until a rank of the job attaches anew, which waits for nobody that was lost before.
+  std::map<std::pair<JobId, uint32_t>, protocol::UniqueFd> absent_;
+  uint64_t next_look_ns_ = 0;
   // From which another daemon goes on where this one is killed, and their descriptors' names. Updates that run share
   // them.
   struct Record {

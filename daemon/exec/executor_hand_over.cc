@@ -1,5 +1,7 @@
 // The jobs of a daemon that ends go on with the next: what it leaves, and what it finds.
 
+#include <poll.h>
+
 #include <algorithm>
 #include <map>
 #include <set>
@@ -15,6 +17,10 @@
 #include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
+namespace {
+// Between two looks at whether ranks that are absent have ended.
+constexpr uint64_t kLookPeriodNs = 200'000'000;
+}  // namespace
 
 void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done) {
   if (keep == nullptr && !state_.HasStepsToMakeDurable()) return done(absl::OkStatus());
@@ -39,6 +45,7 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
       if (has_record) stored_[GradientsDescriptor(job.id, rank)] = arena;
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
     }
+    for (auto& [rank, process] : job.processes) absent_[{job.id, rank}] = std::move(process);
     if (has_record) {
       stored_[WeightsDescriptor(job.id)] = job.weights;
       if (job.state != nullptr) stored_[StatesDescriptor(job.id)] = job.state;
@@ -60,6 +67,7 @@ std::set<std::string> Executor::StoredNames() const {
   for (const auto& [job, record] : records_) {
     if (!record.name.empty()) names.insert(record.name);
   }
+  for (const auto& [of, process] : absent_) names.insert(ProcessDescriptor(of.first, of.second));
   return names;
 }
 
@@ -158,6 +166,70 @@ void Executor::DropKeptGradients(JobId job) {
     Retire(std::move(next->second));
     next = kept_gradients_.erase(next);
   }
+}
+
+// --------------------------------------------------------------- ranks that end while there is no daemon
+
+void Executor::KeepProcess(Session& session) {
+  if (!store_.keep) return;
+  const uint32_t rank = session.request.rank;
+  if (session.request.reattach) {
+    absent_.erase({session.job_id, rank});
+  } else {
+    DropAbsent(session.job_id);
+  }
+  if (!session.process.valid()) return;
+  const absl::Status stored =
+      store_.keep(ProcessDescriptor(session.job_id, rank), session.process.get());
+  if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
+}
+
+void Executor::LeaveProcess(Session& session) {
+  if (!store_.keep || !session.process.valid()) return;
+  if (session.has_detached) {
+    store_.drop(ProcessDescriptor(session.job_id, session.request.rank));
+  } else {
+    absent_[{session.job_id, session.request.rank}] = std::move(session.process);
+  }
+}
+
+void Executor::DropAbsent(JobId job) {
+  std::erase_if(absent_, [&](const auto& entry) {
+    const auto& [id, rank] = entry.first;
+    if (id == job && store_.keep) store_.drop(ProcessDescriptor(id, rank));
+    return id == job;
+  });
+}
+
+bool Executor::HasSession(JobId job, uint32_t rank) const {
+  const JobMemory* const memory = jobs_.Find(job);
+  return memory != nullptr && std::ranges::any_of(sessions_, [&](const auto& entry) {
+           const Session& session = entry.second;
+           return session.job == memory->name && !session.request.reader &&
+                  session.request.rank == rank;
+         });
+}
+
+uint64_t Executor::LookForAbsent() {
+  if (absent_.empty()) return UINT64_MAX;
+  const uint64_t now = MonotonicNs();
+  if (now < next_look_ns_) return next_look_ns_;
+  next_look_ns_ = now + kLookPeriodNs;
+  std::set<JobId> attached;
+  for (const auto& [id, session] : sessions_) {
+    if (session.job_id != 0 && !session.request.reader) attached.insert(session.job_id);
+  }
+  std::vector<RankEnded> ended;
+  bool looks_again = false;
+  for (const auto& [of, process] : absent_) {
+    const auto& [job, rank] = of;
+    if (!attached.contains(job) || HasSession(job, rank)) continue;
+    looks_again = true;
+    pollfd entry{.fd = process.get(), .events = POLLIN, .revents = 0};
+    if (::poll(&entry, 1, /*timeout=*/0) > 0) ended.push_back({.job = job, .rank = rank});
+  }
+  for (const RankEnded& one : ended) Raise(one);
+  return looks_again ? next_look_ns_ : UINT64_MAX;
 }
 
 absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& action) {

@@ -17,6 +17,7 @@
 #include "daemon/exec/task_runner.h"
 #include "daemon/exec/timeline.h"
 #include "protocol/layout.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
 
@@ -40,6 +41,7 @@ struct AdoptedArenas {
   ArenaRegistry::Arena state;
   ArenaRegistry::Arena step;
   std::map<uint32_t, ArenaRegistry::Arena> gradients = {};  // by rank
+  std::map<uint32_t, protocol::UniqueFd> processes = {};  // of ranks that have not detached: pidfds
   // Of a daemon that was killed: it holds on, and all of these are in the store of descriptors; its number there.
   std::unique_ptr<KeptRecord> record = {};
   uint64_t record_number = 0;

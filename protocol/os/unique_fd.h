@@ -1,6 +1,7 @@
 // A file descriptor with one owner.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <utility>
@@ -30,5 +31,8 @@ class UniqueFd {
  private:
   int fd_ = -1;
 };
+
+// A copy that no exec inherits; not valid, with errno, where the system refuses one.
+inline UniqueFd DuplicateFd(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 3)); }
 
 }  // namespace forebay::protocol

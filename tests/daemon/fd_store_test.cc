@@ -145,15 +145,15 @@ TEST_F(FdStoreTest, IsThereWhereTheServiceManagerSaysHowMuchItKeeps) {
   const auto fds_max = [](const char* notify_socket, const char* fdstore) {
     return FdStore::Take({.notify_socket = notify_socket, .fdstore = fdstore}).fds_max();
   };
-  EXPECT_EQ(fds_max("/run/systemd/notify", "7184"), 7184u);
+  EXPECT_EQ(fds_max("/run/systemd/notify", "9232"), 9232u);
   EXPECT_EQ(fds_max("@abstract", "1"), 1u);
   EXPECT_EQ(fds_max("/run/systemd/notify", nullptr), 0u) << "nobody knows";
   EXPECT_EQ(fds_max("/run/systemd/notify", "0"), 0u);
   EXPECT_EQ(fds_max("/run/systemd/notify", ""), 0u);
   EXPECT_EQ(fds_max("/run/systemd/notify", "-1"), 0u);
   EXPECT_EQ(fds_max("/run/systemd/notify", "many"), 0u);
-  EXPECT_EQ(fds_max(nullptr, "7184"), 0u) << "nobody listens";
-  EXPECT_EQ(fds_max("", "7184"), 0u);
+  EXPECT_EQ(fds_max(nullptr, "9232"), 0u) << "nobody listens";
+  EXPECT_EQ(fds_max("", "9232"), 0u);
   EXPECT_TRUE(FdStore::Take(keeps_two_).is_available());
   EXPECT_FALSE(FdStore::Take({}).is_available());
 }

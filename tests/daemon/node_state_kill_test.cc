@@ -138,6 +138,54 @@ TEST(NodeStateKillOfAWorld, ASessionOfAnotherWorldIsRefused) {
   }
 }
 
+// The others are not to wait for it; a process that attaches as that rank goes on with them.
+TEST(NodeStateKillOfAWorld, ARankThatEndedMeanwhileIsNotWaitedFor) {
+  const JobCase with{kMemory, Place::kDram};
+  for (const bool is_killed : {true, false}) {
+    Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
+    run.AttachAll();
+    run.TrainTo(2);
+    if (is_killed) {
+      ASSERT_TRUE(run.Kill());
+    } else {
+      run.HandOver();
+    }
+    NodeHarness& next = *run.node_;
+    const RankEnded ended{.job = run.View().id, .rank = 1};
+    const auto attach = [&](uint32_t rank, bool reattach) {
+      const uint64_t session = next.Attach(run.layout_, RequestOf(rank, with, reattach));
+      EXPECT_OK(next.attached(session)->status);
+      next.SetAttempt(session, next.attached(session)->attempt);
+      return session;
+    };
+    const auto deliver = [&](uint64_t session, uint32_t rank) {
+      for (uint32_t i = 0; i < run.layout_->partitions().size(); ++i) {
+        if (run.layout_->partitions()[i].owner == rank) next.Gradient(session, i, 3);
+      }
+    };
+    const auto step = [&](uint64_t session) {
+      const uint64_t tag = next.Step(session, 3);
+      next.RunTasks();
+      return tag;
+    };
+    next.Send(ended);  // nobody is back yet
+    const uint64_t first = attach(0, /*reattach=*/true);
+    deliver(first, 0);
+    const uint64_t waiting = step(first);
+    EXPECT_EQ(next.ErrorOf(waiting), testing::kUnanswered);
+    for (int look = 0; look < 2; ++look) next.Send(ended);
+    EXPECT_EQ(next.ErrorOf(waiting), protocol::ErrorId::kRankLost);
+    EXPECT_EQ(next.ErrorOf(step(first)), protocol::ErrorId::kRankLost);
+    const uint64_t second = attach(1, /*reattach=*/false);
+    next.Send(ended);  // of a look before
+    deliver(second, 1);
+    const uint64_t again = step(second);
+    EXPECT_EQ(next.ErrorOf(step(first)), protocol::ErrorId::kNone);
+    EXPECT_EQ(next.ErrorOf(again), protocol::ErrorId::kNone);
+    EXPECT_EQ(next.fault(), "");
+  }
+}
+
 // A rank that does nothing but read what it has leased knows nothing of it: nobody writes there before it says so.
 TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};

@@ -56,7 +56,7 @@ class ServiceManager:
     messages  texts of all messages of the running process
     """
 
-    def __init__(self, folder, command, fds_max=7184, environment=None):
+    def __init__(self, folder, command, fds_max=9232, environment=None):
         self.folder = pathlib.Path(folder)
         self.command = [str(word) for word in command]
         self.fds_max = fds_max

@@ -183,6 +183,35 @@ def test_a_restart_while_a_rank_is_not_back_yet(folder):
         assert status == 0, f"{error}\n{service.log()}"
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_ends_while_there_is_no_daemon_is_not_waited_for(folder, end):
+    """The other one hears it, from this daemon or one after it; a run that begins anew waits for all of its ranks."""
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        ranks = Ranks(service, "shared", "memory", "on")
+        pids = ranks.until_all_have_answered()
+        os.kill(ranks.process.pid, signal.SIGSTOP)  # it would end the other one
+        manager._end(end)
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGKILL)
+        manager.start()
+        manager.kill()
+        os.kill(pids[0], signal.SIGCONT)
+        lost = ranks.until(lambda line: line[0] == "ended")
+        assert lost is not None and lost[2] == "E_RANK_LOST", service.log()
+        os.kill(ranks.process.pid, signal.SIGCONT)
+        status, _ = ranks.end()
+        assert status != 0
+        assert [name for name in manager.names() if name.startswith("forebay.process.")] != []
+        ranks = Ranks(service, "shared", "memory", 3)
+        status, error = ranks.end()
+        assert status == 0, f"{error}\n{service.log()}"
+        [first, second] = ranks.of("digests")
+        assert first[3] == first[4] == second[3] == second[4]
+        assert [name for name in manager.names() if name.startswith("forebay.process.")] == []
+
+
 def test_restarts_while_ranks_are_on_their_way_back(folder):
     """Attached, and not known yet to have mapped their memory: what they had mapped before is kept."""
     chance = random.Random(SEED)
