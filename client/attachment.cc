@@ -95,12 +95,13 @@ internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall c
   call.layout = {};
   call.resume = call.reattach = true;
   return [socket = std::move(socket), call = std::move(call), layout = std::move(layout)](
-             std::span<const uint64_t> held,
+             std::span<const uint64_t> held, uint64_t next_step,
              const WaitLimits& limits) -> absl::StatusOr<internal::GrantedSession> {
     ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout->spec()));
     internal::AttachCall again = call;
     again.layout = encoded;
     again.held_leases = held;
+    again.next_step = next_step;
     return internal::ConnectAndAttach(socket, again, limits);
   };
 }

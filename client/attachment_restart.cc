@@ -89,12 +89,13 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
     // weights in DRAM they end with the daemon: the weights stay where they are.
     const std::vector<uint64_t> held =
         parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
-    absl::StatusOr<GrantedSession> granted = parts.attach_again(held, within);
+    absl::StatusOr<GrantedSession> granted = parts.attach_again(held, committed_step() + 1, within);
     absl::Status status = granted.status();
     if (granted.ok()) status = GoOnWith(*std::move(granted), held.size(), within);
     if (status.ok() || protocol::IdOf(status) == ErrorId::kInterrupted) return status;
     // GoOnWith has closed the port where the daemon has not what this session needs.
     if (!port.is_restarting()) return status;
+    if (protocol::IdOf(status) == ErrorId::kRankLost) return EndSession(std::move(status));
     if (!IsPassing(status)) {
       return EndSession(
           MakeError(ErrorId::kDaemonGone,

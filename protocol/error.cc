@@ -18,9 +18,10 @@ constexpr char kHintPayload[] = "forebay/hint";
 constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kInternal, "E_INTERNAL", StatusCode::kInternal,
               "a bug of Forebay: report it with the daemon's log"},
-    ErrorInfo{ErrorId::kDaemonGone, "E_DAEMON_GONE", StatusCode::kUnavailable,
-              "start the daemon, attach again: a job of durability step or epoch=N goes on at its "
-              "durable step; one of memory begins anew: save its weights, which stay readable"},
+    ErrorInfo{
+        ErrorId::kDaemonGone, "E_DAEMON_GONE", StatusCode::kUnavailable,
+        "start the daemon, where nobody does, and attach again: a job that was kept or is durable "
+        "goes on; else it begins anew: save its weights, which stay readable in DRAM"},
     ErrorInfo{ErrorId::kNoDaemon, "E_NO_DAEMON", StatusCode::kUnavailable,
               "start one with `forebay run -- COMMAND`, or `systemctl start forebayd`"},
     ErrorInfo{ErrorId::kProtocol, "E_PROTOCOL", StatusCode::kFailedPrecondition,

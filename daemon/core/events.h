@@ -44,6 +44,7 @@ struct AttachRequested {
   bool resume = false;
   // Of a client whose session a daemon before this one has handed over: it goes on with the arenas that it has.
   bool reattach = false;
+  uint64_t next_step = 0;  // of a reattach: that the session calls next; 0: it does not say
   // That it had then, of a job with weights on swap.
   std::vector<uint64_t> held_leases = {};
   // Sharded: several backward passes a step.
@@ -77,11 +78,12 @@ struct SessionEnded {
   EndCause cause = EndCause::kLost;
 };
 
-// The process of a rank that has not detached and has no session: one of a session that was lost, here or with the daemon
-// before. Comes again and again.
+// A rank that has no session: it has detached, or its process has ended, here or with the daemon before. Comes again and
+// again.
 struct RankEnded {
   JobId job = 0;
   uint32_t rank = 0;
+  bool has_detached = false;
 };
 
 struct CommandArrived {
@@ -174,10 +176,18 @@ struct JobFreed {
   bool weights_in_use = false;
 };
 
-using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, RankEnded, CommandArrived,
-                           StepRequestCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
-                           LeaseTimeExpired, BlockMoveRequested, HandOverRequested, HandOverDue,
-                           UpdatesResumed, DeleteJobRequested, JobFreed>;
+// One of the above. A type of its own, so that copying, moving and destroying it is compiled once.
+struct Event : std::variant<AttachRequested, SessionMapped, SessionEnded, RankEnded, CommandArrived,
+                            StepRequestCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
+                            LeaseTimeExpired, BlockMoveRequested, HandOverRequested, HandOverDue,
+                            UpdatesResumed, DeleteJobRequested, JobFreed> {
+  using variant::variant;
+  Event(const Event& other);
+  Event(Event&& other) noexcept;
+  Event& operator=(const Event& other);
+  Event& operator=(Event&& other) noexcept;
+  ~Event();
+};
 
 // ----------------------------------------------------------------------------------------- actions
 
@@ -697,16 +707,24 @@ struct SwapPathMarked {
   bool marked = false;
 };
 
-using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
-                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
-                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
-                 PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
-                 RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited,
-                 StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished,
-                 HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged, RecordSums,
-                 RecordAttempt, RecordDecision, RecordTrust, RecordStep, RecordLease,
-                 RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked>;
+// One of the above; as Event.
+struct Action
+    : std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
+                   CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
+                   AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
+                   SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
+                   PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums,
+                   SavePart, RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger,
+                   RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped,
+                   StepPublished, HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged,
+                   RecordSums, RecordAttempt, RecordDecision, RecordTrust, RecordStep, RecordLease,
+                   RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked> {
+  using variant::variant;
+  Action(const Action& other);
+  Action(Action&& other) noexcept;
+  Action& operator=(const Action& other);
+  Action& operator=(Action&& other) noexcept;
+  ~Action();
+};
 
 }  // namespace forebay::daemon

@@ -574,7 +574,7 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
                                      absl::StrCat("the gradient of rank ", delivery.rank, " for ",
                                                   layout_->DescribePartition(delivery.partition),
                                                   " in step ", step_, " waits for rank ",
-                                                  missing_rank, ", which has detached or ended"),
+                                                  missing_rank, ", which has detached"),
                                      "attach that rank again"));
   Cells& cells = partitions_[delivery.partition].cells;
   for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;

@@ -208,8 +208,9 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
     return MakeError(ErrorId::kBusy, absl::StrCat("job ", spec_.name, " is being deleted"),
                      "attach again in a moment");
   }
-  return members_.CheckRun(request, step_.committed_step(),
-                           initial_.ready() ? Membership::Ready::kYes : Membership::Ready::kNo);
+  status = members_.CheckRun(request, step_.committed_step(),
+                             initial_.ready() ? Membership::Ready::kYes : Membership::Ready::kNo);
+  return status.ok() && request.reattach ? CheckReattach(request) : status;
 }
 
 void Job::Attach(const AttachRequested& request) {
@@ -230,7 +231,7 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   const bool counts = session->is_current() && initial_.ready() && !failed() && !is_at_rest();
   if (!session->reader && counts) {
     if (cause == EndCause::kLost || step_.HasContributed(*session)) {
-      OnRankFailed(*session);
+      OnRankFailed(session->rank, session);
     } else {
       OnRankDetached(*session);
     }
@@ -245,7 +246,7 @@ void Job::Evict(Session& session, const absl::Status& reason) {
     io_.actions().Emit(AnswerAttach{.session = session.id, .status = reason, .trace = {}});
   } else if (session.is_current()) {
     session.fence = reason;
-    if (!session.reader && initial_.ready() && !failed()) OnRankFailed(session);
+    if (!session.reader && initial_.ready() && !failed()) OnRankFailed(session.rank, &session);
   }
   End(session, reason);
   io_.End(session.id);
@@ -274,16 +275,16 @@ void Job::EndInitial(Session& writer, const absl::Status& status) {
                 "attach again and write them again");
   initial_.AnswerWriter(writer.id, status);
   initial_.Reset(lost);
-  for (Session* session : members_.BeginGeneration(writer, lost)) AnswerWaiting(*session, lost);
+  for (Session* session : members_.BeginGeneration(&writer, lost)) AnswerWaiting(*session, lost);
 }
 
 // A new generation: every other session is fenced. A step that all ranks have called goes on and is
-// answered; else it is dropped.
-void Job::OnRankFailed(Session& lost) {
+// answered; else it is dropped. `lost`: null where it had none with this daemon.
+void Job::OnRankFailed(uint32_t rank, Session* lost) {
   const uint64_t committed = step_.committed_step();
   const absl::Status status =
       MakeError(ErrorId::kRankLost,
-                absl::StrCat("rank ", lost.rank, " of job ", spec_.name, " was lost in step ",
+                absl::StrCat("rank ", rank, " of job ", spec_.name, " was lost in step ",
                              committed + 1, "; the committed step is ", committed),
                 absl::StrCat("attach again and go on after step ", committed));
   const std::vector<Session*> fenced = members_.BeginGeneration(lost, status);

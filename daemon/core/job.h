@@ -119,7 +119,7 @@ class Job {
   // As it is at rest; null: it is not yet.
   const std::shared_ptr<const DurableJob>& handed_over() const { return handed_over_; }
   bool is_coming_to_rest() const { return hand_over_ == HandOver::kWanted; }
-  void OnAbsentRankEnded(uint32_t rank);  // RankEnded
+  void OnRankEnded(const RankEnded& event);
   std::vector<HandedOver::Session> SessionsHandedOver() const;
 
   // Of a job that has not come back yet, or could not: what it comes from.
@@ -173,6 +173,7 @@ class Job {
   bool MayServeFetches() const;
   void TryHandOver();
   void OnExtraStatesKept(const TaskDone& done);
+  absl::Status CheckReattach(const AttachRequested& request) const;
   void EndHandOver(DurableJob job);
   // What a job that is handed over has of its memory, as it is now.
   void AddKept(DurableJob& job) const;
@@ -191,7 +192,7 @@ class Job {
   void EvictWaiting(const absl::Status& reason);
   void End(Session& session, const absl::Status& status);
   void EndInitial(Session& writer, const absl::Status& status);
-  void OnRankFailed(Session& lost);
+  void OnRankFailed(uint32_t rank, Session* lost);
   void OnRankDetached(const Session& session);
   void AnswerWaiting(Session& session, const absl::Status& status);
   void AnswerAttaches();

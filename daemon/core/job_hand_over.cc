@@ -39,16 +39,25 @@ bool Job::MayServeFetches() const {
   return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
 }
 
-// Those that came back do not wait for it. Who was attached when a session was lost is fenced, and hears it so.
-void Job::OnAbsentRankEnded(uint32_t rank) {
-  const bool is_news = !members_.is_detached(rank) && members_.OfRank(rank) == nullptr;
-  if (!is_news || members_.Current().empty() || !initial_.ready() || failed() || is_at_rest())
-    return;
-  members_.SetDetached(rank);
-  step_.OnRankDetached(rank);
+// As of a session of this daemon. Who comes back later hears it with the next of these events.
+void Job::OnRankEnded(const RankEnded& event) {
+  const bool concerns = members_.OfRank(event.rank) == nullptr && !members_.Current().empty();
+  if (!concerns || !initial_.ready() || failed() || is_at_rest()) return;
+  if (!event.has_detached) return OnRankFailed(event.rank, nullptr);
+  if (members_.is_detached(event.rank)) return;
+  members_.SetDetached(event.rank);
+  step_.OnRankDetached(event.rank);
+}
+
+absl::Status Job::CheckReattach(const AttachRequested& request) const {
+  const uint64_t committed = step_.committed_step();
+  if (members_.has_begun_anew()) return LeftBehindError(spec_.name, committed);
+  return CheckNotLeftBehind(request, spec_.name, committed);
 }
 
 void Job::TryHandOver() {
+  // The rank that is missing does not attach before: nothing comes of the others' gradients.
+  if (hand_over_ == HandOver::kWanted && members_.FirstDetached()) step_.GiveUpAttempt();
   if (hand_over_ == HandOver::kWanted && IsQuiet()) {
     hand_over_ = HandOver::kSaving;
     DurableSteps::Published published = step_.PublishedNow();

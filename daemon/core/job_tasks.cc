@@ -15,6 +15,8 @@ bool IsOfOneEpoch(TaskKind kind) {
 
 }  // namespace
 
+void ActionSink::Emit(Action action) { actions_->push_back(std::move(action)); }
+
 JobId ActionSink::FinishTask(TaskId task) {
   const auto it = task_jobs_.find(task);
   if (it == task_jobs_.end()) return 0;

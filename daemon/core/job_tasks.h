@@ -24,7 +24,7 @@ class ActionSink {
   std::pmr::memory_resource* memory() const { return memory_; }
   // Until the next Bind, actions are appended to `actions`.
   void Bind(std::vector<Action>* actions) { actions_ = actions; }
-  void Emit(Action action) { actions_->push_back(std::move(action)); }
+  void Emit(Action action);
 
   TaskId NewTask(JobId job) {
     task_jobs_.emplace(++last_task_, job);

@@ -41,6 +41,22 @@ absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job) {
       "leave durability out, or delete the job and start with the other level");
 }
 
+absl::Status LeftBehindError(const std::string& name, uint64_t step) {
+  return MakeError(
+      ErrorId::kRankLost,
+      absl::StrCat("other processes have attached to job ", name,
+                   " since the daemon was started again; the committed step is ", step),
+      absl::StrCat("attach again and go on after step ", step));
+}
+
+absl::Status CheckNotLeftBehind(const AttachRequested& request, const std::string& name,
+                                uint64_t step) {
+  // It may have called its next step, and have no answer yet.
+  const bool is_left_behind =
+      request.reattach && request.next_step != 0 && step > request.next_step;
+  return is_left_behind ? LeftBehindError(name, step) : absl::OkStatus();
+}
+
 absl::Status JobExistsError(const std::string& name, uint64_t step, const std::string& run) {
   return MakeError(ErrorId::kJobExists,
                    absl::StrCat("job ", name, " exists and is at step ", step, "; another run (",
@@ -90,6 +106,7 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
 absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t committed_step,
                                   Ready ready) const {
   if (request.reader || request.run == run_) return absl::OkStatus();
+  if (request.reattach) return JobExistsError(spec_.name, committed_step, run_);
   if (live_ranks() > 0) {
     return MakeError(
         ErrorId::kBusy,
@@ -104,6 +121,7 @@ absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t commi
 
 void Membership::Add(const AttachRequested& request) {
   if (!request.reader) run_ = request.run;
+  has_begun_anew_ = has_begun_anew_ || (!request.reader && !request.reattach);
   Session session;
   session.id = request.session;
   session.uid = request.uid;
@@ -183,10 +201,10 @@ void Membership::SetAttached(Session& session) {
   if (!session.reader) detached_[session.rank] = false;
 }
 
-std::vector<Session*> Membership::BeginGeneration(Session& lost, const absl::Status& status) {
+std::vector<Session*> Membership::BeginGeneration(Session* lost, const absl::Status& status) {
   ++generation_;
   ClearDetached();
-  if (lost.fence.ok()) lost.fence = status;
+  if (lost != nullptr && lost->fence.ok()) lost->fence = status;
   std::vector<Session*> fenced = Current();
   for (Session* session : fenced) session->fence = status;
   return fenced;

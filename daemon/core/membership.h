@@ -28,6 +28,12 @@ struct JobTraits {
 };
 absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job);
 
+// A session that was away while others went on may hold nothing up that they do: E_RANK_LOST where the job is further than
+// it can know.
+absl::Status CheckNotLeftBehind(const AttachRequested& request, const std::string& name,
+                                uint64_t step);
+absl::Status LeftBehindError(const std::string& name, uint64_t step);
+
 // The job exists, is at this step, and belongs to another run.
 absl::Status JobExistsError(const std::string& name, uint64_t step, const std::string& run);
 
@@ -76,14 +82,19 @@ class Membership {
   void OnMemoryMade(SessionId id, bool made);
   void SetAttached(Session& session);
 
-  // Fences `lost`, a session of a rank, and all current sessions with E_RANK_LOST; returns the others.
-  std::vector<Session*> BeginGeneration(Session& lost, const absl::Status& status);
+  // Fences `lost`, a session of a rank (null: it ended while there was no daemon), and all current sessions with
+  // E_RANK_LOST; returns the others.
+  std::vector<Session*> BeginGeneration(Session* lost, const absl::Status& status);
   void SetEnded(Session& session);
   // Emits CloseSession for ended sessions whose tasks are done and of which nothing is in use.
   void CloseEnded(absl::FunctionRef<bool(SessionId)> in_use);
   std::vector<SessionId> DrainClosed();  // ids of those, since the last call
 
-  // Ranks that have detached in good order, or ended while there was no daemon, and not attached again.
+  // Whether a rank has attached that had no session with the daemon before: sessions of that one are of a generation that is
+  // over.
+  bool has_begun_anew() const { return has_begun_anew_; }
+
+  // Ranks that have detached in good order and not attached again.
   void SetDetached(uint32_t rank) { detached_[rank] = true; }
   void ClearDetached();
   bool is_detached(uint32_t rank) const { return detached_[rank]; }
@@ -104,6 +115,7 @@ class Membership {
   JobTasks& io_;
   std::string run_;  // token of the newest attach, or of the one that it comes back from
   uint64_t generation_ = 0;
+  bool has_begun_anew_ = false;
   std::map<SessionId, Session> sessions_;
   std::vector<SessionId> attaching_;
   std::vector<SessionId> closed_;

@@ -84,7 +84,7 @@ void NodeState::Impl::GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot
 Job* NodeState::Impl::On(const RankEnded& event) {
   const auto found = jobs.find(event.job);
   if (found == jobs.end()) return nullptr;
-  found->second->OnAbsentRankEnded(event.rank);
+  found->second->OnRankEnded(event);
   return found->second.get();
 }
 

@@ -114,7 +114,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   if (request.reattach) {
     return MakeError(ErrorId::kJobName,
                      absl::StrCat("the daemon before this one has left nothing that job ",
-                                  name.name, " could go on from"),
+                                  name.name, " could go on from, or it was deleted since"),
                      "start the trainer again");
   }
   if (jobs.size() + ledger.parked().size() >= kJobsMax) {
@@ -132,7 +132,10 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
                                         .layout = job.layout->spec(),
                                         .world_size = job.world_size,
                                         .durability = job.durability}));
-  if (request.run != job.run && !request.resume) return JobExistsError(job.name, job.step, job.run);
+  if (request.run != job.run && (!request.resume || request.reattach)) {
+    return JobExistsError(job.name, job.step, job.run);
+  }
+  RETURN_IF_ERROR(CheckNotLeftBehind(request, job.name, job.step));
   // A session goes on in the world that it was in: what was kept is of that one.
   if (request.reattach && job.kept && request.world_size != job.kept->session.world_size) {
     return MakeError(ErrorId::kRank,

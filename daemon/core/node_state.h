@@ -65,7 +65,7 @@ struct JobView {
   std::shared_ptr<const protocol::Layout> layout;  // dtype, optimizer, format, groups
   std::vector<SessionView> sessions;               // that have not been closed, by rank
   uint64_t generation = 0;
-  std::optional<uint32_t> detached_rank;  // the first of Membership::SetDetached
+  std::optional<uint32_t> detached_rank;  // the first that has detached in good order since
   uint64_t committed_step = 0;
   uint64_t published_step = 0;  // the same, or the one before
   protocol::Durability durability = {};

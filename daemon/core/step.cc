@@ -422,7 +422,7 @@ std::pmr::vector<bool> Step::ParamsWithGradient() const {
 absl::Status Step::DetachedError(uint32_t rank) const {
   return MakeError(ErrorId::kRankLost,
                    absl::StrCat("rank ", rank, " of job ", spec_.name,
-                                " has detached or ended; the committed step is ", committed_step_),
+                                " has detached; the committed step is ", committed_step_),
                    "attach that rank again, then call step again");
 }
 
@@ -704,11 +704,12 @@ void Step::OnRankDetached(uint32_t rank) {
   RefuseCalls(DetachedError(rank));
 }
 
-void Step::OnRankFailed(const Session& lost, const absl::Status& status) {
+void Step::OnRankFailed(const Session* lost, const absl::Status& status) {
   if (phase_ != Phase::kOpen) return;
-  gradients_.AnswerSession(lost.id, lost.fence);
+  if (lost != nullptr) gradients_.AnswerSession(lost->id, lost->fence);
   for (const auto& [rank, call] : barrier_.Drain()) {
-    io_.Answer(call.command, call.command.session == lost.id ? lost.fence : status);
+    const bool is_of_lost = lost != nullptr && call.command.session == lost->id;
+    io_.Answer(call.command, is_of_lost ? lost->fence : status);
   }
   io_.NewEpoch();
   DropGradients(status);
@@ -717,6 +718,15 @@ void Step::OnRankFailed(const Session& lost, const absl::Status& status) {
   io_.set_attempt(attempt_);
   RecordOpenAttempt(attempt_);
   trace_.OnDropped();
+}
+
+void Step::GiveUpAttempt() {
+  if (phase_ != Phase::kOpen || gradients_.empty()) return;
+  BeginAttempt(attempt_ + 1, MakeError(ErrorId::kGradDropped,
+                                       absl::StrCat("the gradients of step ", committed_step_ + 1,
+                                                    " of job ", spec_.name,
+                                                    " were dropped: the daemon is being restarted, "
+                                                    "and a rank has detached")));
 }
 
 void Step::DropForNewWorld() {

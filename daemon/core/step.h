@@ -90,6 +90,8 @@ class Step {
   DurableSteps::Published PublishedNow() const;
   // Nothing of the next step is there, and nothing of this one is unsaid.
   bool is_quiet() const;
+  // What was delivered of the next step is dropped.
+  void GiveUpAttempt();
   // The first attempt at the next step that is not over.
   uint64_t open_attempt() const {
     return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
@@ -112,7 +114,7 @@ class Step {
   }
   void OnRankDetached(uint32_t rank);  // step calls of the others are refused
   // A rank was lost. A step that not all ranks have called is dropped; else it goes on.
-  void OnRankFailed(const Session& lost, const absl::Status& status);
+  void OnRankFailed(const Session* lost, const absl::Status& status);
   // Answers what waits of a session, but not its contributions and its step call: they are the job's.
   void AnswerWaiting(Session& session, const absl::Status& status);
   bool UsesArenaOf(SessionId session) const { return gradients_.UsesArenaOf(session); }

@@ -199,8 +199,7 @@ void Executor::Exchange(SessionId id, uint64_t call, uint64_t number, std::strin
     return answer(MakeError(ErrorId::kRankLost, "a rank of the job ended, or was replaced"));
   }
   if (const auto detached = current->second.detached_rank; detached.has_value()) {
-    return answer(
-        MakeError(ErrorId::kRankLost, absl::StrCat("rank ", *detached, " has detached or ended")));
+    return answer(MakeError(ErrorId::kRankLost, absl::StrCat("rank ", *detached, " has detached")));
   }
   RankExchange::Member member = current->second.member;
   member.call = call;

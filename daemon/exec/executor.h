@@ -272,11 +272,11 @@ class Executor {
   void DropStored(const std::string& name);
   void DropStored(const std::string& name, const ArenaRegistry::Arena& arena);  // if it is that one
   absl::Status StoreArenas(JobId id);
-  // A rank has attached: the store gets its process.
-  void KeepProcess(Session& session);
-  // The session of a rank is over.
-  void LeaveProcess(Session& session);
-  void DropAbsent(JobId job);
+  // The process of each rank is in the store, as long as the rank is attached and beyond.
+  void KeepProcess(const Session& session, bool has_detached);
+  void OnRankAttached(const Session& session);
+  void OnRankLeft(Session& session);
+  void DropAbsent(JobId job, std::optional<uint32_t> rank = std::nullopt);  // of all ranks
   // Tells the state machine of absent ranks that have ended, of jobs that have others; returns when to look again.
   uint64_t LookForAbsent();
   bool HasSession(JobId job, uint32_t rank) const;
@@ -321,9 +321,9 @@ class Executor {
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
   std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;  // by job and rank
-  // Processes of ranks that have no session and have not detached, here or with the daemon before; the store has them
-  // too. Until a rank of the job attaches anew, which waits for nobody that was lost before.
-  std::map<std::pair<JobId, uint32_t>, protocol::UniqueFd> absent_;
+  // Ranks that have no session any more, here or with the daemon before, and are in the store. Until a rank of the job
+  // attaches anew.
+  std::map<std::pair<JobId, uint32_t>, AbsentRank> absent_;
   uint64_t next_look_ns_ = 0;
   // From which another daemon goes on where this one is killed, and their descriptors' names. Updates that run share
   // them.

@@ -200,7 +200,7 @@ void Executor::Run(AnswerAttach& action) {
       const absl::Status stored =
           Store(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
       if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
-      KeepProcess(session);
+      OnRankAttached(session);
     }
     auto fds = FdsFor(session, result.answer);
     if (fds.ok()) {
@@ -241,7 +241,7 @@ void Executor::Run(CloseSession& action) {
     poller_.Remove(action.session);
     if (session.job_id != 0 && !session.request.reader && !session.is_handed_over) {
       DropStored(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
-      LeaveProcess(session);
+      OnRankLeft(session);
     }
     if (!session.is_handed_over) session.io->channel().Close(protocol::ChannelState::kEnded);
     Retire(std::move(session.io));

@@ -45,7 +45,7 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
       if (has_record) stored_[GradientsDescriptor(job.id, rank)] = arena;
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
     }
-    for (auto& [rank, process] : job.processes) absent_[{job.id, rank}] = std::move(process);
+    for (auto& [rank, absent] : job.ranks) absent_[{job.id, rank}] = std::move(absent);
     if (has_record) {
       stored_[WeightsDescriptor(job.id)] = job.weights;
       if (job.state != nullptr) stored_[StatesDescriptor(job.id)] = job.state;
@@ -67,7 +67,10 @@ std::set<std::string> Executor::StoredNames() const {
   for (const auto& [job, record] : records_) {
     if (!record.name.empty()) names.insert(record.name);
   }
-  for (const auto& [of, process] : absent_) names.insert(ProcessDescriptor(of.first, of.second));
+  if (!store_.keep) return names;
+  for (const auto& [of, absent] : absent_) {
+    names.insert(ProcessDescriptor(of.first, of.second, absent.has_detached));
+  }
   return names;
 }
 
@@ -170,34 +173,51 @@ void Executor::DropKeptGradients(JobId job) {
 
 // --------------------------------------------------------------- ranks that end while there is no daemon
 
-void Executor::KeepProcess(Session& session) {
-  if (!store_.keep) return;
-  const uint32_t rank = session.request.rank;
-  if (session.request.reattach) {
-    absent_.erase({session.job_id, rank});
-  } else {
-    DropAbsent(session.job_id);
-  }
-  if (!session.process.valid()) return;
-  const absl::Status stored =
-      store_.keep(ProcessDescriptor(session.job_id, rank), session.process.get());
+void Executor::KeepProcess(const Session& session, bool has_detached) {
+  if (!store_.keep || !session.process.valid()) return;
+  const std::string name = ProcessDescriptor(session.job_id, session.request.rank, has_detached);
+  const absl::Status stored = store_.keep(name, session.process.get());
   if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
 }
 
-void Executor::LeaveProcess(Session& session) {
-  if (!store_.keep || !session.process.valid()) return;
-  if (session.has_detached) {
-    store_.drop(ProcessDescriptor(session.job_id, session.request.rank));
-  } else {
-    absent_[{session.job_id, session.request.rank}] = std::move(session.process);
-  }
+void Executor::OnRankAttached(const Session& session) {
+  const JobId job = session.job_id;
+  // Whoever attaches anew waits for all ranks, those too that were lost before.
+  DropAbsent(job, session.request.reattach ? std::optional(session.request.rank) : std::nullopt);
+  KeepProcess(session, /*has_detached=*/false);
 }
 
-void Executor::DropAbsent(JobId job) {
+void Executor::OnRankLeft(Session& session) {
+  if (!store_.keep || !session.process.valid()) return;
+  const std::pair of(session.job_id, session.request.rank);
+  const auto is_live = [&](const auto& other) {
+    return other.second.job_id == of.first && !other.second.request.reader;
+  };
+  const auto may_come_back = [&](const auto& other) {
+    return other.first.first == of.first && !other.second.has_detached;
+  };
+  if (session.has_detached && std::ranges::none_of(sessions_, is_live) &&
+      std::ranges::none_of(absent_, may_come_back)) {
+    store_.drop(ProcessDescriptor(of.first, of.second, /*has_detached=*/false));
+    return DropAbsent(of.first);  // nobody waits for it
+  }
+  if (session.has_detached) {
+    store_.drop(ProcessDescriptor(of.first, of.second, /*has_detached=*/false));
+    KeepProcess(session, /*has_detached=*/true);
+  }
+  absent_[of] = {.process = std::move(session.process),
+                 .has_detached = session.has_detached,
+                 .is_of_before = false};
+}
+
+void Executor::DropAbsent(JobId job, std::optional<uint32_t> rank) {
   std::erase_if(absent_, [&](const auto& entry) {
-    const auto& [id, rank] = entry.first;
-    if (id == job && store_.keep) store_.drop(ProcessDescriptor(id, rank));
-    return id == job;
+    const auto& [of, absent] = entry;
+    const bool is_meant = of.first == job && of.second == rank.value_or(of.second);
+    if (is_meant && store_.keep) {
+      store_.drop(ProcessDescriptor(of.first, of.second, absent.has_detached));
+    }
+    return is_meant;
   });
 }
 
@@ -221,12 +241,15 @@ uint64_t Executor::LookForAbsent() {
   }
   std::vector<RankEnded> ended;
   bool looks_again = false;
-  for (const auto& [of, process] : absent_) {
+  for (const auto& [of, absent] : absent_) {
     const auto& [job, rank] = of;
     if (!attached.contains(job) || HasSession(job, rank)) continue;
+    if (absent.has_detached && !absent.is_of_before) continue;  // the state machine knows
     looks_again = true;
-    pollfd entry{.fd = process.get(), .events = POLLIN, .revents = 0};
-    if (::poll(&entry, 1, /*timeout=*/0) > 0) ended.push_back({.job = job, .rank = rank});
+    pollfd entry{.fd = absent.process.get(), .events = POLLIN, .revents = 0};
+    if (absent.has_detached || ::poll(&entry, 1, /*timeout=*/0) > 0) {
+      ended.push_back({.job = job, .rank = rank, .has_detached = absent.has_detached});
+    }
   }
   for (const RankEnded& one : ended) Raise(one);
   return looks_again ? next_look_ns_ : UINT64_MAX;

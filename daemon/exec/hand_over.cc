@@ -38,8 +38,8 @@ std::string StepDescriptor(JobId job) { return absl::StrCat("step.", job); }
 std::string GradientsDescriptor(JobId job, uint32_t rank) {
   return absl::StrCat("gradients.", job, ".", rank);
 }
-std::string ProcessDescriptor(JobId job, uint32_t rank) {
-  return absl::StrCat("process.", job, ".", rank);
+std::string ProcessDescriptor(JobId job, uint32_t rank, bool has_detached) {
+  return absl::StrCat(has_detached ? "detached." : "process.", job, ".", rank);
 }
 std::string StagingDescriptor(uint64_t slot_bytes, uint64_t number) {
   return absl::StrCat(kStagingPrefix, slot_bytes, ".", number);
@@ -142,8 +142,10 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
                            std::move(step.mapped())));
   }
   for (uint32_t rank = 0; rank < job.world_size; ++rank) {
-    if (auto process = from.extract(ProcessDescriptor(job.id, rank)); !process.empty()) {
-      adopted.processes[rank] = std::move(process.mapped());
+    for (const bool has_detached : {false, true}) {
+      auto process = from.extract(ProcessDescriptor(job.id, rank, has_detached));
+      if (process.empty()) continue;
+      adopted.ranks[rank] = {.process = std::move(process.mapped()), .has_detached = has_detached};
     }
     auto node = from.extract(GradientsDescriptor(job.id, rank));
     if (node.empty()) continue;

@@ -38,7 +38,7 @@ std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
 std::string StepDescriptor(JobId job);
 std::string GradientsDescriptor(JobId job, uint32_t rank);
-std::string ProcessDescriptor(JobId job, uint32_t rank);
+std::string ProcessDescriptor(JobId job, uint32_t rank, bool has_detached);
 // Of the node, with slots of this size; the one with the largest number is the newest.
 std::string StagingDescriptor(uint64_t slot_bytes, uint64_t number);
 // Each record of a job has another number: the newest one that is whole counts.

@@ -32,6 +32,13 @@ pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& 
 pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
                                      const StatePart& float_sums, uint64_t capacity_bytes);
 
+// A rank that had a session, and has none.
+struct AbsentRank {
+  protocol::UniqueFd process;  // a pidfd
+  bool has_detached = false;
+  bool is_of_before = true;  // its session was with another daemon
+};
+
 // Of a job, as the daemon before has left it. `state` is null where there are no states, `step` where it has to be made.
 struct AdoptedArenas {
   JobId id = 0;
@@ -41,7 +48,7 @@ struct AdoptedArenas {
   ArenaRegistry::Arena state;
   ArenaRegistry::Arena step;
   std::map<uint32_t, ArenaRegistry::Arena> gradients = {};  // by rank
-  std::map<uint32_t, protocol::UniqueFd> processes = {};  // of ranks that have not detached: pidfds
+  std::map<uint32_t, AbsentRank> ranks = {};
   // Of a daemon that was killed: it holds on, and all of these are in the store of descriptors; its number there.
   std::unique_ptr<KeptRecord> record = {};
   uint64_t record_number = 0;

@@ -45,8 +45,10 @@ class SessionRestart : public SessionTest {
                  const std::function<void(SessionParts&)>& change = {}) {
     StartSession(std::move(script), [&](SessionParts& parts) {
       parts.daemon_wait = kTimeout;
-      parts.attach_again = [this](std::span<const uint64_t> held, const WaitLimits&) {
+      parts.attach_again = [this](std::span<const uint64_t> held, uint64_t next_step,
+                                  const WaitLimits&) {
         ++attaches_;
+        next_step_ = next_step;
         held_.assign(held.begin(), held.end());
         return grant_();
       };
@@ -75,6 +77,7 @@ class SessionRestart : public SessionTest {
   ScriptedDaemon next_;
   bool on_swap_ = false;
   std::vector<uint64_t> held_;  // at the last attach, on weights on swap
+  uint64_t next_step_ = 0;      // likewise
   std::atomic<int> attaches_{0};
   std::function<absl::StatusOr<GrantedSession>()> grant_ = [this] { return Granted(next_); };
 };
@@ -361,6 +364,18 @@ TEST_F(SessionRestart, EndsWhereTheNextDaemonRefuses) {
   EXPECT_THAT(gone, HasError(ErrorId::kDaemonGone));
   EXPECT_THAT(std::string(gone.message()), HasSubstr("E_PROTOCOL: version 9"));
   EXPECT_EQ(protocol::HintOf(gone), "use the library");
+  EXPECT_EQ(attaches_, 1);
+}
+
+TEST_F(SessionRestart, HearsThatARankIsLostAsInOneDaemon) {
+  StartRank(Obey());
+  Restart();
+  grant_ = [] { return protocol::MakeError(ErrorId::kRankLost, "lost", "attach again"); };
+  const absl::Status lost = session_->Fetch(0, kTimeout).status();
+  EXPECT_THAT(lost, HasError(ErrorId::kRankLost));
+  EXPECT_EQ(protocol::HintOf(lost), "attach again");
+  EXPECT_EQ(next_step_, 1U);
+  EXPECT_THAT(session_->CheckSession(kTimeout), HasError(ErrorId::kRankLost));
   EXPECT_EQ(attaches_, 1);
 }
 

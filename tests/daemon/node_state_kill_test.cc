@@ -138,53 +138,133 @@ TEST(NodeStateKillOfAWorld, ASessionOfAnotherWorldIsRefused) {
   }
 }
 
-// The others are not to wait for it; a process that attaches as that rank goes on with them.
-TEST(NodeStateKillOfAWorld, ARankThatEndedMeanwhileIsNotWaitedFor) {
-  const JobCase with{kMemory, Place::kDram};
-  for (const bool is_killed : {true, false}) {
-    Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
-    run.AttachAll();
-    run.TrainTo(2);
-    if (is_killed) {
-      ASSERT_TRUE(run.Kill());
+// The others are not to wait for it.
+class NodeStateRankEnds : public ::testing::TestWithParam<bool> {
+ protected:
+  NodeStateRankEnds() : run_(kWith, OptionsOf(kWith, /*keeps_jobs=*/true)) {
+    run_.AttachAll();
+    run_.TrainTo(2);
+    if (GetParam()) {
+      EXPECT_TRUE(run_.Kill());
     } else {
-      run.HandOver();
+      run_.HandOver();
     }
-    NodeHarness& next = *run.node_;
-    const RankEnded ended{.job = run.View().id, .rank = 1};
-    const auto attach = [&](uint32_t rank, bool reattach) {
-      const uint64_t session = next.Attach(run.layout_, RequestOf(rank, with, reattach));
-      EXPECT_OK(next.attached(session)->status);
-      next.SetAttempt(session, next.attached(session)->attempt);
-      return session;
-    };
-    const auto deliver = [&](uint64_t session, uint32_t rank) {
-      for (uint32_t i = 0; i < run.layout_->partitions().size(); ++i) {
-        if (run.layout_->partitions()[i].owner == rank) next.Gradient(session, i, 3);
-      }
-    };
-    const auto step = [&](uint64_t session) {
-      const uint64_t tag = next.Step(session, 3);
-      next.RunTasks();
-      return tag;
-    };
-    next.Send(ended);  // nobody is back yet
-    const uint64_t first = attach(0, /*reattach=*/true);
-    deliver(first, 0);
-    const uint64_t waiting = step(first);
-    EXPECT_EQ(next.ErrorOf(waiting), testing::kUnanswered);
-    for (int look = 0; look < 2; ++look) next.Send(ended);
-    EXPECT_EQ(next.ErrorOf(waiting), protocol::ErrorId::kRankLost);
-    EXPECT_EQ(next.ErrorOf(step(first)), protocol::ErrorId::kRankLost);
-    const uint64_t second = attach(1, /*reattach=*/false);
-    next.Send(ended);  // of a look before
-    deliver(second, 1);
-    const uint64_t again = step(second);
-    EXPECT_EQ(next.ErrorOf(step(first)), protocol::ErrorId::kNone);
-    EXPECT_EQ(next.ErrorOf(again), protocol::ErrorId::kNone);
-    EXPECT_EQ(next.fault(), "");
   }
+  ~NodeStateRankEnds() override { EXPECT_EQ(node().fault(), ""); }
+
+  NodeHarness& node() { return *run_.node_; }
+  RankEnded Ended(bool has_detached) {
+    return {.job = run_.View().id, .rank = 1, .has_detached = has_detached};
+  }
+  uint64_t Request(uint32_t rank, bool reattach, uint64_t next_step = 3) {
+    AttachRequest request = RequestOf(rank, kWith, reattach);
+    request.next_step = next_step;
+    return node().Attach(run_.layout_, request);
+  }
+  uint64_t Attach(uint32_t rank, bool reattach) {
+    const uint64_t session = Request(rank, reattach);
+    EXPECT_OK(node().attached(session)->status);
+    node().SetAttempt(session, node().attached(session)->attempt);
+    return session;
+  }
+  protocol::ErrorId ErrorOfAttach(uint64_t session) {
+    return protocol::IdOf(node().attached(session)->status);
+  }
+  void Deliver(uint64_t session, uint32_t rank) {
+    for (uint32_t i = 0; i < run_.layout_->partitions().size(); ++i) {
+      if (run_.layout_->partitions()[i].owner == rank) node().Gradient(session, i, 3);
+    }
+  }
+  uint64_t Step(uint64_t session) {
+    const uint64_t tag = node().Step(session, 3);
+    node().RunTasks();
+    return tag;
+  }
+
+  static constexpr JobCase kWith{kMemory, Place::kDram};
+  Training run_;
+};
+
+TEST_P(NodeStateRankEnds, ANewGenerationBegins) {
+  node().Send(Ended(false));  // nobody is back yet
+  const uint64_t before = Attach(0, /*reattach=*/true);
+  Deliver(before, 0);
+  const uint64_t waiting = Step(before);
+  EXPECT_EQ(node().ErrorOf(waiting), testing::kUnanswered);
+  for (int look = 0; look < 2; ++look) node().Send(Ended(false));
+  EXPECT_EQ(node().ErrorOf(waiting), protocol::ErrorId::kRankLost);
+  EXPECT_EQ(node().ErrorOf(Step(before)), protocol::ErrorId::kRankLost);
+  // The other one's new process is first.
+  const uint64_t second = Attach(1, /*reattach=*/false);
+  node().Send(Ended(false));  // of a look before
+  const uint64_t first = Attach(0, /*reattach=*/false);
+  Deliver(second, 1);
+  const uint64_t call = Step(second);
+  Deliver(first, 0);
+  EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
+  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
 }
+
+TEST_P(NodeStateRankEnds, WhoComesBackAfterOthersHaveAttachedAnewIsRefused) {
+  const uint64_t second = Attach(1, /*reattach=*/false);
+  for (const uint32_t rank : {0U, 1U}) {
+    EXPECT_EQ(ErrorOfAttach(Request(rank, /*reattach=*/true)), protocol::ErrorId::kRankLost);
+  }
+  const uint64_t first = Attach(0, /*reattach=*/false);
+  Deliver(second, 1);
+  const uint64_t call = Step(second);
+  Deliver(first, 0);
+  EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
+  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+}
+
+TEST_P(NodeStateRankEnds, WhoComesBackAfterOthersHaveTrainedOnIsRefused) {
+  EXPECT_EQ(ErrorOfAttach(Request(0, /*reattach=*/true, /*next_step=*/1)),
+            protocol::ErrorId::kRankLost);
+  for (const uint64_t next_step : {0, 2, 3}) {
+    EXPECT_EQ(ErrorOfAttach(Request(0, /*reattach=*/true, next_step)), protocol::ErrorId::kNone);
+  }
+  EXPECT_EQ(ErrorOfAttach(Request(0, /*reattach=*/true, /*next_step=*/1)),
+            protocol::ErrorId::kRankLost);
+}
+
+TEST_P(NodeStateRankEnds, AnotherRunHasTheJob) {
+  AttachRequest request = RequestOf(0, kWith, /*reattach=*/true);
+  request.run = "another";
+  EXPECT_EQ(ErrorOfAttach(node().Attach(run_.layout_, request)), protocol::ErrorId::kJobExists);
+  Attach(0, /*reattach=*/true);
+  EXPECT_EQ(ErrorOfAttach(node().Attach(run_.layout_, request)), protocol::ErrorId::kJobExists);
+}
+
+TEST_P(NodeStateRankEnds, ADetachStaysOne) {
+  const uint64_t first = Attach(0, /*reattach=*/true);
+  Deliver(first, 0);
+  const uint64_t waiting = Step(first);
+  for (int look = 0; look < 2; ++look) node().Send(Ended(true));
+  EXPECT_EQ(node().ErrorOf(waiting), protocol::ErrorId::kRankLost);
+  const uint64_t second = Attach(1, /*reattach=*/false);
+  Deliver(second, 1);
+  const uint64_t call = Step(second);
+  EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
+  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+}
+
+// Nothing comes of the other one's gradients before it ends.
+TEST_P(NodeStateRankEnds, ADaemonThatIsAskedToStopDoesNotWaitForOneThatHasDetached) {
+  const uint64_t first = Attach(0, /*reattach=*/true);
+  Deliver(first, 0);
+  node().Send(Ended(true));
+  node().RunTasks();
+  node().Send(HandOverRequested{});
+  node().RunTasks();
+  ASSERT_TRUE(run_.is_handed_over());
+  ASSERT_THAT(run_.handed_over().node->jobs, SizeIs(1));
+  run_.NextDaemon();
+  const uint64_t next = Request(0, /*reattach=*/true);
+  EXPECT_GT(node().attached(next)->attempt, 0U);
+}
+
+INSTANTIATE_TEST_SUITE_P(KilledOrNot, NodeStateRankEnds, ::testing::Bool());
 
 // A rank that does nothing but read what it has leased knows nothing of it: nobody writes there before it says so.
 TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {

@@ -5,8 +5,8 @@ alone (NotifyAccess=main); FDSTORE=1 adds the descriptors of a message, one by o
 one that is in the store already is dropped; FDSTOREREMOVE=1 closes all of a name; BARRIER=1 is answered
 when all messages before it are done. The next process gets the newest descriptor first, from number 3 on.
 
-Not as systemd: two open file descriptions of one file with the same flags count as one (systemd asks
-kcmp(2), and compares files only where it may not); descriptors are not polled.
+Not as systemd: two open file descriptions of one file with the same flags count as one, pidfds aside
+(systemd asks kcmp(2), and compares files only where it may not); descriptors are not polled.
 """
 
 import array
@@ -44,6 +44,8 @@ def _is_name(name):
 
 
 def _same(one, other):
+    if "pidfd" in os.readlink(f"/proc/self/fd/{one}"):
+        return False  # before Linux 6.9 all of them are one file
     some, others = os.fstat(one), os.fstat(other)
     flags = fcntl.fcntl(one, fcntl.F_GETFL), fcntl.fcntl(other, fcntl.F_GETFL)
     return (some.st_dev, some.st_ino) == (others.st_dev, others.st_ino) and flags[0] == flags[1]

@@ -227,8 +227,11 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd) {
   int supervisor_status = 0;
   ::waitpid(supervisor, &supervisor_status, 0);
   if (const std::optional<int> status = report.status()) return *status;
-  Print(MakeError(ErrorId::kInternal, absl::StrCat("the supervising process ended: ",
-                                                   DescribeWaitStatus(supervisor_status))));
+  Print(MakeError(
+      ErrorId::kInternal,
+      absl::StrCat("the supervising process ended: ", DescribeWaitStatus(supervisor_status)),
+      "see who ended it (dmesg, where memory was short); then run the command again: it "
+      "goes on at the newest durable step"));
   EndDescendants(/*spared=*/0, std::chrono::milliseconds(0));  // orphans: ours since its death
   for (const std::string& folder : report.folders()) {
     std::error_code ignored;

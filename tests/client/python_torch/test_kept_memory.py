@@ -203,13 +203,50 @@ def test_a_rank_that_ends_while_there_is_no_daemon_is_not_waited_for(folder, end
         os.kill(ranks.process.pid, signal.SIGCONT)
         status, _ = ranks.end()
         assert status != 0
-        assert [name for name in manager.names() if name.startswith("forebay.process.")] != []
         ranks = Ranks(service, "shared", "memory", 3)
         status, error = ranks.end()
         assert status == 0, f"{error}\n{service.log()}"
         [first, second] = ranks.of("digests")
         assert first[3] == first[4] == second[3] == second[4]
-        assert [name for name in manager.names() if name.startswith("forebay.process.")] == []
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_detach_stays_one_over_a_restart(folder, end):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        where = {"job": "two", "world_size": 2, "run": "one", "socket": f"{folder}/s", "daemon_wait": 60}
+        models = [net(), net()]
+        opts = [forebay.attach(model, forebay.AdamW(), rank=rank, **where) for rank, model in enumerate(models)]
+        opts[1].detach()
+        manager._end(end)
+        manager.start()
+        began = time.monotonic()
+        with pytest.raises(forebay.ForebayError, match="rank 1 of job two has detached") as refused:
+            train(models[0], opts[0], 1)
+        assert refused.value.code == "E_RANK_LOST" and time.monotonic() - began < 60
+        # The daemon does not wait for its gradients, of which nothing comes.
+        began = time.monotonic()
+        manager.restart()
+        assert time.monotonic() - began < 30, service.log()
+        opts[0].detach()
+
+
+def test_a_process_that_was_away_does_not_end_its_successor(folder):
+    """One that was stopped, say, while another one attached in its place and trained on."""
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "job", 2)
+        manager.kill()
+        successor, its_opt = trained(service, "job", 3)
+        with pytest.raises(forebay.ForebayError, match="the committed step is 5") as refused:
+            train(model, opt, 1, first=2)
+        assert refused.value.code == "E_RANK_LOST"
+        train(successor, its_opt, 1, first=5)
+        its_opt.detach()
+        with pytest.raises(forebay.ForebayError, match="E_DAEMON_GONE"):
+            opt.detach()  # its session was with the daemon before
 
 
 def test_restarts_while_ranks_are_on_their_way_back(folder):
