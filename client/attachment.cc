@@ -95,13 +95,13 @@ internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall c
   call.layout = {};
   call.resume = call.reattach = true;
   return [socket = std::move(socket), call = std::move(call), layout = std::move(layout)](
-             std::span<const uint64_t> held, uint64_t next_step,
+             std::span<const uint64_t> held, uint64_t grad_arena_inode,
              const WaitLimits& limits) -> absl::StatusOr<internal::GrantedSession> {
     ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout->spec()));
     internal::AttachCall again = call;
     again.layout = encoded;
     again.held_leases = held;
-    again.next_step = next_step;
+    again.grad_arena_inode = grad_arena_inode;
     return internal::ConnectAndAttach(socket, again, limits);
   };
 }
@@ -255,6 +255,7 @@ absl::Status Attachment::Detach() {
   const CallLock lock(s);
   if (s.detached && protocol::IdOf(lock.status()) != ErrorId::kForked) return absl::OkStatus();
   RETURN_IF_ERROR(lock.status());
+  s.ReattachOnce();
   bool has_daemon = !s.EndIfRestarting();
   RETURN_IF_ERROR(s.WaitForCopies([&] { return !s.HasCopies(); }, s.Limits(s.parts.timeout)));
   has_daemon = has_daemon && !s.EndIfRestarting();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -66,6 +67,28 @@ absl::Status Attachment::State::ReattachIfRestarting(const WaitLimits& limits) {
   return port.is_restarting() ? Reattach(limits) : absl::OkStatus();
 }
 
+// Also those whose readers are done meanwhile: that their places were kept is known only where all are there. On weights
+// in DRAM they end with the daemon: the weights stay where they are.
+std::vector<uint64_t> Attachment::State::LeasesHeld() const {
+  return parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
+}
+
+absl::StatusOr<GrantedSession> Attachment::State::AttachAgain(std::span<const uint64_t> held,
+                                                              const WaitLimits& limits) {
+  return parts.attach_again(held, parts.terms.grad_arena.inode, limits);
+}
+
+// A daemon that is there hears of the session's end; none is waited for.
+void Attachment::State::ReattachOnce() {
+  port.PollAlive().IgnoreError();
+  if (!port.is_restarting() || !parts.attach_again) return;
+  const WaitLimits limits{.deadline = Deadline::After(kLastAttempt)};
+  LookAtCopies();
+  const std::vector<uint64_t> held = LeasesHeld();
+  absl::StatusOr<GrantedSession> granted = AttachAgain(held, limits);
+  if (granted.ok()) GoOnWith(*std::move(granted), held.size(), limits).IgnoreError();
+}
+
 absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
   if (!parts.attach_again) {
     return EndSession(MakeError(
@@ -85,11 +108,8 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
   absl::Status last;
   for (std::chrono::milliseconds pause = kPauseMin;;) {
     LookAtCopies();
-    // Also those whose readers are done meanwhile: that their places were kept is known only where all are there. On
-    // weights in DRAM they end with the daemon: the weights stay where they are.
-    const std::vector<uint64_t> held =
-        parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
-    absl::StatusOr<GrantedSession> granted = parts.attach_again(held, committed_step() + 1, within);
+    const std::vector<uint64_t> held = LeasesHeld();
+    absl::StatusOr<GrantedSession> granted = AttachAgain(held, within);
     absl::Status status = granted.status();
     if (granted.ok()) status = GoOnWith(*std::move(granted), held.size(), within);
     if (status.ok() || protocol::IdOf(status) == ErrorId::kInterrupted) return status;

@@ -294,6 +294,11 @@ absl::StatusOr<protocol::UniqueFd> PinnedArena::DuplicateFd() const {
                    "raise the limit of open files (ulimit -n, LimitNOFILE=)");
 }
 
+uint64_t PinnedArena::inode() const {
+  struct stat info = {};
+  return ::fstat(state_->fd.get(), &info) == 0 ? info.st_ino : 0;
+}
+
 void PinnedArena::SetAtEnd(AtEnd at_end) { state_->options.at_end = at_end; }
 
 absl::StatusOr<protocol::UniqueFd> PinnedArena::ClientFd() const {

@@ -157,6 +157,7 @@ class PinnedArena {
   // The whole segment; aligned to 2 MiB.
   std::span<std::byte> bytes() const;
   uint64_t capacity_bytes() const;
+  uint64_t inode() const;  // of its file, stat(2); 0: the system does not say
   // Of all parts that have memory.
   uint64_t populated_bytes() const;
   // st_blocks of the segment: what the kernel counts.

@@ -63,7 +63,7 @@ struct AttachRequest {
   reattach @15 :Bool;           # not of a reader: of a client whose session a daemon before this one has ended to be
                                 # restarted (wire.h): it has its arenas mapped, and gets descriptors of the same
   heldLeases @16 :List(UInt64); # of a reattach to a job with weights on swap: that the session had
-  nextStep @17 :UInt64;         # of a reattach: that the session calls next, or has called. 0: it does not say
+  gradArena @17 :UInt64;        # of a reattach: inode of the gradient arena that it has mapped. 0: it does not say
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 

@@ -187,6 +187,10 @@ struct Attachment::State {
   // Of who is about to end the session: it does not wait for the next daemon, which sees that the session does
   // not come back. Returns whether it was so.
   bool EndIfRestarting();
+  void ReattachOnce();
+  std::vector<uint64_t> LeasesHeld() const;
+  absl::StatusOr<internal::GrantedSession> AttachAgain(std::span<const uint64_t> held,
+                                                       const internal::WaitLimits& limits);
   void UpdateCalls();
   uint64_t committed_step() const { return gauge.committed_step; }
   internal::WaitLimits Limits(Timeout timeout) const;

@@ -68,6 +68,6 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
 // Asks for the session once more, of whichever daemon has the socket. Errors as ConnectAndAttach.
 // `held`: leases, of a job with weights on swap.
 using AttachAgain = std::function<absl::StatusOr<GrantedSession>(
-    std::span<const uint64_t> held, uint64_t next_step, const WaitLimits&)>;
+    std::span<const uint64_t> held, uint64_t grad_arena_inode, const WaitLimits&)>;
 
 }  // namespace forebay::client::internal

@@ -128,7 +128,7 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
   request.setResume(call.resume);
   request.setReattach(call.reattach);
-  request.setNextStep(call.next_step);
+  request.setGradArena(call.grad_arena_inode);
   auto leases = request.initHeldLeases(static_cast<unsigned>(call.held_leases.size()));
   for (unsigned i = 0; i < leases.size(); ++i) leases.set(i, call.held_leases[i]);
   request.setAccumulate(call.accumulate);

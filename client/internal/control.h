@@ -37,7 +37,7 @@ struct AttachCall {
   std::string run;
   bool resume = false;
   bool reattach = false;
-  uint64_t next_step = 0;  // of a reattach
+  uint64_t grad_arena_inode = 0;  // of a reattach
   std::span<const uint64_t> held_leases = {};
   bool accumulate = false;
   bool early_updates = false;

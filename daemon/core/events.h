@@ -44,7 +44,10 @@ struct AttachRequested {
   bool resume = false;
   // Of a client whose session a daemon before this one has handed over: it goes on with the arenas that it has.
   bool reattach = false;
-  uint64_t next_step = 0;  // of a reattach: that the session calls next; 0: it does not say
+  // Of a reattach: inode of the gradient arena that it has mapped (0: it does not say), and whether the rank has another one,
+  // since a process has attached in its place.
+  uint64_t grad_arena_inode = 0;
+  bool is_left_behind = false;
   // That it had then, of a job with weights on swap.
   std::vector<uint64_t> held_leases = {};
   // Sharded: several backward passes a step.
@@ -291,7 +294,8 @@ struct AnswerCommand {
 // exactly once for every AttachRequested; what arrives for the session afterwards is ignored.
 struct CloseSession {
   SessionId session = 0;
-  absl::Status reason;  // OK after a detach or death; else why it was evicted
+  absl::Status reason;                // OK after a detach or death; else why it was evicted
+  bool is_of_old_generation = false;  // nobody misses its rank
 };
 
 // No session and no task of the job is left: free its memory, the weights as soon as no process uses

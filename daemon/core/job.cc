@@ -298,7 +298,8 @@ void Job::OnRankFailed(uint32_t rank, Session* lost) {
 // A rank that had contributed nothing to the step has detached: the others' step is refused until it
 // has attached again.
 void Job::OnRankDetached(const Session& session) {
-  if (!members_.HasCurrentBeside(session.id)) {
+  const bool may_come_back = KeptOf(spec_.recovered.get()) != nullptr && !members_.has_begun_anew();
+  if (!members_.HasCurrentBeside(session.id) && !may_come_back) {
     members_.ClearDetached();  // the step waits for every rank that attaches next
     return;
   }

@@ -174,6 +174,7 @@ class Job {
   void TryHandOver();
   void OnExtraStatesKept(const TaskDone& done);
   absl::Status CheckReattach(const AttachRequested& request) const;
+  bool MissesRank() const;
   void EndHandOver(DurableJob job);
   // What a job that is handed over has of its memory, as it is now.
   void AddKept(DurableJob& job) const;

@@ -39,10 +39,10 @@ bool Job::MayServeFetches() const {
   return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
 }
 
-// As of a session of this daemon. Who comes back later hears it with the next of these events.
+// As of a session of this daemon. Who comes back later is refused.
 void Job::OnRankEnded(const RankEnded& event) {
-  const bool concerns = members_.OfRank(event.rank) == nullptr && !members_.Current().empty();
-  if (!concerns || !initial_.ready() || failed() || is_at_rest()) return;
+  if (members_.has_begun_anew() || members_.OfRank(event.rank) != nullptr) return;
+  if (members_.Current().empty() || !initial_.ready() || failed() || is_at_rest()) return;
   if (!event.has_detached) return OnRankFailed(event.rank, nullptr);
   if (members_.is_detached(event.rank)) return;
   members_.SetDetached(event.rank);
@@ -50,14 +50,19 @@ void Job::OnRankEnded(const RankEnded& event) {
 }
 
 absl::Status Job::CheckReattach(const AttachRequested& request) const {
-  const uint64_t committed = step_.committed_step();
-  if (members_.has_begun_anew()) return LeftBehindError(spec_.name, committed);
-  return CheckNotLeftBehind(request, spec_.name, committed);
+  if (!request.is_left_behind && !members_.has_begun_anew()) return absl::OkStatus();
+  return LeftBehindError(spec_.name, step_.committed_step());
+}
+
+// While the daemon comes to rest ranks come back to it, and none attaches anew.
+bool Job::MissesRank() const {
+  const bool waits_in_vain =
+      members_.has_begun_anew() && members_.live_ranks() < members_.world_size();
+  return waits_in_vain || members_.FirstDetached().has_value();
 }
 
 void Job::TryHandOver() {
-  // The rank that is missing does not attach before: nothing comes of the others' gradients.
-  if (hand_over_ == HandOver::kWanted && members_.FirstDetached()) step_.GiveUpAttempt();
+  if (hand_over_ == HandOver::kWanted && MissesRank()) step_.GiveUpAttempt();
   if (hand_over_ == HandOver::kWanted && IsQuiet()) {
     hand_over_ = HandOver::kSaving;
     DurableSteps::Published published = step_.PublishedNow();

@@ -49,14 +49,6 @@ absl::Status LeftBehindError(const std::string& name, uint64_t step) {
       absl::StrCat("attach again and go on after step ", step));
 }
 
-absl::Status CheckNotLeftBehind(const AttachRequested& request, const std::string& name,
-                                uint64_t step) {
-  // It may have called its next step, and have no answer yet.
-  const bool is_left_behind =
-      request.reattach && request.next_step != 0 && step > request.next_step;
-  return is_left_behind ? LeftBehindError(name, step) : absl::OkStatus();
-}
-
 absl::Status JobExistsError(const std::string& name, uint64_t step, const std::string& run) {
   return MakeError(ErrorId::kJobExists,
                    absl::StrCat("job ", name, " exists and is at step ", step, "; another run (",
@@ -121,6 +113,7 @@ absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t commi
 
 void Membership::Add(const AttachRequested& request) {
   if (!request.reader) run_ = request.run;
+  if (!request.reader && !request.reattach && live_ranks() == 0) ClearDetached();
   has_begun_anew_ = has_begun_anew_ || (!request.reader && !request.reattach);
   Session session;
   session.id = request.session;
@@ -204,6 +197,7 @@ void Membership::SetAttached(Session& session) {
 std::vector<Session*> Membership::BeginGeneration(Session* lost, const absl::Status& status) {
   ++generation_;
   ClearDetached();
+  if (lost != nullptr) lost->is_lost = true;
   if (lost != nullptr && lost->fence.ok()) lost->fence = status;
   std::vector<Session*> fenced = Current();
   for (Session* session : fenced) session->fence = status;
@@ -222,7 +216,9 @@ void Membership::CloseEnded(absl::FunctionRef<bool(SessionId)> in_use) {
       ++it;
       continue;
     }
-    io_.actions().Emit(CloseSession{.session = id, .reason = it->second.close_reason});
+    const bool is_of_old = !it->second.fence.ok() && !it->second.is_lost;
+    io_.actions().Emit(CloseSession{
+        .session = id, .reason = it->second.close_reason, .is_of_old_generation = is_of_old});
     io_.Close(id);
     closed_.push_back(id);
     it = sessions_.erase(it);

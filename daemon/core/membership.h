@@ -28,10 +28,7 @@ struct JobTraits {
 };
 absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job);
 
-// A session that was away while others went on may hold nothing up that they do: E_RANK_LOST where the job is further than
-// it can know.
-absl::Status CheckNotLeftBehind(const AttachRequested& request, const std::string& name,
-                                uint64_t step);
+// Of a session of a generation that is over.
 absl::Status LeftBehindError(const std::string& name, uint64_t step);
 
 // The job exists, is at this step, and belongs to another run.
@@ -90,9 +87,9 @@ class Membership {
   void CloseEnded(absl::FunctionRef<bool(SessionId)> in_use);
   std::vector<SessionId> DrainClosed();  // ids of those, since the last call
 
-  // Whether a rank has attached that had no session with the daemon before: sessions of that one are of a generation that is
-  // over.
-  bool has_begun_anew() const { return has_begun_anew_; }
+  // Whether a generation has begun with this daemon, where a rank was lost or one has attached anew: sessions of the daemon
+  // before that are not back are of one that is over.
+  bool has_begun_anew() const { return has_begun_anew_ || generation_ > 0; }
 
   // Ranks that have detached in good order and not attached again.
   void SetDetached(uint32_t rank) { detached_[rank] = true; }

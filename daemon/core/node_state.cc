@@ -135,7 +135,7 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
   if (request.run != job.run && (!request.resume || request.reattach)) {
     return JobExistsError(job.name, job.step, job.run);
   }
-  RETURN_IF_ERROR(CheckNotLeftBehind(request, job.name, job.step));
+  if (request.is_left_behind) return LeftBehindError(job.name, job.step);
   // A session goes on in the world that it was in: what was kept is of that one.
   if (request.reattach && job.kept && request.world_size != job.kept->session.world_size) {
     return MakeError(ErrorId::kRank,

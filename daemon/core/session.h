@@ -29,8 +29,9 @@ struct Session {
   State state = State::kWaiting;
   bool memory_asked = false;
   bool memory_made = false;
-  bool mapped = false;  // commands count
-  absl::Status fence;   // not OK: every command gets it
+  bool mapped = false;   // commands count
+  absl::Status fence;    // not OK: every command gets it
+  bool is_lost = false;  // a generation has begun for its end
 
   // A kStep whose request is being copied.
   std::optional<protocol::Command> step_being_copied;

@@ -726,7 +726,7 @@ void Step::GiveUpAttempt() {
                                        absl::StrCat("the gradients of step ", committed_step_ + 1,
                                                     " of job ", spec_.name,
                                                     " were dropped: the daemon is being restarted, "
-                                                    "and a rank has detached")));
+                                                    "and a rank is not there")));
 }
 
 void Step::DropForNewWorld() {

@@ -120,6 +120,7 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
   if (job.ok()) session.job = *job;
   session.callbacks = std::move(callbacks);
   session.process = std::move(process);
+  request.is_left_behind = IsLeftBehind(session);
   FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
   Raise(std::move(request));
 }

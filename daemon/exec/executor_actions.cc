@@ -241,7 +241,7 @@ void Executor::Run(CloseSession& action) {
     poller_.Remove(action.session);
     if (session.job_id != 0 && !session.request.reader && !session.is_handed_over) {
       DropStored(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
-      OnRankLeft(session);
+      OnRankLeft(session, action.is_of_old_generation);
     }
     if (!session.is_handed_over) session.io->channel().Close(protocol::ChannelState::kEnded);
     Retire(std::move(session.io));

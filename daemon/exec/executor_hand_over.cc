@@ -180,6 +180,22 @@ void Executor::KeepProcess(const Session& session, bool has_detached) {
   if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
 }
 
+bool Executor::IsLeftBehind(const Session& session) const {
+  const AttachRequested& request = session.request;
+  if (!request.reattach || request.grad_arena_inode == 0) return false;
+  for (const auto& [of, arena] : kept_gradients_) {
+    const JobMemory* const job = jobs_.Find(of.first);
+    const bool is_its = of.second == request.rank && job != nullptr && job->name == session.job;
+    if (is_its) return arena->inode() != request.grad_arena_inode;
+  }
+  for (const auto& [id, other] : sessions_) {
+    const bool is_its = other.request.rank == request.rank && other.job == session.job;
+    if (!is_its || other.request.reader || other.io == nullptr) continue;
+    return other.io->grad()->inode() != request.grad_arena_inode;
+  }
+  return false;
+}
+
 void Executor::OnRankAttached(const Session& session) {
   const JobId job = session.job_id;
   // Whoever attaches anew waits for all ranks, those too that were lost before.
@@ -187,7 +203,7 @@ void Executor::OnRankAttached(const Session& session) {
   KeepProcess(session, /*has_detached=*/false);
 }
 
-void Executor::OnRankLeft(Session& session) {
+void Executor::OnRankLeft(Session& session, bool is_of_old_generation) {
   if (!store_.keep || !session.process.valid()) return;
   const std::pair of(session.job_id, session.request.rank);
   const auto is_live = [&](const auto& other) {
@@ -196,15 +212,14 @@ void Executor::OnRankLeft(Session& session) {
   const auto may_come_back = [&](const auto& other) {
     return other.first.first == of.first && !other.second.has_detached;
   };
-  if (session.has_detached && std::ranges::none_of(sessions_, is_live) &&
-      std::ranges::none_of(absent_, may_come_back)) {
+  const bool is_last = session.has_detached && std::ranges::none_of(sessions_, is_live) &&
+                       std::ranges::none_of(absent_, may_come_back);
+  if (is_last) DropAbsent(of.first);  // nobody waits for any of them
+  if (session.has_detached || is_of_old_generation) {
     store_.drop(ProcessDescriptor(of.first, of.second, /*has_detached=*/false));
-    return DropAbsent(of.first);  // nobody waits for it
   }
-  if (session.has_detached) {
-    store_.drop(ProcessDescriptor(of.first, of.second, /*has_detached=*/false));
-    KeepProcess(session, /*has_detached=*/true);
-  }
+  if (is_last || is_of_old_generation) return;
+  if (session.has_detached) KeepProcess(session, /*has_detached=*/true);
   absent_[of] = {.process = std::move(session.process),
                  .has_detached = session.has_detached,
                  .is_of_before = false};
@@ -244,7 +259,7 @@ uint64_t Executor::LookForAbsent() {
   for (const auto& [of, absent] : absent_) {
     const auto& [job, rank] = of;
     if (!attached.contains(job) || HasSession(job, rank)) continue;
-    if (absent.has_detached && !absent.is_of_before) continue;  // the state machine knows
+    if (!absent.is_of_before) continue;  // the state machine knows
     looks_again = true;
     pollfd entry{.fd = absent.process.get(), .events = POLLIN, .revents = 0};
     if (absent.has_detached || ::poll(&entry, 1, /*timeout=*/0) > 0) {

@@ -45,10 +45,10 @@ class SessionRestart : public SessionTest {
                  const std::function<void(SessionParts&)>& change = {}) {
     StartSession(std::move(script), [&](SessionParts& parts) {
       parts.daemon_wait = kTimeout;
-      parts.attach_again = [this](std::span<const uint64_t> held, uint64_t next_step,
+      parts.attach_again = [this](std::span<const uint64_t> held, uint64_t grad_arena_inode,
                                   const WaitLimits&) {
         ++attaches_;
-        next_step_ = next_step;
+        grad_arena_ = grad_arena_inode;
         held_.assign(held.begin(), held.end());
         return grant_();
       };
@@ -77,7 +77,7 @@ class SessionRestart : public SessionTest {
   ScriptedDaemon next_;
   bool on_swap_ = false;
   std::vector<uint64_t> held_;  // at the last attach, on weights on swap
-  uint64_t next_step_ = 0;      // likewise
+  uint64_t grad_arena_ = 0;     // likewise: the inode of its gradient arena
   std::atomic<int> attaches_{0};
   std::function<absl::StatusOr<GrantedSession>()> grant_ = [this] { return Granted(next_); };
 };
@@ -368,13 +368,13 @@ TEST_F(SessionRestart, EndsWhereTheNextDaemonRefuses) {
 }
 
 TEST_F(SessionRestart, HearsThatARankIsLostAsInOneDaemon) {
-  StartRank(Obey());
+  StartRank(Obey(), [](SessionParts& parts) { parts.terms.grad_arena.inode = 5; });
   Restart();
   grant_ = [] { return protocol::MakeError(ErrorId::kRankLost, "lost", "attach again"); };
   const absl::Status lost = session_->Fetch(0, kTimeout).status();
   EXPECT_THAT(lost, HasError(ErrorId::kRankLost));
   EXPECT_EQ(protocol::HintOf(lost), "attach again");
-  EXPECT_EQ(next_step_, 1U);
+  EXPECT_EQ(grad_arena_, 5U);
   EXPECT_THAT(session_->CheckSession(kTimeout), HasError(ErrorId::kRankLost));
   EXPECT_EQ(attaches_, 1);
 }
@@ -484,7 +484,7 @@ TEST_F(SessionRestart, ADetachDoesNotWaitForADaemon) {
   Restart();
   grant_ = [] { return NoDaemon(); };
   EXPECT_OK(session_->Detach());
-  EXPECT_EQ(attaches_, 0);
+  EXPECT_EQ(attaches_, 1);
   EXPECT_THAT(session_->Fetch(0, kTimeout), HasError(ErrorId::kFenced));
 }
 

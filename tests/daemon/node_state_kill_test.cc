@@ -156,10 +156,8 @@ class NodeStateRankEnds : public ::testing::TestWithParam<bool> {
   RankEnded Ended(bool has_detached) {
     return {.job = run_.View().id, .rank = 1, .has_detached = has_detached};
   }
-  uint64_t Request(uint32_t rank, bool reattach, uint64_t next_step = 3) {
-    AttachRequest request = RequestOf(rank, kWith, reattach);
-    request.next_step = next_step;
-    return node().Attach(run_.layout_, request);
+  uint64_t Request(uint32_t rank, bool reattach) {
+    return node().Attach(run_.layout_, RequestOf(rank, kWith, reattach));
   }
   uint64_t Attach(uint32_t rank, bool reattach) {
     const uint64_t session = Request(rank, reattach);
@@ -218,14 +216,56 @@ TEST_P(NodeStateRankEnds, WhoComesBackAfterOthersHaveAttachedAnewIsRefused) {
   EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
 }
 
-TEST_P(NodeStateRankEnds, WhoComesBackAfterOthersHaveTrainedOnIsRefused) {
-  EXPECT_EQ(ErrorOfAttach(Request(0, /*reattach=*/true, /*next_step=*/1)),
-            protocol::ErrorId::kRankLost);
-  for (const uint64_t next_step : {0, 2, 3}) {
-    EXPECT_EQ(ErrorOfAttach(Request(0, /*reattach=*/true, next_step)), protocol::ErrorId::kNone);
+TEST_P(NodeStateRankEnds, WhoseArenaIsAnotherOnesIsRefused) {
+  const auto error_of = [&](bool is_left_behind) {
+    AttachRequest request = RequestOf(0, kWith, /*reattach=*/true);
+    request.is_left_behind = is_left_behind;
+    return ErrorOfAttach(node().Attach(run_.layout_, request));
+  };
+  for (int time = 0; time < 2; ++time) {  // a job that is not back yet, and one that is
+    EXPECT_EQ(error_of(true), protocol::ErrorId::kRankLost);
+    EXPECT_EQ(error_of(false), protocol::ErrorId::kNone);
   }
-  EXPECT_EQ(ErrorOfAttach(Request(0, /*reattach=*/true, /*next_step=*/1)),
-            protocol::ErrorId::kRankLost);
+}
+
+TEST_P(NodeStateRankEnds, WhoComesBackAfterARankWasLostIsRefused) {
+  node().End(Attach(1, /*reattach=*/true), EndCause::kLost);
+  node().RunTasks();
+  EXPECT_EQ(ErrorOfAttach(Request(0, /*reattach=*/true)), protocol::ErrorId::kRankLost);
+}
+
+TEST_P(NodeStateRankEnds, OnesOfAGenerationThatIsOverConcernNobody) {
+  const uint64_t before = Attach(0, /*reattach=*/true);
+  node().Send(Ended(false));
+  const uint64_t second = Attach(1, /*reattach=*/false);
+  node().End(before, EndCause::kLost);
+  node().RunTasks();
+  EXPECT_TRUE(node().Logged<CloseSession>().back().is_of_old_generation);
+  node().Send(RankEnded{.job = run_.View().id, .rank = 0});
+  const uint64_t first = Attach(0, /*reattach=*/false);
+  Deliver(second, 1);
+  const uint64_t call = Step(second);
+  Deliver(first, 0);
+  EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
+  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+  node().End(second, EndCause::kLost);
+  node().RunTasks();
+  EXPECT_FALSE(node().Logged<CloseSession>().back().is_of_old_generation);
+}
+
+// A rank that attaches anew does so only with the next daemon.
+TEST_P(NodeStateRankEnds, ADaemonThatIsAskedToStopDoesNotWaitForOneThatIsToAttachAnew) {
+  const uint64_t before = Attach(0, /*reattach=*/true);
+  node().Send(Ended(false));
+  node().End(before, EndCause::kDetached);
+  node().RunTasks();
+  const uint64_t first = Attach(0, /*reattach=*/false);
+  Deliver(first, 0);
+  node().RunTasks();
+  node().Send(HandOverRequested{});
+  node().RunTasks();
+  ASSERT_TRUE(run_.is_handed_over());
+  EXPECT_THAT(run_.handed_over().node->jobs, SizeIs(1));
 }
 
 TEST_P(NodeStateRankEnds, AnotherRunHasTheJob) {
@@ -246,6 +286,24 @@ TEST_P(NodeStateRankEnds, ADetachStaysOne) {
   Deliver(second, 1);
   const uint64_t call = Step(second);
   EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
+  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+}
+
+TEST_P(NodeStateRankEnds, ADetachIsKnownToWhoComesBackLaterAndNotToANewRun) {
+  node().End(Attach(1, /*reattach=*/true), EndCause::kDetached);
+  node().RunTasks();
+  const uint64_t before = Attach(0, /*reattach=*/true);
+  Deliver(before, 0);
+  EXPECT_EQ(node().ErrorOf(Step(before)), protocol::ErrorId::kRankLost);
+  node().End(before, EndCause::kDetached);
+  node().RunTasks();
+  const uint64_t first = Attach(0, /*reattach=*/false);
+  Deliver(first, 0);
+  const uint64_t call = Step(first);
+  EXPECT_EQ(node().ErrorOf(call), testing::kUnanswered);
+  const uint64_t second = Attach(1, /*reattach=*/false);
+  Deliver(second, 1);
+  EXPECT_EQ(node().ErrorOf(Step(second)), protocol::ErrorId::kNone);
   EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
 }
 

@@ -284,7 +284,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .run = request.run,
                        .resume = request.resume,
                        .reattach = request.reattach,
-                       .next_step = request.next_step,
+                       .is_left_behind = request.is_left_behind,
                        .held_leases = request.held_leases,
                        .accumulate = request.accumulate,
                        .early_updates = request.early_updates,

@@ -68,7 +68,7 @@ struct AttachRequest {
   std::string run = {};
   bool resume = false;
   bool reattach = false;
-  uint64_t next_step = 0;
+  bool is_left_behind = false;
   std::vector<uint64_t> held_leases = {};
   bool accumulate = false;
   bool early_updates = false;
