@@ -255,8 +255,8 @@ absl::Status Attachment::Detach() {
   const CallLock lock(s);
   if (s.detached && protocol::IdOf(lock.status()) != ErrorId::kForked) return absl::OkStatus();
   RETURN_IF_ERROR(lock.status());
-  s.ReattachOnce();
-  bool has_daemon = !s.EndIfRestarting();
+  const bool is_back = s.ReattachOnce();
+  bool has_daemon = !s.EndIfRestarting() && is_back;
   RETURN_IF_ERROR(s.WaitForCopies([&] { return !s.HasCopies(); }, s.Limits(s.parts.timeout)));
   has_daemon = has_daemon && !s.EndIfRestarting();
   s.detached = true;

@@ -78,15 +78,15 @@ absl::StatusOr<GrantedSession> Attachment::State::AttachAgain(std::span<const ui
   return parts.attach_again(held, parts.terms.grad_arena.inode, limits);
 }
 
-// A daemon that is there hears of the session's end; none is waited for.
-void Attachment::State::ReattachOnce() {
+bool Attachment::State::ReattachOnce() {
   port.PollAlive().IgnoreError();
-  if (!port.is_restarting() || !parts.attach_again) return;
+  if (!port.is_restarting()) return true;
+  if (!parts.attach_again) return false;
   const WaitLimits limits{.deadline = Deadline::After(kLastAttempt)};
   LookAtCopies();
   const std::vector<uint64_t> held = LeasesHeld();
   absl::StatusOr<GrantedSession> granted = AttachAgain(held, limits);
-  if (granted.ok()) GoOnWith(*std::move(granted), held.size(), limits).IgnoreError();
+  return granted.ok() && GoOnWith(*std::move(granted), held.size(), limits).ok();
 }
 
 absl::Status Attachment::State::Reattach(const WaitLimits& limits) {

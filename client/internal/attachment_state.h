@@ -187,7 +187,8 @@ struct Attachment::State {
   // Of who is about to end the session: it does not wait for the next daemon, which sees that the session does
   // not come back. Returns whether it was so.
   bool EndIfRestarting();
-  void ReattachOnce();
+  // For a detach: a daemon that is there hears of it, and none is waited for. Whether the session is with one.
+  bool ReattachOnce();
   std::vector<uint64_t> LeasesHeld() const;
   absl::StatusOr<internal::GrantedSession> AttachAgain(std::span<const uint64_t> held,
                                                        const internal::WaitLimits& limits);

@@ -259,6 +259,18 @@ def test_a_process_that_was_away_does_not_end_its_successor(folder, kills, first
             opt.detach()  # its session was with the daemon before
 
 
+def test_a_process_that_was_replaced_detaches_alone(folder):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        _, opt = trained(service, "job", 2)
+        manager.kill()
+        successor, its_opt = trained(service, "job", 1)
+        opt.detach()  # its first call since
+        train(successor, its_opt, 1, first=3)
+        its_opt.detach()
+
+
 def test_restarts_while_ranks_are_on_their_way_back(folder):
     """Attached, and not known yet to have mapped their memory: what they had mapped before is kept."""
     chance = random.Random(SEED)
