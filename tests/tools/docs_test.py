@@ -206,7 +206,7 @@ def test_the_table_of_actions_has_all_of_them():
     events = (ROOT / "daemon" / "core" / "events.h").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     table = page.split("## What the state machine asks for")[1].split("\n## ")[0]
-    actions = re.search(r"using Action =\s+std::variant<([^>]*)>", events)[1]
+    actions = re.search(r"struct Action\s+: std::variant<([^>]*)>", events)[1]
     for action in re.findall(r"\w+", actions):
         assert f"`{action}`" in table, f"docs/ARCHITECTURE.md leaves out {action}"
 
