@@ -230,8 +230,8 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd) {
   Print(MakeError(
       ErrorId::kInternal,
       absl::StrCat("the supervising process ended: ", DescribeWaitStatus(supervisor_status)),
-      "see who ended it (dmesg, where memory was short); then run the command again: it "
-      "goes on at the newest durable step"));
+      "see who ended it (dmesg, where memory was short), then run the command again: it begins "
+      "anew, since its daemon and swap are removed"));
   EndDescendants(/*spared=*/0, std::chrono::milliseconds(0));  // orphans: ours since its death
   for (const std::string& folder : report.folders()) {
     std::error_code ignored;
