@@ -93,7 +93,7 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
 internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall call,
                                       std::shared_ptr<const protocol::Layout> layout) {
   call.layout = {};
-  call.resume = call.reattach = true;
+  call.reattach = true;
   return [socket = std::move(socket), call = std::move(call), layout = std::move(layout)](
              std::span<const uint64_t> held, uint64_t grad_arena_inode,
              const WaitLimits& limits) -> absl::StatusOr<internal::GrantedSession> {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -67,26 +66,22 @@ absl::Status Attachment::State::ReattachIfRestarting(const WaitLimits& limits) {
   return port.is_restarting() ? Reattach(limits) : absl::OkStatus();
 }
 
-// Also those whose readers are done meanwhile: that their places were kept is known only where all are there. On weights
-// in DRAM they end with the daemon: the weights stay where they are.
-std::vector<uint64_t> Attachment::State::LeasesHeld() const {
-  return parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
-}
-
-absl::StatusOr<GrantedSession> Attachment::State::AttachAgain(std::span<const uint64_t> held,
-                                                              const WaitLimits& limits) {
-  return parts.attach_again(held, parts.terms.grad_arena.inode, limits);
+absl::Status Attachment::State::TryReattach(const WaitLimits& limits) {
+  LookAtCopies();
+  // Also those whose readers are done meanwhile: that their places were kept is known only where all are there. On
+  // weights in DRAM they end with the daemon: the weights stay where they are.
+  const std::vector<uint64_t> held =
+      parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
+  ASSIGN_OR_RETURN(GrantedSession granted,
+                   parts.attach_again(held, parts.terms.grad_arena.inode, limits));
+  return GoOnWith(std::move(granted), held.size(), limits);
 }
 
 bool Attachment::State::ReattachOnce() {
   port.PollAlive().IgnoreError();
   if (!port.is_restarting()) return true;
   if (!parts.attach_again) return false;
-  const WaitLimits limits{.deadline = Deadline::After(kLastAttempt)};
-  LookAtCopies();
-  const std::vector<uint64_t> held = LeasesHeld();
-  absl::StatusOr<GrantedSession> granted = AttachAgain(held, limits);
-  return granted.ok() && GoOnWith(*std::move(granted), held.size(), limits).ok();
+  return TryReattach({.deadline = Deadline::After(kLastAttempt)}).ok();
 }
 
 absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
@@ -107,11 +102,7 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
                           .interrupt_check = limits.interrupt_check};
   absl::Status last;
   for (std::chrono::milliseconds pause = kPauseMin;;) {
-    LookAtCopies();
-    const std::vector<uint64_t> held = LeasesHeld();
-    absl::StatusOr<GrantedSession> granted = AttachAgain(held, within);
-    absl::Status status = granted.status();
-    if (granted.ok()) status = GoOnWith(*std::move(granted), held.size(), within);
+    absl::Status status = TryReattach(within);
     if (status.ok() || protocol::IdOf(status) == ErrorId::kInterrupted) return status;
     // GoOnWith has closed the port where the daemon has not what this session needs.
     if (!port.is_restarting()) return status;

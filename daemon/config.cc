@@ -61,8 +61,7 @@ constexpr std::array kKeys = {
     ConfigKey{"swap.ledger", "size",
               "room for a ledger of durable jobs, twice on the first and twice on the last path, "
               "when swap is made anew; by default 1 MiB, or a 4096th of the capacity (above 4 GiB) "
-              "up to 1 "
-              "GiB, or a 256th of it (below 256 MiB)"},
+              "up to 1 GiB, or a 256th of it (below 256 MiB)"},
     ConfigKey{"swap.life", "kept | unlinked",
               "unlinked: the space is free however the daemon ends"},
     ConfigKey{"swap.probe", "once | never",

@@ -189,9 +189,8 @@ struct Attachment::State {
   bool EndIfRestarting();
   // For a detach: a daemon that is there hears of it, and none is waited for. Whether the session is with one.
   bool ReattachOnce();
-  std::vector<uint64_t> LeasesHeld() const;
-  absl::StatusOr<internal::GrantedSession> AttachAgain(std::span<const uint64_t> held,
-                                                       const internal::WaitLimits& limits);
+  // Asks whichever daemon is there, once. Errors of AttachAgain and GoOnWith.
+  absl::Status TryReattach(const internal::WaitLimits& limits);
   void UpdateCalls();
   uint64_t committed_step() const { return gauge.committed_step; }
   internal::WaitLimits Limits(Timeout timeout) const;

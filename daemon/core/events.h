@@ -81,8 +81,8 @@ struct SessionEnded {
   EndCause cause = EndCause::kLost;
 };
 
-// A rank that has no session: it has detached, or its process has ended, here or with the daemon before. Comes again and
-// again.
+// A rank that had a session with the daemon before, and has none: it has detached there, or its process has ended. Comes
+// again and again.
 struct RankEnded {
   JobId job = 0;
   uint32_t rank = 0;

@@ -113,8 +113,10 @@ absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t commi
 
 void Membership::Add(const AttachRequested& request) {
   if (!request.reader) run_ = request.run;
-  if (!request.reader && !request.reattach && live_ranks() == 0) ClearDetached();
-  has_begun_anew_ = has_begun_anew_ || (!request.reader && !request.reattach);
+  if (!request.reader && !request.reattach) {
+    if (live_ranks() == 0) ClearDetached();
+    has_begun_anew_ = true;
+  }
   Session session;
   session.id = request.session;
   session.uid = request.uid;
@@ -197,8 +199,10 @@ void Membership::SetAttached(Session& session) {
 std::vector<Session*> Membership::BeginGeneration(Session* lost, const absl::Status& status) {
   ++generation_;
   ClearDetached();
-  if (lost != nullptr) lost->is_lost = true;
-  if (lost != nullptr && lost->fence.ok()) lost->fence = status;
+  if (lost != nullptr) {
+    lost->is_lost = true;
+    if (lost->fence.ok()) lost->fence = status;
+  }
   std::vector<Session*> fenced = Current();
   for (Session* session : fenced) session->fence = status;
   return fenced;

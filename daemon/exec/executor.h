@@ -157,6 +157,10 @@ class Executor {
     bool has_detached = false;  // its client has asked for its end
     bool broken = false;        // its ring lied: nothing is read from it or written to it any more
     bool is_handed_over = false;  // likewise; the next daemon goes on with it
+
+    bool IsOf(const JobName& of, uint32_t rank) const {
+      return job == of && !request.reader && request.rank == rank;
+    }
   };
 
   static int32_t RankOf(const AttachRequested& request) {  // -1: a reader
@@ -281,6 +285,7 @@ class Executor {
   void DropAbsent(JobId job, std::optional<uint32_t> rank = std::nullopt);  // of all ranks
   // Tells the state machine of absent ranks that have ended, of jobs that have others; returns when to look again.
   uint64_t LookForAbsent();
+  bool HasRanks(JobId job) const;  // that are attached
   bool HasSession(JobId job, uint32_t rank) const;
   std::map<SessionId, JobId> RanksOf(const DurableNode& node) const;
   absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);

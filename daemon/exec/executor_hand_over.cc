@@ -184,13 +184,11 @@ bool Executor::IsLeftBehind(const Session& session) const {
   const AttachRequested& request = session.request;
   if (!request.reattach || request.grad_arena_inode == 0) return false;
   for (const auto& [of, arena] : kept_gradients_) {
-    const JobMemory* const job = jobs_.Find(of.first);
-    const bool is_its = of.second == request.rank && job != nullptr && job->name == session.job;
+    const bool is_its = of.second == request.rank && jobs_.Find(of.first)->name == session.job;
     if (is_its) return arena->inode() != request.grad_arena_inode;
   }
   for (const auto& [id, other] : sessions_) {
-    const bool is_its = other.request.rank == request.rank && other.job == session.job;
-    if (!is_its || other.request.reader || other.io == nullptr) continue;
+    if (!other.IsOf(session.job, request.rank) || other.io == nullptr) continue;
     return other.io->grad()->inode() != request.grad_arena_inode;
   }
   return false;
@@ -206,14 +204,11 @@ void Executor::OnRankAttached(const Session& session) {
 void Executor::OnRankLeft(Session& session, bool is_of_old_generation) {
   if (!store_.keep || !session.process.valid()) return;
   const std::pair of(session.job_id, session.request.rank);
-  const auto is_live = [&](const auto& other) {
-    return other.second.job_id == of.first && !other.second.request.reader;
-  };
   const auto may_come_back = [&](const auto& other) {
     return other.first.first == of.first && !other.second.has_detached;
   };
-  const bool is_last = session.has_detached && std::ranges::none_of(sessions_, is_live) &&
-                       std::ranges::none_of(absent_, may_come_back);
+  const bool is_last =
+      session.has_detached && !HasRanks(of.first) && std::ranges::none_of(absent_, may_come_back);
   if (is_last) DropAbsent(of.first);  // nobody waits for any of them
   if (session.has_detached || is_of_old_generation) {
     store_.drop(ProcessDescriptor(of.first, of.second, /*has_detached=*/false));
@@ -236,13 +231,16 @@ void Executor::DropAbsent(JobId job, std::optional<uint32_t> rank) {
   });
 }
 
+bool Executor::HasRanks(JobId job) const {
+  return std::ranges::any_of(sessions_, [job](const auto& entry) {
+    return entry.second.job_id == job && !entry.second.request.reader;
+  });
+}
+
 bool Executor::HasSession(JobId job, uint32_t rank) const {
-  const JobMemory* const memory = jobs_.Find(job);
-  return memory != nullptr && std::ranges::any_of(sessions_, [&](const auto& entry) {
-           const Session& session = entry.second;
-           return session.job == memory->name && !session.request.reader &&
-                  session.request.rank == rank;
-         });
+  const JobName& name = jobs_.Find(job)->name;
+  return std::ranges::any_of(sessions_,
+                             [&](const auto& entry) { return entry.second.IsOf(name, rank); });
 }
 
 uint64_t Executor::LookForAbsent() {
@@ -250,16 +248,12 @@ uint64_t Executor::LookForAbsent() {
   const uint64_t now = MonotonicNs();
   if (now < next_look_ns_) return next_look_ns_;
   next_look_ns_ = now + kLookPeriodNs;
-  std::set<JobId> attached;
-  for (const auto& [id, session] : sessions_) {
-    if (session.job_id != 0 && !session.request.reader) attached.insert(session.job_id);
-  }
   std::vector<RankEnded> ended;
   bool looks_again = false;
   for (const auto& [of, absent] : absent_) {
     const auto& [job, rank] = of;
-    if (!attached.contains(job) || HasSession(job, rank)) continue;
-    if (!absent.is_of_before) continue;  // the state machine knows
+    // Of those of this daemon the state machine knows.
+    if (!absent.is_of_before || !HasRanks(job) || HasSession(job, rank)) continue;
     looks_again = true;
     pollfd entry{.fd = absent.process.get(), .events = POLLIN, .revents = 0};
     if (absent.has_detached || ::poll(&entry, 1, /*timeout=*/0) > 0) {

@@ -178,6 +178,14 @@ class NodeStateRankEnds : public ::testing::TestWithParam<bool> {
     node().RunTasks();
     return tag;
   }
+  // Of ranks 0 and 1.
+  void ExpectAStepOf(uint64_t first, uint64_t second) {
+    Deliver(second, 1);
+    const uint64_t call = Step(second);
+    Deliver(first, 0);
+    EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
+    EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+  }
 
   static constexpr JobCase kWith{kMemory, Place::kDram};
   Training run_;
@@ -196,11 +204,7 @@ TEST_P(NodeStateRankEnds, ANewGenerationBegins) {
   const uint64_t second = Attach(1, /*reattach=*/false);
   node().Send(Ended(false));  // of a look before
   const uint64_t first = Attach(0, /*reattach=*/false);
-  Deliver(second, 1);
-  const uint64_t call = Step(second);
-  Deliver(first, 0);
-  EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
-  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+  ExpectAStepOf(first, second);
 }
 
 TEST_P(NodeStateRankEnds, WhoComesBackAfterOthersHaveAttachedAnewIsRefused) {
@@ -209,11 +213,7 @@ TEST_P(NodeStateRankEnds, WhoComesBackAfterOthersHaveAttachedAnewIsRefused) {
     EXPECT_EQ(ErrorOfAttach(Request(rank, /*reattach=*/true)), protocol::ErrorId::kRankLost);
   }
   const uint64_t first = Attach(0, /*reattach=*/false);
-  Deliver(second, 1);
-  const uint64_t call = Step(second);
-  Deliver(first, 0);
-  EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
-  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+  ExpectAStepOf(first, second);
 }
 
 TEST_P(NodeStateRankEnds, WhoseArenaIsAnotherOnesIsRefused) {
@@ -243,11 +243,7 @@ TEST_P(NodeStateRankEnds, OnesOfAGenerationThatIsOverConcernNobody) {
   EXPECT_TRUE(node().Logged<CloseSession>().back().is_of_old_generation);
   node().Send(RankEnded{.job = run_.View().id, .rank = 0});
   const uint64_t first = Attach(0, /*reattach=*/false);
-  Deliver(second, 1);
-  const uint64_t call = Step(second);
-  Deliver(first, 0);
-  EXPECT_EQ(node().ErrorOf(Step(first)), protocol::ErrorId::kNone);
-  EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
+  ExpectAStepOf(first, second);
   node().End(second, EndCause::kLost);
   node().RunTasks();
   EXPECT_FALSE(node().Logged<CloseSession>().back().is_of_old_generation);
