@@ -25,7 +25,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-constexpr uint64_t kReadsPerPath = 4;  // in flight
+constexpr uint64_t kScrubReadsPerPath = 4;  // in flight
 constexpr std::chrono::seconds kSilentMax(60);
 
 // One job after the other, the slots of each in the order in which they lie on the paths.
@@ -160,7 +160,7 @@ absl::StatusOr<ScrubReport> ScrubVolume(nvme::Volume& volume, nvme::IoEngine& en
   ASSIGN_OR_RETURN(const DecodedLedger ledger, DecodeLedgerOf(volume));
   uint64_t buffer_bytes = protocol::kPageBytes;
   for (const auto& job : ledger.node.jobs) buffer_bytes = std::max(buffer_bytes, job->slot_bytes);
-  const uint64_t reads = kReadsPerPath * volume.free_slots().paths();
+  const uint64_t reads = kScrubReadsPerPath * volume.free_slots().paths();
   ASSIGN_OR_RETURN(const std::unique_ptr<pinned_mem::PinnedArena> memory,
                    pinned_mem::PinnedArena::Create({.name = "forebay-scrub",
                                                     .capacity_bytes = reads * buffer_bytes,

@@ -285,7 +285,7 @@ TEST(UpdateForSwap, SumsInPagesGiveTheBitsOfSumsInOnePiece) {
   constexpr uint64_t kFirstPage = 3;
   for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
     for (const uint64_t page_elems : {uint64_t{4096}, 2 * kTileElems, 3 * kTileElems + 4096}) {
-      SCOPED_TRACE(testing::Message() << static_cast<int>(format) << ", pages of " << page_elems);
+      SCOPED_TRACE(::testing::Message() << static_cast<int>(format) << ", pages of " << page_elems);
       SwappedBlock whole(protocol::Optimizer::kAdamW, format, kElems);
       SwappedBlock paged(protocol::Optimizer::kAdamW, format, kElems);
       const uint64_t page_bytes = page_elems * 2;
@@ -325,7 +325,7 @@ TEST(UpdateForSwap, HasTheBitsOfPartsAndTheChecksumOfTheBytes) {
   for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
     // Whole ranges; a last one that ends in a page; less than a page.
     for (const uint64_t elems : {2 * kTileElems, 9 * kTileElems + 5 * 128, uint64_t{128}}) {
-      SCOPED_TRACE(testing::Message() << static_cast<int>(format) << " of " << elems);
+      SCOPED_TRACE(::testing::Message() << static_cast<int>(format) << " of " << elems);
       SwappedBlock warm(protocol::Optimizer::kAdamW, format, elems);
       SwappedBlock parts(protocol::Optimizer::kAdamW, format, elems);
       for (int step = 0; step < 2; ++step) {
@@ -382,7 +382,7 @@ TEST(WeightsOnSwap, AnUpdateInTheBlockHasTheBitsOfOneInTheArena) {
   using protocol::Format;
   for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
     for (const uint64_t elems : {2 * kTileElems, 9 * kTileElems + 5 * 128, uint64_t{128}}) {
-      SCOPED_TRACE(testing::Message() << static_cast<int>(format) << " of " << elems);
+      SCOPED_TRACE(::testing::Message() << static_cast<int>(format) << " of " << elems);
       SwappedBlock in_arena(protocol::Optimizer::kAdamW, format, elems);
       SwappedBlock in_block(protocol::Optimizer::kAdamW, format, elems);
       MoveWeightsIntoBlock(in_block);
