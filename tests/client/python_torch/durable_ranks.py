@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 RANKS = 2
 STEPS_MAX = 20_000  # a daemon that nobody kills
-WIDTH = int(os.environ.get("FOREBAY_WIDTH", "48"))  # some ten blocks of the test's daemon
+WIDTH = 48  # some ten blocks of the test's daemon; FOREBAY_WIDTH gives another
 
 
 def say(*values):
@@ -43,7 +43,7 @@ def extra_state(rank, step):
 
 def attached(mode, job, rank, level):
     """(model, its optimizer)."""
-    model = net(width=WIDTH)
+    model = net(width=int(os.environ.get("FOREBAY_WIDTH", WIDTH)))
     if mode.endswith("+passes"):
         model = model.bfloat16()
     options = {"rank": rank, "world_size": RANKS}
@@ -118,8 +118,12 @@ def run(rank, mode, level, more, hold, folder):
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    how, level, goal, *rest = sys.argv[1:]
+def main(arguments):
+    how, level, goal, *rest = arguments
     more = None if goal == "on" else int(goal)
     hold = pathlib.Path(rest[0]) if rest else None
     forked_ranks.start(run, RANKS, how, level, more, hold)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

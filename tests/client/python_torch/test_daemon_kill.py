@@ -23,7 +23,6 @@ from test_daemon_restart import (
     jobs_of,
     room_of_one_without_states,
     room_without_states,
-    start_ranks,
     trained,
 )
 
@@ -47,8 +46,8 @@ CASES = [
 class Ranks:
     """The ranks' process, and what it says."""
 
-    def __init__(self, service, mode, level, steps, *hold):
-        self.process = start_ranks(service, mode, level, steps, *hold)
+    def __init__(self, service, mode, level, steps, *hold, **variables):
+        self.process = service.start("durable_ranks", mode, level, steps, *hold, **variables)
         self.watchdog = threading.Timer(DEADLINE_S, self.process.kill)
         self.watchdog.start()
         self.lines = []
@@ -82,17 +81,17 @@ class Ranks:
 
 
 @pytest.mark.parametrize(("mode", "level", "place"), CASES)
-def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place, tmp_path, monkeypatch):
-    if mode == "sharded+leases":
-        monkeypatch.setenv("FOREBAY_WIDTH", "128")  # of the model: more weights than a cache of them
+def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place, tmp_path):
+    # A model with more weights than a cache of them.
+    variables = {"FOREBAY_WIDTH": "128"} if mode == "sharded+leases" else {}
     chance = random.Random(f"{SEED} {mode} {level} {place}")
-    room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level)
+    room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level, **variables)
     service = Service(folder, *room)
     hold = tmp_path / "hold"
     where = []
     with service.manager as manager:
         manager.start()
-        ranks = Ranks(service, mode, level, STEPS, hold)
+        ranks = Ranks(service, mode, level, STEPS, hold, **variables)
         for kill in range(KILLS):
             step = chance.randrange(1 + kill * KILLED_STEPS // KILLS, (kill + 1) * KILLED_STEPS // KILLS)
             # Behind the step, or behind the backward of the next one.

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,7 +18,8 @@ import forebay
 import pytest
 from daemon_process import FOREBAYD, ROOT, missing
 from models import net, train
-from test_processes import HERE, environment
+from preloaded import preloaded
+from test_processes import environment
 
 sys.path.append(str(ROOT / "tests" / "tools"))
 from service_manager import ServiceManager  # noqa: E402
@@ -46,22 +46,13 @@ class Service:
             command += ["--set", value]
         self.manager = ServiceManager(folder, command)
 
-    def environment(self):
-        return {**environment(), "FOREBAY_SOCKET": f"{self.folder}/s"}
+    def start(self, script, *arguments, **variables):
+        """A run of a script on it."""
+        variables["FOREBAY_SOCKET"] = f"{self.folder}/s"
+        return preloaded(script, environment).start([str(argument) for argument in arguments], variables)
 
     def log(self):
         return self.manager.log.read_text()
-
-
-def start_ranks(service, *arguments):
-    """`arguments` of durable_ranks.py."""
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "durable_ranks.py"), *map(str, arguments)],
-        env=service.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def settings_without_states(folder, refused):
@@ -77,9 +68,9 @@ def settings_without_states(folder, refused):
     return [f"dram.limit={100 * int(found[1])}", "dram.job_percent=1"]
 
 
-def room_without_states(folder, mode, level):
+def room_without_states(folder, mode, level, **variables):
     def refused(service):
-        ranks = start_ranks(service, mode, level, 1)
+        ranks = service.start("durable_ranks", mode, level, 1, **variables)
         _, error = ranks.communicate(timeout=DEADLINE_S)
         assert ranks.returncode != 0
         return error
@@ -107,7 +98,7 @@ def test_a_restart_of_the_daemon_costs_time_alone(folder, mode, level, place):
     digests = []
     with service.manager as manager:
         manager.start()
-        ranks = start_ranks(service, mode, level, STEPS)
+        ranks = service.start("durable_ranks", mode, level, STEPS)
         watchdog = threading.Timer(DEADLINE_S, ranks.kill)
         watchdog.start()
         # Beside them: the ranks go on meanwhile.
@@ -145,13 +136,6 @@ LARGE = ["swap.staging=6MiB", "swap.capacity=256MiB", "update.block_elems=131072
 LARGE_STEPS = 24
 
 
-def start_large(service):
-    command = [sys.executable, str(HERE / "weights_on_swap.py"), str(RANKS), str(LARGE_STEPS), "exact", "bfloat16"]
-    return subprocess.Popen(
-        command, env=service.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
 def test_a_job_whose_weights_are_on_swap_goes_on(folder):
     """In the smallest limit, where each lease keeps a slot of the cache; updates under compute, a write in place."""
     chance = random.Random(SEED)
@@ -161,7 +145,7 @@ def test_a_job_whose_weights_are_on_swap_goes_on(folder):
             service = Service(place, *LARGE, f"dram.limit={limit or needed}")
             with service.manager as manager:
                 manager.start()
-                ranks = start_large(service)
+                ranks = service.start("weights_on_swap", RANKS, LARGE_STEPS, "exact", "bfloat16")
                 watchdog = threading.Timer(DEADLINE_S, ranks.kill)
                 watchdog.start()
                 done = 0

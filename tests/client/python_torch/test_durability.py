@@ -20,7 +20,8 @@ import forebay
 import pytest
 from daemon_process import FOREBAYD, Daemon, missing
 from models import net, train
-from test_processes import HERE, environment
+from preloaded import preloaded
+from test_processes import environment
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
@@ -56,12 +57,8 @@ class Ranks:
     """A launch of durable_ranks.py. `stop` it, however the test ends."""
 
     def __init__(self, *arguments):
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "durable_ranks.py"), *map(str, arguments)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        variables = {"FOREBAY_SOCKET": os.environ["FOREBAY_SOCKET"]}
+        self.process = preloaded("durable_ranks", environment).start([*map(str, arguments)], variables)
         self._watchdog = threading.Timer(DEADLINE_S, self.process.kill)
         self._watchdog.start()
 

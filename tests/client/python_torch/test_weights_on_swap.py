@@ -13,12 +13,12 @@ import tempfile
 import pytest
 from daemon_process import Daemon, missing
 from forebay._report import size
-from preloaded import Preloaded
+from preloaded import preloaded
 from test_processes import environment
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
-SCRIPT = Preloaded("weights_on_swap", environment)
+SCRIPT = preloaded("weights_on_swap", environment)
 FULL_SIZE = "FOREBAY_FULL_SIZE" in os.environ
 DEADLINE_S = 3600 if FULL_SIZE else 200
 STEPS = 4
