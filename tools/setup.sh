@@ -12,6 +12,7 @@ readonly GIB_FOR_BUILD=3   # build trees of the default and the asan preset
 # One compilation serves the wheel, which is built in another folder, and every checkout on the machine.
 export CCACHE_NOHASHDIR=1
 export CCACHE_BASEDIR=$PWD
+export CCACHE_SLOPPINESS=pch_defines,time_macros  # without it, what uses a precompiled header is compiled each time
 
 say() { printf '== %s\n' "$*"; }
 
