@@ -133,7 +133,8 @@ def test_a_restart_of_the_daemon_costs_time_alone(folder, mode, level, place):
 
 
 LARGE = ["swap.staging=6MiB", "swap.capacity=256MiB", "update.block_elems=131072"]
-LARGE_STEPS = 24
+LARGE_STEPS = 24  # of so many layers: they last longer than the restarts
+LARGE_LAYERS = 12
 
 
 def test_a_job_whose_weights_are_on_swap_goes_on(folder):
@@ -145,7 +146,8 @@ def test_a_job_whose_weights_are_on_swap_goes_on(folder):
             service = Service(place, *LARGE, f"dram.limit={limit or needed}")
             with service.manager as manager:
                 manager.start()
-                ranks = service.start("weights_on_swap", RANKS, LARGE_STEPS, "exact", "bfloat16")
+                arguments = (RANKS, LARGE_STEPS, "exact", "bfloat16")
+                ranks = service.start("weights_on_swap", *arguments, FOREBAY_LAYERS=str(LARGE_LAYERS))
                 watchdog = threading.Timer(DEADLINE_S, ranks.kill)
                 watchdog.start()
                 done = 0

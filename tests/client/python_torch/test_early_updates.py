@@ -20,7 +20,7 @@ from test_processes import environment
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 SCRIPT = preloaded("early_updates", environment)
-STEPS = int(os.environ.get("FOREBAY_STEPS", "16"))
+STEPS = int(os.environ.get("FOREBAY_STEPS", "12"))
 SEED = int(os.environ.get("FOREBAY_SEED", "7"))
 # Than the smallest limit, or than that and all gradients.
 MORE = {"gradients on swap": 0, "weights on swap": 0, "weights in DRAM": 5 << 20, "all in DRAM": 1 << 30}

@@ -70,10 +70,12 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     needed = smallest_limit(ranks, format, dtype)
     small, error = run(needed, ranks, format, dtype)
     assert small is not None, error
-    waits, error = run(needed, ranks, format, dtype, "wait")
-    assert waits is not None, error
+    waits = None
+    if ranks == 2:  # once is enough
+        waits, error = run(needed, ranks, format, dtype, "wait")
+        assert waits is not None, error
     width = 4 if dtype == "float32" else 2
-    for small_digest, small_losses, job, used_bytes, path in (small, waits):
+    for small_digest, small_losses, job, used_bytes, path in filter(None, (small, waits)):
         assert job["weights_on_swap_bytes"] == job["params"] * width, "all of them"
         assert job["resident_blocks"] == 0
         assert job["gradients_on_swap_bytes"] > job["params"] * width / 2
@@ -83,11 +85,12 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
         assert path["written_day"] == path["written_bytes"] > job["state_written_bytes"], "in less than a day"
         assert path["endurance_bytes"] == (1 << 40) - path["written_bytes"]
         assert 0 < path["days_left"] < 1000
-    job = waits[2]
-    # Zeros over its slots, then each step the same.
-    assert job["state_written_bytes"] == STEPS * job["last_step_written_bytes"] > 0
-    # What follows the order of the step before is read ahead; each rank has its own.
-    assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
+    if waits is not None:
+        job = waits[2]
+        # Zeros over its slots, then each step the same.
+        assert job["state_written_bytes"] == STEPS * job["last_step_written_bytes"] > 0
+        # What follows the order of the step before is read ahead; each rank has its own.
+        assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
     # With early updates also what a clipped step has updated anew. A forward that begins before the update has ended
     # is not ahead of it: how many fetches are, depends on the moment.
     job = small[2]
@@ -121,7 +124,7 @@ def test_attach_prints_what_is_on_swap_and_the_whole_sum():
 # With weights in DRAM and states on swap, and with both on swap; without early updates too.
 @pytest.mark.parametrize("has_room_for_weights", [True, False])
 def test_waiting_for_the_update_changes_no_bit(has_room_for_weights):
-    limit = 44 << 20 if has_room_for_weights else smallest_limit(2, "exact", "bfloat16")
+    limit = 36 << 20 if has_room_for_weights else smallest_limit(2, "exact", "bfloat16")
     drains, error = run(limit, 2, "exact", "bfloat16")
     assert drains is not None, error
     waits, error = run(limit, 2, "exact", "bfloat16", "wait")
@@ -154,7 +157,7 @@ def test_a_rank_that_is_killed_loses_nothing():
     assert killed[2]["committed_step"] == STEPS
 
 
-# Weights without states; hundreds of partitions, most of them unused in a step, in an order that no step repeats; a
+# Weights without states; more than a hundred partitions, most of them unused in a step, in an order that no step repeats; a
 # parameter that is most of the model.
 @pytest.mark.parametrize("model", ["adapters", "experts", "embedding"])
 def test_an_awkward_model_has_the_bits_that_it_has_in_dram(model):

@@ -25,10 +25,10 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 WIDTH = 256
-LAYERS = 12
+LAYERS = 8  # FOREBAY_LAYERS gives others
 # Of awkward models: some two thousand experts, an embedding of 0.3 G elements.
 FULL_SIZE = "FOREBAY_FULL_SIZE" in os.environ
-LAYERS_OF_EXPERTS = 34 if FULL_SIZE else 4
+LAYERS_OF_EXPERTS = 34 if FULL_SIZE else 2
 ROWS_OF_EMBEDDING = 1_171_877 if FULL_SIZE else 16_411
 
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embedding = nn.Embedding(1001, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer() for _ in range(int(os.environ.get("FOREBAY_LAYERS", LAYERS))))
         self.head = nn.Linear(WIDTH, 1001, bias=False)
 
     def forward(self, tokens):
@@ -142,7 +142,7 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     opt = forebay.attach(model, adamw, job="large", mode="sharded", drain=not waits, early_updates=not waits)
     if rank > 0 and way not in MODELS:  # ranks that fetch in orders of their own, each the same in every step
         for number, layer in enumerate(model.layers):
-            other = model.layers[(5 * number + rank) % LAYERS].down.weight
+            other = model.layers[(5 * number + rank) % len(model.layers)].down.weight
             layer.register_forward_pre_hook(lambda *_, shard=other: read(shard))
     losses = []
     for step in range(opt.committed_step, steps):
