@@ -37,6 +37,16 @@ torch.set_num_threads(1)
 os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts are of its run
 
 
+def pytest_collection_finish():
+    """What is imported stays: the collection after each test looks at what tests made, in milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # for the interpreter's end
+
+
 @pytest.fixture
 def folder():
     """On a disk: swap wants O_DIRECT."""
