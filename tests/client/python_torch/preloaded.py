@@ -99,6 +99,7 @@ class Preloaded:
         out = pathlib.Path(folder.name) / OUT
         os.mkfifo(out)
         stdout = open(os.open(out, os.O_RDONLY | os.O_NONBLOCK))
+        arguments = [str(argument) for argument in arguments]
         run = {"arguments": arguments, "variables": variables, "folder": folder.name}
         self.process.stdin.write(json.dumps(run).encode() + b"\n")
         pid = int(self.process.stdout.readline())  # it has opened its streams
@@ -131,8 +132,12 @@ def _run_forked(module, run):
     status = 1
     try:
         begun = os.dup(1)
-        for path, descriptor in ((folder / OUT, 1), (folder / ERR, 2), (os.devnull, 0)):
-            opened = os.open(path, os.O_RDWR | os.O_CREAT if descriptor != 1 else os.O_WRONLY)
+        for descriptor, path, flags in (
+            (0, os.devnull, os.O_RDONLY),
+            (1, folder / OUT, os.O_WRONLY),
+            (2, folder / ERR, os.O_WRONLY | os.O_CREAT),
+        ):
+            opened = os.open(path, flags)
             os.dup2(opened, descriptor)
             os.close(opened)
         os.write(begun, b"%d\n" % os.getpid())

@@ -49,7 +49,7 @@ class Service:
     def start(self, script, *arguments, **variables):
         """A run of a script on it."""
         variables["FOREBAY_SOCKET"] = f"{self.folder}/s"
-        return preloaded(script, environment).start([str(argument) for argument in arguments], variables)
+        return preloaded(script, environment).start(arguments, variables)
 
     def log(self):
         return self.manager.log.read_text()

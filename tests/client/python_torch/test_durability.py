@@ -58,7 +58,7 @@ class Ranks:
 
     def __init__(self, *arguments):
         variables = {"FOREBAY_SOCKET": os.environ["FOREBAY_SOCKET"]}
-        self.process = preloaded("durable_ranks", environment).start([*map(str, arguments)], variables)
+        self.process = preloaded("durable_ranks", environment).start(arguments, variables)
         self._watchdog = threading.Timer(DEADLINE_S, self.process.kill)
         self._watchdog.start()
 

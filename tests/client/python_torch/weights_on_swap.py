@@ -25,9 +25,9 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 WIDTH = 256
-LAYERS = 8  # FOREBAY_LAYERS gives others
 # Of awkward models: some two thousand experts, an embedding of 0.3 G elements.
 FULL_SIZE = "FOREBAY_FULL_SIZE" in os.environ
+LAYERS = 12 if FULL_SIZE else 8  # FOREBAY_LAYERS gives others
 LAYERS_OF_EXPERTS = 34 if FULL_SIZE else 2
 ROWS_OF_EMBEDDING = 1_171_877 if FULL_SIZE else 16_411
 
