@@ -322,7 +322,8 @@ struct CopyStepRequest {
 
 // The rest is done by workers and the disk. Offsets are bytes into the named arena.
 
-// grad arena -> weights, then a check that all is finite.
+// grad arena -> weights, then a check that what comes first, the trainable parameters, is finite: the bits
+// of frozen ones may be of another type.
 struct CopyInitial {
   TaskId task = 0;
   SessionId session = 0;
@@ -330,6 +331,7 @@ struct CopyInitial {
   uint64_t grad_offset_bytes = 0;
   uint64_t weights_offset_bytes = 0;
   uint64_t bytes = 0;
+  uint64_t checked_bytes = 0;
   protocol::DType dtype = protocol::DType::kFloat32;
 };
 

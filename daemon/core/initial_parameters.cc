@@ -86,6 +86,8 @@ void InitialParameters::Write(const CommandId& command, const protocol::Command&
     return;
   }
   SetWritten(range.partition, range.begin, range.end, false);
+  const uint64_t trainable = spec_.layout->partitions()[range.partition].gradient_elems;
+  const uint64_t checked = std::clamp(trainable, range.begin, range.end) - range.begin;
   const TaskId task = io_.Start(
       TaskKind::kCopyInitial, command.session,
       CopyInitial{.session = command.session,
@@ -94,6 +96,7 @@ void InitialParameters::Write(const CommandId& command, const protocol::Command&
                       spec_.plan.placement.WherePartition(words.partition).weights_offset_bytes +
                       range.begin * width,
                   .bytes = words.length_bytes,
+                  .checked_bytes = checked * width,
                   .dtype = spec_.layout->spec().dtype});
   running_.emplace(task, range);
 }

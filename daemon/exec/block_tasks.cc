@@ -564,9 +564,11 @@ absl::Status RunLoadWeights(const LoadWeights& action, std::string_view path,
   return absl::OkStatus();
 }
 
-bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {
+bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to,
+                    uint64_t checked_bytes) {
   std::memcpy(to.data(), from.data(), from.size());
-  return cpu_adam::AllFinite(ElemsOf(dtype, to), GradientOf(dtype, to));
+  const std::span<std::byte> checked = to.first(checked_bytes);
+  return cpu_adam::AllFinite(ElemsOf(dtype, checked), GradientOf(dtype, checked));
 }
 
 }  // namespace forebay::daemon

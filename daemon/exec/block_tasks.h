@@ -131,8 +131,8 @@ TaskDone DigestBlock(const BlockIdentity& identity, uint64_t nonce, uint64_t sta
 absl::Status RunLoadWeights(const LoadWeights& action, std::string_view path,
                             std::span<const std::byte> from, std::span<std::byte> weights);
 
-// client's bytes -> weights. False where the copy is not finite.
-bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from,
-                    std::span<std::byte> to);
+// client's bytes -> weights. False where the first `checked_bytes` of the copy are not finite.
+bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from, std::span<std::byte> to,
+                    uint64_t checked_bytes);
 
 }  // namespace forebay::daemon

@@ -280,8 +280,9 @@ void Executor::Run(CopyInitial& action) {
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
   const auto to = Part(jobs_.at(action.job).weights, action.weights_offset_bytes, action.bytes);
-  PostTask(action.task, [grad, from, to, dtype = action.dtype] {
-    return Counted(RunCopyInitial(dtype, from, to) ? 0 : 1);
+  const uint64_t checked = action.checked_bytes;
+  PostTask(action.task, [grad, from, to, checked, dtype = action.dtype] {
+    return Counted(RunCopyInitial(dtype, from, to, checked) ? 0 : 1);
   });
 }
 
