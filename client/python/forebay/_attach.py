@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ._adopt import Groups
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
 from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
 from ._hooks import Engine, Group, WindowMember, install
 from ._memory import return_free_memory
 from ._optimizer import ForebayOptimizer
-from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan
+from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
 from ._reader import Reader
 from .errors import ForebayError, usage_error
-from .optimizers import Optimizer
+from .optimizers import RULE_OPTIONS, TORCH_IMPLEMENTATIONS, TORCH_OPTIONS, Optimizer
 
 if TYPE_CHECKING:
     from ._core import Attachment
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from ._sharded import ShardMember
 
 PARAM_GROUPS_MAX = 64  # of the wire
+# Of a group, beside the optimizer's hyper-parameters; "initial_lr" is a scheduler's.
+KNOWN_OPTIONS = {
+    *("params", "name", "initial_lr"), *TORCH_IMPLEMENTATIONS, *TORCH_OPTIONS, *RULE_OPTIONS
+}  # fmt: skip
 ROOM_UNIT_BYTES = 64 << 10  # of extra_state
 
 TorchGroups = list[dict[str, Any]]
@@ -151,7 +156,8 @@ def shard(
     from . import _shard_plan
 
     groups = optimizer.params if request.param_groups is None else request.param_groups
-    groups = None if groups is None else list(groups)  # before their parameters are replaced
+    if groups is not None and not isinstance(groups, Groups):
+        groups = list(groups)  # before their parameters are replaced
     before = dict(model.named_parameters(remove_duplicate=False))
     _shard_plan.shard(model, **fsdp)
     if groups is None:
@@ -165,10 +171,14 @@ def shard(
         if isinstance(item, dict) and "params" in item:
             params = item["params"]
             one = isinstance(params, torch.Tensor)
-            return {**item, "params": follow(params) if one else [follow(tensor) for tensor in params]}
-        return item
+            moved_params = follow(params) if one else [follow(tensor) for tensor in params]
+            if isinstance(groups, Groups):
+                item["params"] = moved_params
+                return item
+            return {**item, "params": moved_params}
+        return follow(item[1]) if isinstance(item, tuple) else item
 
-    return replace(request, param_groups=[follow(group) for group in groups])
+    return replace(request, param_groups=type(groups)(follow(group) for group in groups))
 
 
 def attach_sharded(
@@ -307,16 +317,23 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise usage_error(
             "E_OPTION",
-            f"the optimizer is {optimizer!r}, none of Forebay's",
-            "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD, Lamb",
+            f"the optimizer is {optimizer!r}, none of Forebay's or torch's",
+            "forebay.attach(model, torch.optim.AdamW(model.parameters(), lr=...)), or forebay.AdamW(lr=...), "
+            "Adam, Adagrad, Lion, SGD, Lamb",
         )
 
 
 def _params_of(plan: Plan) -> Params:
     return [
-        (p.name, list(p.tensor.shape), p.group, p.param_group, p.trainable)
+        (p.name, _shape_of(p, plan.dtype), p.group, p.param_group, p.trainable)
         for p in plan.parameters
     ]
+
+
+def _shape_of(parameter: Parameter, dtype: torch.dtype) -> list[int]:
+    """In the layout, which has one type."""
+    same = parameter.tensor.dtype == dtype
+    return list(parameter.tensor.shape) if same else [parameter.elems]
 
 
 def _layout(plan: Plan, optimizer: Optimizer, params: Params) -> Layout:
@@ -467,17 +484,23 @@ def _torch_groups(
                 'param_groups=[{"params": [...], "lr": 1e-4}, ...], or a list of parameters',
             )
         params = group["params"]
-        unknown = set(group) - {"params", "name", *hyper_parameters}
-        if unknown:
+        unknown = set(group) - KNOWN_OPTIONS - set(hyper_parameters)
+        if unknown and not isinstance(wanted, Groups):
             raise usage_error(
                 "E_OPTION",
                 f"param_groups: unknown option {min(unknown)}",
                 f"known: {', '.join(hyper_parameters)}",
             )
-        groups.append(
-            {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
-        )
+        params = [params] if isinstance(params, torch.Tensor) else [_unnamed(one) for one in params]
+        if isinstance(wanted, Groups):
+            group["params"] = params
+        groups.append(group if isinstance(wanted, Groups) else {**group, "params": params})
     return groups
+
+
+def _unnamed(param: Any) -> Any:
+    """Of what model.named_parameters() gives the parameter."""
+    return param[1] if isinstance(param, tuple) and len(param) == 2 else param
 
 
 def _assign_param_groups(
@@ -533,15 +556,14 @@ def _write_initial(
     """The values of this process become the job's."""
     for group in groups:
         elems = attachment.groups[group.number][1]
-        flat = torch.empty(elems, dtype=plan.dtype)
+        flat = torch.zeros(elems, dtype=plan.dtype)
         for parameter in plan.parameters:
             if parameter.group != group.number:
                 continue
             values = parameter.tensor.detach()
-            check_finite(parameter.name, values)
-            flat[parameter.offset : parameter.offset + values.numel()].view(values.shape).copy_(
-                values
-            )
+            if values.is_floating_point():
+                check_finite(parameter.name, values)
+            part_of(flat, parameter).copy_(values)
         attachment.write_initial(group.number, flat, timeout)
     attachment.initial_done(timeout)
 
@@ -552,11 +574,8 @@ def _windows(plan: Plan, attachment: Attachment, groups: Sequence[Group]) -> lis
     windows = []
     weights = [_from_dlpack(attachment.weights(group.number)) for group in groups]
     for parameter in plan.parameters:
-        view = weights[parameter.group][
-            parameter.offset : parameter.offset + parameter.tensor.numel()
-        ]
-        own = _from_dlpack(torch.utils.dlpack.to_dlpack(view))  # type: ignore[attr-defined]
-        windows.append(own.view(parameter.tensor.shape))
+        view = part_of(weights[parameter.group], parameter)
+        windows.append(_from_dlpack(torch.utils.dlpack.to_dlpack(view)))  # type: ignore[attr-defined]
     return windows
 
 

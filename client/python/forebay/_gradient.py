@@ -17,6 +17,8 @@ _NORM = aten.linalg_vector_norm.default
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _CLAMPS = (aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default)
 _FOREACH_CLAMPS = (aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar)
+_ZEROS = aten.zero_.default
+_FOREACH_ZEROS = aten._foreach_zero_.default
 _VIEWS = (aten.detach.default, aten.alias.default, aten.view.default)
 
 
@@ -36,6 +38,9 @@ class Delivered(Protocol):
 
     def multiply(self, factor: float) -> None:
         """Scales it: the step applies the product."""
+
+    def clear(self) -> None:
+        """Makes it zero, whatever was done to it."""
 
     def clamp(self, low: float, high: float) -> None:
         """Brings each element into [low, high], in the step."""
@@ -83,6 +88,9 @@ class GradientProxy(torch.Tensor):
             if function in (aten.div_.Tensor, aten.div_.Scalar):
                 proxy.delivered.multiply(1 / float(args[1]))
                 return proxy
+            if function is _ZEROS:
+                proxy.delivered.clear()
+                return proxy
             if function in _CLAMPS:
                 low, high = _bounds_of(function, args[1:], kwargs or {})
                 proxy.delivered.clamp(low, high)
@@ -93,6 +101,10 @@ class GradientProxy(torch.Tensor):
         if function in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar) and proxies:
             for one in proxies:
                 one.delivered.multiply(float(args[1]))
+            return None
+        if function is _FOREACH_ZEROS and proxies:
+            for one in proxies:
+                one.delivered.clear()
             return None
         if function in _FOREACH_CLAMPS and proxies:
             low, high = _bounds_of(function, args[1:], kwargs or {})

@@ -1,14 +1,20 @@
 """Refusals of what would silently do nothing on an attached model, or move its parameters out of the
 daemon's memory."""
 
+from __future__ import annotations
+
+import contextlib
 import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import reduce_storage
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -17,7 +23,14 @@ from ._plan import Parameter, Plan
 from .errors import UsageError, unsupported
 
 _owners: dict[int, str] = {}  # id of an attached parameter: its name
-_global_hooks: list[RemovableHandle] = []
+_windows: set[int] = set()  # addresses of those that are the daemon's memory themselves
+_global_hooks: list[Removable] = []
+
+
+class Removable(Protocol):
+    """What takes a hook away."""
+
+    def remove(self) -> None: ...
 
 
 class InertOnCopy:
@@ -151,12 +164,18 @@ class Guards:
     alive."""
 
     refuses_load = True
+    are_windows = True
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._parameter_ids = [id(parameter.tensor) for parameter in plan.parameters]
         self._handles: list[RemovableHandle] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._slots: list[_Slot] = []
+        self._windows = [p.tensor.data_ptr() for p in plan.parameters if self.are_windows]
+        _windows.update(self._windows)
+        self._model = weakref.ref(model)
+        if not hasattr(model, "no_sync"):  # DDP's: nothing is sent between ranks before step()
+            model.__dict__["no_sync"] = contextlib.nullcontext
         try:
             for parameter in plan.parameters:
                 _own(parameter)
@@ -206,7 +225,11 @@ class Guards:
             module = reference()
             if module is not None:
                 module.__dict__.pop("_apply", None)
+        model = self._model()
+        if model is not None and model.__dict__.get("no_sync") is contextlib.nullcontext:
+            del model.__dict__["no_sync"]
         _disown(self._parameter_ids)
+        _windows.difference_update(self._windows)
         self._handles, self._modules, self._parameter_ids, self._slots = [], [], [], []
 
 
@@ -265,9 +288,34 @@ def _refuse_wrapper(parent: nn.Module, _name: str, child: nn.Module | None) -> N
             )
 
 
+class CopyForProcesses:
+    """Tensors that go to another process (a DataLoader's worker that is spawned, torch.multiprocessing)
+    move into shared memory as they are pickled: of a window the copy does. The memory that the daemon
+    owns stays where it is."""
+
+    def __init__(self) -> None:
+        self._before = ForkingPickler._extra_reducers.get(torch.UntypedStorage)  # type: ignore[attr-defined]
+        ForkingPickler.register(torch.UntypedStorage, self._reduce)
+
+    def _reduce(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cpu" or storage.data_ptr() not in _windows:
+            return reduce_storage(storage)  # type: ignore[no-untyped-call]
+        copy = storage.clone()  # type: ignore[no-untyped-call]
+        reduced = reduce_storage(copy)  # type: ignore[no-untyped-call]
+        process = get_spawning_popen()
+        if process is not None:  # the new process gets the copy's descriptor when it starts
+            vars(process).setdefault("forebay_copies", []).append(copy)
+        return reduced
+
+    def remove(self) -> None:
+        if self._before is not None:
+            ForkingPickler.register(torch.UntypedStorage, self._before)
+
+
 def _own(parameter: Parameter) -> None:
     _owners[id(parameter.tensor)] = parameter.name
     if not _global_hooks:
+        _global_hooks.append(CopyForProcesses())
         _global_hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
         _global_hooks.append(register_module_module_registration_hook(_refuse_wrapper))
 

@@ -13,8 +13,10 @@ import contextlib
 import enum
 import math
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +63,15 @@ class Backward(enum.Enum):
     RUNNING = enum.auto()
     UNFINISHED = enum.auto()  # an exception or Ctrl-C ended it
     FINISHED = enum.auto()
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What step() asks for."""
+
+    number: int
+    extra_state: bytes | None  # the user's
+    frame: bytes  # with the buffers as they were when the step was called first
 
 
 class Group:
@@ -111,6 +122,10 @@ class Member(abc.ABC):
         """Whether p.grad speaks for what was delivered."""
         return self.tensor.grad is self.delivered
 
+    def is_cleared(self, zeros: bool) -> bool:
+        """Whether the caller has put nothing in the place of a gradient that arrived, or zeros."""
+        return self.tensor.grad is None or (zeros and self.is_proxied and self.scale == 0)
+
     def forget_gradient(self) -> None:
         self.arrived, self.scale, self.bounds = False, 1.0, UNBOUNDED
         self.tensor.grad = None
@@ -144,6 +159,9 @@ class Member(abc.ABC):
     def multiply(self, factor: float) -> None:
         self._refuse_clamped("a factor")
         self.scale *= factor
+
+    def clear(self) -> None:
+        self.scale, self.bounds = 0.0, UNBOUNDED
 
     def clamp(self, low: float, high: float) -> None:
         if not (low < 0 < high):
@@ -196,6 +214,7 @@ class Engine:
         self.groups, self.timeout = groups, timeout
         self.activations: Activations | None = None  # where attach was given room for them
         self.clock = Clock()
+        self.under_way: StepCall | None = None  # a step that was asked for and whose outcome is unknown
         self._backward = Backward.NONE
         # Autograd owns the callback at the end of a backward: it dies with a backward that fails.
         self._end_of_backward: Callable[[], EndOfBackward | None] = lambda: None
@@ -261,7 +280,8 @@ class Engine:
         state = self.backward
         if state == Backward.RUNNING or self.attachment is None:
             return
-        if state == Backward.UNFINISHED:
+        self.refuse_while_under_way("backward")
+        if state == Backward.UNFINISHED or self.is_cleared(zeros=True):
             self.begin_attempt(self.attachment)
         end = EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
@@ -289,6 +309,23 @@ class Engine:
             if member.trainable and member.tensor.grad is None:
                 member.tensor.grad = member.delivered
 
+    def refuse_while_under_way(self, what: str) -> None:
+        """Errors: E_STEP."""
+        if self.under_way is not None:
+            raise usage_error(
+                "E_STEP",
+                f"{what} while the outcome of step {self.under_way.number} is unknown",
+                "call step() again with the same arguments first",
+            )
+
+    def is_cleared(self, zeros: bool) -> bool:
+        """Whether the caller has cleared all that this rank has brought, as model.zero_grad() does.
+
+        zeros  Also by zeros, to which a further backward would add.
+        """
+        arrived = [member for member in self.members() if member.arrived]
+        return bool(arrived) and all(member.is_cleared(zeros) for member in arrived)
+
     def begin_attempt(self, attachment: Attachment) -> None:
         """Drops what this attempt has: the daemon discards what it has of it on any rank. Ours
         first: it is forgotten also where the client's call fails."""
@@ -310,6 +347,7 @@ class Engine:
         tensor = member.tensor
         if self.attachment is None or member.is_proxied:
             return  # torch has added to it: GradientProxy has brought it here
+        refuse_cleared_alone(member)
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
         if gradient.requires_grad:
@@ -327,7 +365,7 @@ class Engine:
         self.refuse_second_gradient(member)
         with profiled("forebay.deliver", member.name):
             try:
-                attachment.add_gradient(member.index, gradient.contiguous(), self.timeout)
+                attachment.add_gradient(member.index, dense(member, gradient), self.timeout)
             except ForebayError as error:
                 raise_unless_step_raises(error)
         member.arrived = True
@@ -442,6 +480,29 @@ def raise_unless_step_raises(error: ForebayError) -> None:
         raise error
 
 
+def dense(member: Member, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient, contiguous."""
+    if gradient.layout is torch.strided:
+        return gradient.contiguous()
+    warnings.warn(
+        f"the gradient of parameter {member.name} is sparse: it is made dense, and rows without a "
+        "gradient get the update of a zero (decay and momentum)",
+        stacklevel=2,
+    )
+    return gradient.to_dense()
+
+
+def refuse_cleared_alone(member: Member) -> None:
+    """Errors: E_UNSUPPORTED where the daemon has a gradient of this parameter that the caller has cleared,
+    and has those of others."""
+    if member.arrived:
+        raise unsupported(
+            f"the gradient of parameter {member.name} was cleared, and others were not, before a further "
+            "backward: the daemon would add to what it has",
+            "opt.zero_grad() or model.zero_grad() leave a batch out, all gradients of it",
+        )
+
+
 class BeforeForward(InertOnCopy):
     """Fetches the groups of one module; delivers their gradients once the backward has reached the
     module's inputs."""
@@ -454,8 +515,11 @@ class BeforeForward(InertOnCopy):
         engine = self._engine()
         if engine is None:
             return
+        in_backward = torch._C._current_graph_task_id() != -1  # a recomputation
+        if not in_backward and not torch.is_grad_enabled():
+            return  # only this rank's own step changes the weights, and returns when it has
         began = time.monotonic_ns()
-        if torch._C._current_graph_task_id() != -1:  # a recomputation within a backward
+        if in_backward:
             engine.enter_backward()
         if torch.is_grad_enabled():
             after_backward = AfterBackward(self._engine, self._numbers)
@@ -533,6 +597,8 @@ class AfterBackward:
 class BeforeAccumulate:
     """Refuses a gradient that cannot be delivered, before torch adds it to p.grad."""
 
+    __torch_unserializable__ = True  # a pickled parameter is a copy, without hooks and without a warning
+
     def __init__(self, engine: Engine, member: Member) -> None:
         self._engine, self._member = weakref.ref(engine), weakref.ref(member)
 
@@ -547,10 +613,6 @@ class BeforeAccumulate:
             raise unsupported(
                 f"the gradient of parameter {member.name} was set by hand before backward",
                 "leave p.grad alone, or p.grad = None",
-            )
-        if gradient.layout is not torch.strided:
-            raise unsupported(
-                f"sparse gradient for parameter {member.name}", "nn.Embedding(..., sparse=False)"
             )
 
 

@@ -13,14 +13,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ._buffers import Buffers, users_part
-from ._hooks import UNBOUNDED, Backward, profiled
+from ._hooks import UNBOUNDED, Backward, StepCall, profiled
 from ._reader import parameter_named, read_elements, read_states, state_names
 from .errors import ForebayError, unsupported, usage_error
 
@@ -47,15 +46,6 @@ class Phase(enum.Enum):
     TRAINING = enum.auto()
     STEPPING = enum.auto()  # within step(), perhaps on another thread
     DETACHED = enum.auto()
-
-
-@dataclass(frozen=True)
-class StepCall:
-    """What step() asks for."""
-
-    number: int
-    extra_state: bytes | None  # the user's
-    frame: bytes  # with the buffers as they were when the step was called first
 
 
 class DaemonState(defaultdict[torch.Tensor, Any]):
@@ -121,8 +111,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._extra_state = users_part(bytes(engine.attachment.extra_state)) or None
         self._pending_state: bytes | None = None
         self._edit = (1.0, *UNBOUNDED)  # of the gradient, in the last step
-        # A step that was asked for and whose outcome is unknown.
-        self._under_way: StepCall | None = None
+        self._loss: Any = None  # of its closure
         self._finalizer = weakref.finalize(self, _end, engine, handles, guards, os.getpid())
         self._finalizer.atexit = False  # _leave_all() is
         self._phase = Phase.TRAINING
@@ -184,7 +173,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         """
         return self._engine.delivered_groups()
 
-    def step(self, closure: None = None, extra_state: bytes | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, extra_state: bytes | None = None) -> Any:
         """Applies one step over all ranks, exactly once; returns when it is committed: mode "sharded" at
         its decision, while the daemon updates under the next forward (see drain of attach), mode
         "shared" when everything is updated.
@@ -193,7 +182,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
         for the same step again, never for the next, and commits extra_state and buffers of the
         first call, also where the buffers have changed since.
 
-        closure      Not supported.
+        closure      Called first, as torch's optimizers do: forward and backward, and its loss is
+                     returned. Where this call repeats one without an answer, it is not called again.
         extra_state  bytes that commit with the step and come back from a later attach. To repeat a
                      call leave it out, or give the same.
 
@@ -215,14 +205,16 @@ class ForebayOptimizer(torch.optim.Optimizer):
         >>> model(inputs).sum().backward()
         >>> opt.step(extra_state=b"batch 7")
         """
-        if closure is not None:
-            raise unsupported(
-                "step(closure): the daemon cannot evaluate the model again",
-                "call backward() yourself, then opt.step(extra_state=...)",
-            )
         attachment = self._live()
+        if self._engine.under_way is None:
+            self._loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    self._loss = closure()
+            if self._engine.is_cleared(zeros=False):
+                self._engine.begin_attempt(attachment)
         began = time.monotonic_ns()
-        before = self._under_way
+        before = self._engine.under_way
         call = self._step_call(attachment, extra_state)
         scalars = (self._hyper_parameters(), self._max_grad_norm)
         self._check_members()
@@ -237,7 +229,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._phase = Phase.STEPPING
         try:
             self._engine.release_all()
-            self._under_way = call
+            self._engine.under_way = call
             with profiled("forebay.step", ""):
                 timeout = self._engine.timeout
                 answer = attachment.step(call.number, *scalars, call.frame, timeout, *edit)
@@ -251,12 +243,12 @@ class ForebayOptimizer(torch.optim.Optimizer):
             if error.code == "E_OVERFLOW":  # the step is committed nevertheless
                 self._extra_state = call.extra_state or None
             if error.code not in OUTCOME_UNKNOWN:
-                self._under_way = before  # this call was refused: an older one goes on
+                self._engine.under_way = before  # this call was refused: an older one goes on
             raise
         finally:
             self._phase = Phase.TRAINING
             if ended:
-                self._under_way = None
+                self._engine.under_way = None
                 self._engine.forget_gradients()
                 self._engine.after_step()
             for member in self._members:
@@ -264,6 +256,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
                     torch.autograd.graph.increment_version(member.tensor)
             self._engine.clock.add("step", "", began)
         self._extra_state, self._pending_state = call.extra_state or None, None
+        loss, self._loss = self._loss, None
+        return loss
 
     @property
     def grad_norm(self) -> float | None:
@@ -280,7 +274,11 @@ class ForebayOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing after step(), which forgets the gradients, and where this rank has none.
         Before step() it drops the gradients of the step and begins it anew: a step() of
-        another rank that has delivered some already raises E_GRAD_DROPPED there.
+        another rank that has delivered some already raises E_GRAD_DROPPED there. model.zero_grad()
+        does the same, when the next backward or step() begins.
+
+        set_to_none  False has no other effect, and a warning: where torch would update a parameter by
+                     a gradient of zeros, it is left alone.
 
         Errors  E_STEP  a step() ended without an answer and has to be repeated first.
 
@@ -291,11 +289,12 @@ class ForebayOptimizer(torch.optim.Optimizer):
         0
         """
         attachment = self._live()
-        if self._under_way is not None:
-            raise usage_error(
-                "E_STEP",
-                f"zero_grad() while the outcome of step {self._under_way.number} is unknown",
-                "call step() again with the same arguments first",
+        self._engine.refuse_while_under_way("zero_grad()")
+        if not set_to_none:
+            warnings.warn(
+                "zero_grad(set_to_none=False): gradients are forgotten, not kept as zeros: a parameter "
+                "without a gradient in the next step is left alone",
+                stacklevel=2,
             )
         self._engine.begin_attempt(attachment)
 
@@ -313,7 +312,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
     def _step_call(self, attachment: Attachment, extra_state: bytes | None) -> StepCall:
         """The call under way where this one repeats it. Errors: E_OPTION, E_EXTRA_STATE."""
         own = self._pending_state if extra_state is None else _as_bytes(extra_state)
-        under_way = self._under_way
+        under_way = self._engine.under_way
         if under_way is not None and own in (None, under_way.extra_state):
             return under_way
         number = under_way.number if under_way else attachment.committed_step + 1
@@ -324,10 +323,12 @@ class ForebayOptimizer(torch.optim.Optimizer):
         for member in self._members:
             member.check()
             tensor = member.tensor
-            if tensor.requires_grad != member.trainable:
+            # One that is frozen later has no gradient any more, and is left alone.
+            if tensor.requires_grad and not member.trainable:
                 raise unsupported(
-                    f"requires_grad of parameter {member.name} was changed after attach",
-                    "opt.detach(), change it, attach as another job",
+                    f"parameter {member.name} was frozen at attach and has no states: it would not train",
+                    "freeze it after attach, so that it has states; or opt.detach(), and attach with it as "
+                    "another job",
                 )
             if tensor.grad is None and member.arrived:
                 for other in self._members:  # as they were: the next call applies them
@@ -335,8 +336,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
                         other.tensor.grad = other.delivered
                 raise unsupported(
                     f"the gradient of parameter {member.name} was cleared between backward and "
-                    "step(): the daemon has it, and it would be applied",
-                    "opt.zero_grad() leaves a batch out after its backward",
+                    "step(), and others were not: the daemon has it, and it would be applied",
+                    "opt.zero_grad() or model.zero_grad() leave a batch out, all gradients of it",
                 )
             if tensor.grad is not None and tensor.grad is not member.delivered:
                 raise unsupported(
@@ -351,7 +352,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
 
         def announce() -> None:
             opt = own()
-            if opt is None or opt._under_way is not None:
+            if opt is None or opt._engine.under_way is not None:
                 return
             try:
                 rows = opt._hyper_parameters()

@@ -37,6 +37,7 @@ class Parameter:
     group: int = -1
     param_group: int = 0
     offset: int = 0  # elements from the start of its group
+    elems: int = 0  # of the job's type, that hold it
     weights: torch.dtype | None = None  # the type of its weights, where it may be another
 
 
@@ -71,8 +72,8 @@ class Plan:
 
 
 def make_plan(model: nn.Module) -> Plan:
-    """Errors: E_UNSUPPORTED names the parameter that is on a device, of another type or shares its
-    memory."""
+    """Errors: E_UNSUPPORTED names the parameter that is on a device, trained in another type or shares
+    its memory."""
     named = [
         Parameter(_logical(name), tensor, tensor.requires_grad)
         for name, tensor in model.named_parameters()
@@ -84,13 +85,15 @@ def make_plan(model: nn.Module) -> Plan:
             "attach the module that holds the layers",
         )
     _check_tensors(named)
+    dtype = _dtype_of(named)
+    for parameter in named:
+        size_bytes = parameter.tensor.numel() * parameter.tensor.element_size()
+        parameter.elems = -(-size_bytes // dtype.itemsize)
     layers = list(layers_of(model))
     keys = _group_keys(named, [name for name, _ in layers])
     order = sorted(set(keys))
     numbers = {key: number for number, key in enumerate(order)}
-    plan = Plan(
-        dtype=named[0].tensor.dtype, named=named, group_names=[name for _, _, name in order]
-    )
+    plan = Plan(dtype=dtype, named=named, group_names=[name for _, _, name in order])
     of_tensor = {id(parameter.tensor): parameter for parameter in named}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         plan.by_name[_logical(name)] = of_tensor[id(tensor)]
@@ -108,9 +111,40 @@ def _logical(name: str) -> str:
     return name.replace("_orig_mod.", "")  # a module that torch.compile wraps stays the same
 
 
+def _dtype_of(named: Sequence[Parameter]) -> torch.dtype:
+    """The type of all trainable parameters. Errors: E_UNSUPPORTED names two that differ."""
+    trainable = [parameter for parameter in named if parameter.trainable]
+    first = (trainable or named)[0]
+    for parameter in trainable or [first]:
+        dtype = parameter.tensor.dtype
+        if dtype not in FORMATS:
+            raise unsupported(
+                f"parameter {parameter.name} is {dtype}; "
+                "float32, bfloat16 and float16 can be attached",
+                "model.float() or model.to(torch.bfloat16) before attach",
+            )
+        if dtype != first.tensor.dtype:
+            raise unsupported(
+                f"mixed types: parameter {first.name} is {first.tensor.dtype}, parameter "
+                f"{parameter.name} is {dtype}, and both are trained",
+                "model.to(torch.bfloat16) or model.float() first; frozen ones "
+                "(p.requires_grad_(False)) may have any type",
+            )
+    return first.tensor.dtype
+
+
+def part_of(weights: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """The parameter in the weights of its group: a view. A frozen one of another type has its bits there."""
+    tensor = parameter.tensor
+    part = weights[parameter.offset : parameter.offset + parameter.elems]
+    if tensor.dtype != part.dtype:
+        size_bytes = tensor.numel() * tensor.element_size()
+        part = part.view(torch.uint8)[:size_bytes].view(tensor.dtype)
+    return part.view(tensor.shape)
+
+
 def _check_tensors(named: Sequence[Parameter]) -> None:
     at_address: dict[int, Parameter] = {}
-    first = named[0]
     for parameter in named:
         tensor = parameter.tensor
         if is_lazy(tensor):
@@ -132,21 +166,14 @@ def _check_tensors(named: Sequence[Parameter]) -> None:
                     else "model.cpu() before attach"
                 ),
             )
-        if tensor.dtype not in FORMATS:
-            raise unsupported(
-                f"parameter {parameter.name} is {tensor.dtype}; "
-                "float32, bfloat16 and float16 can be attached",
-                "model.float() or model.to(torch.bfloat16) before attach",
-            )
-        if tensor.dtype != first.tensor.dtype:
-            raise unsupported(
-                f"mixed types: parameter {first.name} is {first.tensor.dtype}, parameter "
-                f"{parameter.name} is {tensor.dtype}",
-                "model.to(torch.bfloat16) or model.float() first",
-            )
         if tensor.numel() == 0:
             raise unsupported(
                 f"parameter {parameter.name} has no elements", "leave it out of the model"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise unsupported(
+                f"parameter {parameter.name} is {tensor.dtype} of layout {tensor.layout}",
+                "to_dense(), dequantize(), or register it as a buffer",
             )
         if tensor.grad is not None:
             raise unsupported(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._plan import part_of
 from .errors import ForebayTimeoutError, make_error, usage_error
 
 if TYPE_CHECKING:
@@ -32,11 +33,10 @@ class Reader:
 
     def __init__(self, plan: Plan, attachment: Attachment, timeout: float) -> None:
         self._plan, self._attachment, self._timeout = plan, attachment, timeout
-        # Of each group: parameters and the elements of the group that are theirs.
-        self._members: list[list[tuple[Parameter, slice]]] = [[] for _ in plan.group_names]
+        self._members: list[list[Parameter]] = [[] for _ in plan.group_names]  # of each group
         for parameter, offset in zip(plan.parameters, attachment.param_offsets):
-            elements = slice(offset, offset + parameter.tensor.numel())
-            self._members[parameter.group].append((parameter, elements))
+            parameter.offset = offset
+            self._members[parameter.group].append(parameter)
 
     @property
     def committed_step(self) -> int:
@@ -81,8 +81,8 @@ class Reader:
             view = self._attachment.weights(number)
             weights = torch.from_dlpack(view)  # type: ignore[attr-defined]
             with torch.no_grad():
-                for parameter, elements in self._members[number]:
-                    parameter.tensor.copy_(weights[elements].view(parameter.tensor.shape))
+                for parameter in self._members[number]:
+                    parameter.tensor.copy_(part_of(weights, parameter))
         finally:
             self._attachment.release(lease)
         return step

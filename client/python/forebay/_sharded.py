@@ -28,6 +28,7 @@ from ._hooks import (
     graph_nodes,
     profiled,
     raise_unless_step_raises,
+    refuse_cleared_alone,
 )
 from ._plan import DTYPE_NAMES, Parameter
 from ._report import say, size
@@ -455,6 +456,7 @@ class ShardedEngine(Engine):
             return
         if member.is_proxied:
             return  # FSDP2 has added to it: GradientProxy has brought it here
+        refuse_cleared_alone(member)
         gradient: Any = member.tensor.grad
         self.deliver(member, gradient._local_tensor)
 
@@ -641,6 +643,7 @@ class ShardedGuards(Guards):
     load_state_dict() copies into a shard goes to the daemon."""
 
     refuses_load = False
+    are_windows = False
 
     def __init__(self, model: nn.Module, plan: ShardedPlan, engine: ShardedEngine) -> None:
         self._engine = weakref.ref(engine)

@@ -12,6 +12,7 @@ from .errors import unsupported, usage_error
 from .optimizers import AdamW, Optimizer
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ._optimizer import ForebayOptimizer
@@ -23,7 +24,7 @@ LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCA
 
 def attach(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | torch.optim.Optimizer | None = None,
     *,
     job: str | None = None,
     rank: int | None = None,
@@ -56,7 +57,8 @@ def attach(
                        float16. From now on they are read-only views of memory that the daemon owns;
                        where fully_shard() (FSDP2) was called on it, its shards are fetched from that
                        memory when FSDP2 gathers them. On the meta device: sharded; see `initial`.
-    optimizer          AdamW(...) or another of forebay.optimizers; None: AdamW().
+    optimizer          AdamW(...) or another of forebay.optimizers; or one of torch.optim's AdamW, Adam,
+                       Adagrad and SGD, whose groups it takes over; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
     world_size         RANK or 0, WORLD_SIZE or 1.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
@@ -148,8 +150,9 @@ def attach(
     >>> opt.committed_step
     3
     """
-    from . import _attach
+    from . import _adopt, _attach
 
+    rule, param_groups = _adopt.adopt(optimizer, param_groups)
     fsdp = {
         "mesh": mesh,
         "mp_policy": mp_policy,
@@ -190,13 +193,13 @@ def attach(
     )
     prefetch_bytes = _size_bytes("prefetch_bytes", prefetch_bytes)
     activation_bytes = _size_bytes("activation_bytes", activation_bytes)
-    optimizer = optimizer or AdamW()
+    rule = rule or AdamW()
     if not is_sharded:
-        return _attach.attach(model, optimizer, request)
-    request = _attach.shard(model, fsdp, optimizer, request)
+        return _attach.attach(model, rule, request)
+    request = _attach.shard(model, fsdp, rule, request)
     return _attach.attach_sharded(
         model,
-        optimizer,
+        rule,
         request,
         name_prefix=name_prefix,
         passes=passes,
@@ -210,7 +213,7 @@ def attach(
 
 def attach_reader(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | torch.optim.Optimizer | None = None,
     *,
     job: str | None = None,
     socket: str | None = None,
@@ -234,11 +237,12 @@ def attach_reader(
     >>> reader.load_weights()
     0
     """
-    from . import _attach
+    from . import _adopt, _attach
 
+    rule, param_groups = _adopt.adopt(optimizer, param_groups)
     return _attach.attach_reader(
         model,
-        optimizer or AdamW(),
+        rule or AdamW(),
         job=_job_name(job),
         socket=_socket_path(socket),
         param_groups=param_groups,

@@ -1,14 +1,25 @@
-"""The optimizers that the daemon applies, with the names and defaults of torch.optim. Names, ranges
-and defaults of hyper-parameters are those of the daemon's table (protocol/optimizer.h)."""
+"""The optimizers that the daemon applies, with the names, arguments and defaults of torch.optim. Names,
+ranges and defaults of hyper-parameters are those of the daemon's table (protocol/optimizer.h)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from ._core import OPTIMIZERS, check_hyper_parameters
 from .errors import usage_error
 
 HyperRow = dict[str, float]  # of one parameter group: each hyper-parameter of the daemon
+
+# How torch computes: nothing that changes the result.
+TORCH_IMPLEMENTATIONS = ("foreach", "fused")
+# What torch's optimizers take beside, and what to write instead.
+TORCH_OPTIONS = {
+    "maximize": "(-loss).backward()",
+    "capturable": "leave it out: no kernel of the optimizer runs in the trainer",
+    "differentiable": "leave it out: the step is the daemon's, and no graph leads through it",
+}
+# Which rule it is: the same in all groups, and from attach on.
+RULE_OPTIONS = ("amsgrad", "nesterov", "decoupled_weight_decay")
 
 
 def _default(optimizer: str, name: str) -> float:
@@ -19,29 +30,43 @@ def _betas(optimizer: str) -> tuple[float, float]:
     return (OPTIMIZERS[optimizer]["beta1"], OPTIMIZERS[optimizer]["beta2"])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Optimizer:
-    """What every optimizer has beside its own hyper-parameters.
+    """What every optimizer has beside its own hyper-parameters. It describes one: forebay.attach makes it.
 
-    params         None: every parameter of the model. Or a list of parameters or of dicts as torch
-                   takes it, each with "params" and hyper-parameters of its own; it must name every
-                   parameter that takes gradients.
+    params         None: every parameter of the model. Or what torch takes: parameters, (name,
+                   parameter) pairs, or dicts, each with "params" and hyper-parameters of its own; all
+                   that take gradients.
     max_grad_norm  Clips the norm of the whole gradient at each step, as
                    torch.nn.utils.clip_grad_norm_ would. None or 0: no clipping.
     format         How masters and moments are held (docs/formats.md). float32 and float16
                    parameters take "fp32"; bfloat16 ones "exact", "bf16" (moments of 16 bits), "int8"
                    (of 8 bits) or "fp32". None: "fp32", or "exact" for bfloat16.
     seed           Of the stochastic rounding of "bf16" and "int8" moments; the same on every rank.
+    foreach, fused Of torch's, and without effect here.
+    maximize,      Of torch's: False.
+    capturable,
+    differentiable
 
-    Errors  E_OPTION  a value is out of its range.
+    Errors  E_OPTION       a value is out of its range.
+            E_UNSUPPORTED  an option of torch's that is on.
+            E_NOT_READY    of step() and what else torch's optimizers do: attach it first.
     """
 
-    max_grad_norm: float | None = None
-    format: str | None = None
-    params: Sequence[Any] | None = None
-    seed: int = 0
+    params: Iterable[Any] | None = None
+    max_grad_norm: float | None = field(default=None, kw_only=True)
+    format: str | None = field(default=None, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    foreach: bool | None = field(default=None, kw_only=True, repr=False)
+    fused: bool | None = field(default=None, kw_only=True, repr=False)
+    maximize: bool = field(default=False, kw_only=True, repr=False)
+    capturable: bool = field(default=False, kw_only=True, repr=False)
+    differentiable: bool = field(default=False, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
+        if self.params is not None:
+            object.__setattr__(self, "params", self._listed(self.params))
+        self._check_torch_options(vars(self), "")
         lr = getattr(self, "lr", 0.0)
         try:
             valid = not isinstance(lr, str) and float(lr) >= 0
@@ -51,8 +76,7 @@ class Optimizer:
             raise usage_error(
                 "E_OPTION",
                 f"lr is {lr!r}, not a number from 0 on",
-                f"forebay.attach(model, forebay.{type(self).__name__}(lr=...)): attach takes the "
-                "model, the optimizer numbers",
+                f"forebay.attach(model, forebay.{type(self).__name__}(lr=...))",
             )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
             raise usage_error(
@@ -70,6 +94,39 @@ class Optimizer:
                 f"max_grad_norm is {self.max_grad_norm!r}, not a number from 0 on",
                 "leave it out to train without clipping",
             )
+
+    def _listed(self, params: Any) -> list[Any]:
+        """Of a generator too, which can be read once."""
+        if not isinstance(params, (str, bytes)):
+            try:
+                return list(params)
+            except TypeError:
+                pass
+        raise usage_error(
+            "E_OPTION",
+            f"params is {params!r}, not the parameters of a model",
+            f"forebay.attach(model, forebay.{type(self).__name__}(model.parameters(), lr=...)), or "
+            "without params for all of the model's",
+        )
+
+    def _check_torch_options(self, values: Mapping[str, Any], where: str) -> None:
+        for name, instead in TORCH_OPTIONS.items():
+            if values.get(name):
+                raise usage_error(
+                    "E_UNSUPPORTED",
+                    f"{where}{type(self).__name__}({name}=True): the daemon would compute without it",
+                    instead,
+                )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Of what is not there."""
+        if name in ("step", "zero_grad", "param_groups", "state", "state_dict", "load_state_dict"):
+            raise usage_error(
+                "E_NOT_READY",
+                f"{type(self).__name__}.{name} before forebay.attach: it describes an optimizer",
+                f"opt = forebay.attach(model, forebay.{type(self).__name__}(...)); opt.{name}",
+            )
+        raise AttributeError(f"{type(self).__name__} has no {name}")
 
     @property
     def name(self) -> str:
@@ -101,6 +158,7 @@ class Optimizer:
         """_row() of each group. Errors: E_OPTION where a value is no number or out of its range."""
         rows = []
         for number, group in enumerate(groups):
+            self._check_rule(number, group)
             try:
                 rows.append(self._row(group))
             except (KeyError, TypeError, ValueError) as error:
@@ -113,6 +171,20 @@ class Optimizer:
                 ) from error
             check_hyper_parameters(self.name, number, rows[-1])
         return rows
+
+    def _check_rule(self, number: int, group: Mapping[str, Any]) -> None:
+        """Errors: E_UNSUPPORTED where a group asks for another rule than the job's, or for what no rule
+        has."""
+        self._check_torch_options(group, f"parameter group {number}: ")
+        for name in RULE_OPTIONS:
+            own = getattr(self, name, None)
+            if name in group and own is not None and bool(group[name]) != own:
+                raise usage_error(
+                    "E_UNSUPPORTED",
+                    f"parameter group {number}: {name}={group[name]}, and {name}={own} in the optimizer: "
+                    "a job has one rule",
+                    f"{name}={own} in all groups, or attach the parts of the model as two jobs",
+                )
 
 
 @dataclass(frozen=True)
@@ -127,6 +199,15 @@ class Adam(Optimizer):
     eps: float = _default("adam", "eps")
     weight_decay: float = _default("adam", "weight_decay")
     amsgrad: bool = False
+
+    @property
+    def decoupled_weight_decay(self) -> bool:
+        """Whether the decay is AdamW's.
+
+        >>> forebay.AdamW().decoupled_weight_decay
+        True
+        """
+        return isinstance(self, AdamW)
 
     @property
     def name(self) -> str:

@@ -84,7 +84,7 @@ def node(request, monkeypatch):
     own.healthy.train_one_more_step()
 
 
-_JOB_NAME = {ord(char): "-" for char in "[]/: <>,="}
+_JOB_NAME = {ord(char): "-" for char in "[]()/: <>,='"}
 
 
 @pytest.fixture(autouse=True)

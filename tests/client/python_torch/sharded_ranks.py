@@ -252,6 +252,7 @@ def run_launch(launch, size, names, folder):
 
 def main():
     import sharded_activations  # noqa: F401
+    import sharded_calls  # noqa: F401
     import sharded_composition  # noqa: F401
     import sharded_refusals  # noqa: F401
     import sharded_training  # noqa: F401

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 STEPS = 5
 LR = 0.01
-NOT_TORCHS = ("max_grad_norm", "format", "params", "seed")
+NOT_TORCHS = ("max_grad_norm", "format", "params", "seed", "foreach", "fused")
+NOT_TORCHS += ("maximize", "capturable", "differentiable")
 OPTIMIZERS = [
     forebay.AdamW(lr=LR),
     forebay.AdamW(lr=LR, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1, amsgrad=True),
@@ -265,7 +266,7 @@ def test_param_groups_that_are_none_are_refused_before_there_is_a_job(node):
         ([{"lr": 1.0}], 'no dict with "params"'),
         ([{"params": [model.a]}, model.b], 'no dict with "params"'),
         ([{"params": "ab"}], "'a' is no parameter"),
-        (list(model.named_parameters()), "is no parameter"),
+        (list(model.named_buffers()) + [("a", 1)], "1 is no parameter"),
         ([{"params": [model.a, model.b]}, {"params": [model.a]}], "a is in param groups 0 and 1"),
         ([{"params": [model.a, model.b]}] + [{"params": []}] * 64, "65 param groups"),
     ):

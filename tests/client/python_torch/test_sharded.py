@@ -11,6 +11,7 @@ import sys
 import forebay
 import pytest
 import sharded_activations  # noqa: F401
+import sharded_calls  # noqa: F401
 import sharded_composition  # noqa: F401
 import sharded_devices  # noqa: F401
 import sharded_gathers  # noqa: F401

@@ -1,0 +1,68 @@
+"""An optimizer of torch's, given to attach(): which of ours it is, and its groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import optimizers
+from .errors import unsupported, usage_error
+from .optimizers import Optimizer
+
+# By the very class: one that inherits from it may step in another way.
+KINDS: dict[type, type[Optimizer]] = {
+    torch.optim.Adam: optimizers.Adam,
+    torch.optim.AdamW: optimizers.AdamW,
+    torch.optim.Adagrad: optimizers.Adagrad,
+    torch.optim.SGD: optimizers.SGD,
+}
+
+
+class Groups(list[dict[str, Any]]):
+    """The groups of an optimizer of torch's, its own dicts: what a scheduler that was made for it sets
+    there is what step() reads."""
+
+
+def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any]:
+    """The description of an optimizer of torch's, and its groups; what is none stays as it is.
+
+    Errors  E_UNSUPPORTED  no optimizer of ours steps as it does.
+            E_OPTION       there are other groups beside it.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or getattr(optimizer, "is_forebay", False):
+        return optimizer, param_groups
+    kind = KINDS.get(type(optimizer))
+    if kind is None:
+        name = type(optimizer).__name__
+        raise unsupported(
+            f"attach with {type(optimizer).__module__}.{name}: the daemon computes the step, and has "
+            "no such rule",
+            "one of torch.optim's AdamW, Adam, Adagrad, SGD, or forebay.Lion, forebay.Lamb"
+            + ('; forebay.AdamW(format="int8") has moments of 8 bits' if "8bit" in name else ""),
+        )
+    if param_groups is not None:
+        raise usage_error(
+            "E_OPTION",
+            f"param_groups beside torch's {type(optimizer).__name__}, which has groups of its own",
+            f"leave param_groups out, or forebay.{kind.__name__}(lr=...)",
+        )
+    defaults = optimizer.defaults
+    if kind is optimizers.Adam and defaults.get("decoupled_weight_decay", False):
+        kind = optimizers.AdamW
+    known = [name for name in kind.__dataclass_fields__ if name in defaults]
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # its schedulers ask whether it steps
+    return kind(**{name: defaults[name] for name in known}), Groups(optimizer.param_groups)
+
+
+def has_state(optimizer: Any) -> bool:
+    """Whether it is one of torch's that has stepped."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    return any(_has_moved(state) for state in optimizer.state.values())
+
+
+def _has_moved(state: dict[str, Any]) -> bool:
+    if "step" in state:
+        return float(state["step"]) > 0
+    return any(value is not None for value in state.values())

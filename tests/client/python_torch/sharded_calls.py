@@ -1,0 +1,89 @@
+"""Cases of sharded_ranks.py: the calls of a script that was written for torch's optimizer."""
+
+import forebay
+import torch
+from models import loss_of
+from sharded_ranks import LR, Twins, case, small_net
+from torch.distributed.fsdp import fully_shard
+
+
+def torchs(model):
+    """Two groups, as scripts make them."""
+    decayed = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() <= 1]
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=LR)
+
+
+@case(1, 2)
+def an_instance_of_torchs_optimizers(ranks):
+    twins = Twins(ranks)
+    ours, theirs = torchs(twins.ours), torchs(twins.theirs)
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (ours, theirs)]
+    twins.attach(ours).torch_opt = theirs
+    for _ in range(3):
+        twins.train(1)
+        for schedule in schedules:
+            schedule.step()
+    twins.assert_close()
+    assert [group["weight_decay"] for group in twins.opt.param_groups] == [0.01, 0.0]
+    twins.opt.detach()
+
+
+@case(2)
+def an_instance_of_torchs_optimizers_over_a_plain_model(ranks):
+    model = small_net()
+    opt = ranks.attach(model, torchs(model), mode="sharded", mesh=ranks.mesh)
+    plain = small_net()
+    fully_shard(plain, mesh=ranks.mesh)
+    plain_opt = torchs(plain)
+    for step in range(3):
+        for which, optimizer in ((model, opt), (plain, plain_opt)):
+            loss_of(which, ranks.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor(), rtol=1e-5, atol=1e-6)
+    opt.detach()
+
+
+@case(1, 2)
+def a_closure(ranks):
+    twins = Twins(ranks).attach()
+
+    def step(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, ranks.batch(twins.first))
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item()
+
+    for _ in range(3):
+        assert abs(step(twins.ours, twins.opt) - step(twins.theirs, twins.torch_opt)) < 1e-5
+        twins.first += 1
+    twins.assert_close()
+    twins.opt.detach()
+
+
+@case(1, 2)
+def a_batch_that_is_dropped_by_clearing_the_model(ranks):
+    twins = Twins(ranks).attach().train(1)
+    for set_to_none in (True, False):
+        twins.backward(50)
+        for model in (twins.ours, twins.theirs):
+            model.zero_grad(set_to_none=set_to_none)
+        twins.train(1)
+    twins.assert_close()
+    twins.opt.detach()
+
+
+@case(2)
+def parameters_that_are_frozen_for_a_while(ranks):
+    twins = Twins(ranks).attach().train(1)
+    for trained in (False, True):
+        for model in (twins.ours, twins.theirs):
+            model.layers[1].requires_grad_(trained)
+        twins.train(1)
+    twins.assert_close()
+    twins.opt.detach()
