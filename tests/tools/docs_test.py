@@ -202,6 +202,14 @@ def test_error_ids_that_are_named_exist_and_each_is_raised():
     assert ids.keys() <= raised, f"nothing raises {ids.keys() - raised}"
 
 
+def test_tests_that_the_pages_name_exist():
+    folder = ROOT / "tests" / "client" / "python_torch"
+    for page in PAGES:
+        for file, name in re.findall(r"`(\w+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+            source = (folder / file).read_text(encoding="utf-8")
+            assert re.search(rf"^def {name}\(", source, re.M), f"{page}: {file} has no {name}"
+
+
 def test_the_table_of_actions_has_all_of_them():
     events = (ROOT / "daemon" / "core" / "events.h").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")

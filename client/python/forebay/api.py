@@ -53,10 +53,11 @@ def attach(
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
-    model              Any nn.Module on the CPU whose parameters have one type: float32, bfloat16 or
-                       float16. From now on they are read-only views of memory that the daemon owns;
-                       where fully_shard() (FSDP2) was called on it, its shards are fetched from that
-                       memory when FSDP2 gathers them. On the meta device: sharded; see `initial`.
+    model              Any nn.Module on the CPU whose trained parameters have one type: float32, bfloat16
+                       or float16; frozen ones may have another (sharded: the same). From now on they are
+                       read-only views of memory that the daemon owns; where fully_shard() (FSDP2) was
+                       called on it, its shards are fetched from that memory when FSDP2 gathers them. On
+                       the meta device: sharded; see `initial`.
     optimizer          AdamW(...) or another of forebay.optimizers; or one of torch.optim's AdamW, Adam,
                        Adagrad and SGD, whose groups it takes over; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
