@@ -142,8 +142,7 @@ def test_one_rank_alone_waits_until_its_time_is_up(node):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         late = pool.submit(finish, 1)
         assert late.result() == 1, "rank 0 had called step already"
-    with torch.no_grad():
-        loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
+    loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
     assert opts[0].committed_step == 1
     opts[0].step()  # asks for step 1 again, which is committed and changes nothing
     assert opts[0].committed_step == 1
@@ -171,8 +170,7 @@ def test_a_step_that_ctrl_c_ended_is_asked_for_again(node):
         with pytest.raises(KeyboardInterrupt):
             opts[0].step(extra_state=b"first")
         pool.submit(opts[1].step).result(30)
-        with torch.no_grad():
-            loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
+        loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
         assert opts[0].committed_step == 1
         opts[0].step(extra_state=b"first")
     assert [opt.committed_step for opt in opts] == [1, 1]

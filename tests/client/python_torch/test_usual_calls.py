@@ -5,6 +5,7 @@
 #         assert_close, or bit by bit what may not change.
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -374,6 +375,52 @@ def test_a_frozen_base_of_another_type(node, base, adapter):
     opt = forebay.attach(again)
     assert opt.committed_step == 3 and opt.state_sha256() == digest
     opt.detach()
+
+
+# --------------------------------------------------------------------------------- a notebook
+
+CELLS = [
+    "model = net(); opt = forebay.attach(model, forebay.AdamW(lr=1e-2), job=job + '.first')",
+    "train(model, opt, 2)",
+    "interrupted(lambda: loss_of(model, batch(7)).backward())",
+    "train(model, opt, 1, first=2)",
+    "refused('E_UNSUPPORTED', lambda: forebay.attach(model, job=job + '.second'))",
+    "other = net(width=16)",
+    "first, opt = opt, forebay.attach(other, forebay.SGD(lr=0.1), job=job + '.second')",
+    "train(other, opt, 2)",
+    "first.detach(); refused('E_NOT_READY', first.step)",
+    "refused('E_LAYOUT', lambda: forebay.attach(model, job=job + '.second'))",
+    "again = net(); opt = forebay.attach(again, forebay.AdamW(lr=1e-2), job=job + '.first')",
+    "assert opt.committed_step == 3",
+    "train(again, opt, 2, first=3)",
+    "result = again; opt.detach()",
+]
+
+
+@on_the_daemon
+def test_cells_of_a_notebook(node):
+    """Attach, interrupt, go on, attach another, come back to the first."""
+
+    def interrupted(call):
+        handle = cells["model"].layers[1].up.weight.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        handle.remove()
+
+    def interrupt(_gradient):
+        raise KeyboardInterrupt
+
+    def refused(code, call):
+        with pytest.raises(forebay.ForebayError) as caught:
+            call()
+        assert caught.value.code == code and caught.value.hint
+
+    cells = {**globals(), "job": os.environ["FOREBAY_JOB"], "interrupted": interrupted, "refused": refused}
+    for cell in CELLS:
+        exec(cell, cells)
+    _, plain, plain_opt = pair(net())
+    train(plain, plain_opt, 5)
+    assert_close(cells["result"], plain, 5)
 
 
 # ------------------------------------------------------------------------ processes of the loader
