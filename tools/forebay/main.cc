@@ -19,6 +19,7 @@
 #include "protocol/os/status_macros.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/doctor.h"
+#include "tools/forebay/explain.h"
 #include "tools/forebay/node_view.h"
 #include "tools/forebay/plan.h"
 #include "tools/forebay/run.h"
@@ -45,6 +46,7 @@ struct Arguments {
   RunOptions run;
   PlanOptions plan;
   ScrubOptions scrub;
+  ExplainOptions explain;
   BenchOptions bench;
 };
 
@@ -159,6 +161,14 @@ int ShowScrub(const Arguments& arguments) {
   if (!report->has_value()) return kError;
   Show(arguments.json, (*report)->dump(2), ScrubText(**report));
   return (**report)["clean"] == true ? kGood : kError;
+}
+
+int ShowExplain(const Arguments& arguments) {
+  ExplainOptions options = arguments.explain;
+  options.as_json = arguments.json;
+  const auto text = Explain(options);
+  if (text.ok()) Print(*text);
+  return Exit(text.status());
 }
 
 CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& arguments) {
@@ -291,6 +301,9 @@ int Main(std::vector<std::string> words, const Environment& environment) {
     view->add_option("--socket", arguments.socket,
                      "of the daemon; else FOREBAY_SOCKET, else /run/forebay/forebay.sock");
   }
+  CLI::App* explain =
+      AddView(app, "explain", "what an error means and what to do about it", arguments);
+  explain->add_option("ID", arguments.explain.id, "E_..., as the error has it; else all of them");
   CLI::App* doctor = AddView(app, "doctor", "what this machine gives Forebay", arguments);
   doctor->add_option("FOLDER", arguments.folders, "candidates for swap");
   CLI::App* bench =
@@ -352,6 +365,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   if (plan->parsed()) return ShowPlan(arguments);
   if (scrub->parsed()) return ShowScrub(arguments);
   if (doctor->parsed()) return ShowDoctor(arguments);
+  if (explain->parsed()) return ShowExplain(arguments);
   return ShowBench(arguments);
 }
 
