@@ -55,7 +55,7 @@ constexpr std::array kExplanations = {
                 "Install the Python package, the forebay command and forebayd of one release, and "
                 "restart what still "
                 "runs an older one.",
-                "the client speaks protocol 9, this daemon 1"},
+                "the client speaks protocol 8, this daemon 9"},
     Explanation{ErrorId::kTimeout,
                 "The call's own time (timeout= of attach) ran out. Nobody knows yet whether it "
                 "took effect: a step "

@@ -6,6 +6,7 @@ daemon.
 Importing this package needs no daemon, no GPU and no torch; attach() does.
 """
 
+from ._progress import Progress
 from .api import attach, attach_reader, status, trace
 from .errors import (
     DataLossError,
@@ -29,6 +30,7 @@ __all__ = [
     "ForebayTimeoutError",
     "Lamb",
     "Lion",
+    "Progress",
     "ResourceError",
     "UnavailableError",
     "UsageError",

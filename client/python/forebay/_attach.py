@@ -17,6 +17,7 @@ from ._hooks import Engine, Group, WindowMember, install
 from ._memory import return_free_memory
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
+from ._progress import Node
 from ._reader import Reader
 from .errors import ForebayError, usage_error
 from .optimizers import RULE_OPTIONS, TORCH_IMPLEMENTATIONS, TORCH_OPTIONS, Optimizer
@@ -91,6 +92,7 @@ def attach(model: nn.Module, optimizer: Optimizer, request: Request) -> ForebayO
         windows = _windows(plan, attachment, groups)
         _bind(plan, groups, windows, undo)
         engine = Engine(attachment, groups, request.timeout)
+        engine.node = Node(request.socket, request.job, request.rank)
         undo.guards = Guards(model, plan)
         undo.handles = install(engine, plan.hook_points)
         opt = prepared.optimizer(plan, engine, attachment, undo)
@@ -241,6 +243,7 @@ def attach_sharded(
         engine = _sharded.ShardedEngine(
             attachment, plan, request.rank, request.timeout, prefetch_bytes, passes
         )
+        engine.node = Node(request.socket, request.job, request.rank)
         if activation_bytes > 0:
             engine.activations = _activations.Activations(attachment, plan.device)
         if attachment.writes_initial:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ._activations import Activations
     from ._core import Attachment
     from ._plan import Parameter
+    from ._progress import Node
 
 TIMELINE_ENTRIES = 4096
 UNBOUNDED = (-math.inf, math.inf)
@@ -42,6 +43,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.exposed_ns = 0
+        self.reported_ns = 0  # of them, at the last stats()
+        # Of the newest committed step, from the end of the one before; 0 before the first.
+        self.step_ns = self.step_exposed_ns = 0
+        self._step_began = time.monotonic_ns(), 0
         # (kind, group, began_ns, ended_ns), CLOCK_MONOTONIC
         self.timeline: collections.deque[tuple[str, str, int, int]] = collections.deque(
             maxlen=TIMELINE_ENTRIES
@@ -54,6 +59,12 @@ class Clock:
 
     def add_short(self, began_ns: int) -> None:
         self.exposed_ns += time.monotonic_ns() - began_ns
+
+    def end_step(self) -> None:
+        """A step was committed."""
+        now = time.monotonic_ns(), self.exposed_ns
+        self.step_ns, self.step_exposed_ns = now[0] - self._step_began[0], now[1] - self._step_began[1]
+        self._step_began = now
 
 
 class Backward(enum.Enum):
@@ -215,6 +226,7 @@ class Engine:
         self.activations: Activations | None = None  # where attach was given room for them
         self.clock = Clock()
         self.under_way: StepCall | None = None  # a step that was asked for and whose outcome is unknown
+        self.node: Node | None = None
         self._backward = Backward.NONE
         # Autograd owns the callback at the end of a backward: it dies with a backward that fails.
         self._end_of_backward: Callable[[], EndOfBackward | None] = lambda: None
@@ -333,7 +345,8 @@ class Engine:
         for group in self.groups:
             group.in_backward = False
             self.release_unused(group)
-        attachment.drop_gradients()
+        with profiled("forebay.drop", ""):
+            attachment.drop_gradients()
 
     def forget_gradients(self) -> None:
         self._backward = Backward.NONE
@@ -409,7 +422,8 @@ class Engine:
         E_NONFINITE."""
         assert self.attachment is not None
         try:
-            return self.attachment.grad_norm(index, self.timeout)
+            with profiled("forebay.norm", ""):
+                return self.attachment.grad_norm(index, self.timeout)
         except ForebayError as error:
             raise_unless_step_raises(error)
         return math.nan

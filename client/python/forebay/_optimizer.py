@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._buffers import Buffers, users_part
 from ._hooks import UNBOUNDED, Backward, StepCall, profiled
+from ._progress import metrics_of
 from ._reader import parameter_named, read_elements, read_states, state_names
 from .errors import ForebayError, unsupported, usage_error
 
@@ -256,6 +257,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
                     torch.autograd.graph.increment_version(member.tensor)
             self._engine.clock.add("step", "", began)
         self._extra_state, self._pending_state = call.extra_state or None, None
+        self._engine.clock.end_step()
         loss, self._loss = self._loss, None
         return loss
 
@@ -421,7 +423,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         ['step']
         """
         clock = self._engine.clock
-        exposed_ns, clock.exposed_ns = clock.exposed_ns, 0
+        exposed_ns, clock.reported_ns = clock.exposed_ns - clock.reported_ns, clock.exposed_ns
         timeline = list(clock.timeline)
         clock.timeline.clear()
         counters = self._live().counters()
@@ -430,6 +432,36 @@ class ForebayOptimizer(torch.optim.Optimizer):
             counters["activation_bytes_max"] = activations.store.used_bytes_max
             counters["activation_bytes_stayed"] = activations.stayed_bytes
         return {**counters, "exposed_wait_s": exposed_ns / 1e9, "timeline": timeline}
+
+    def metrics(self, *, daemon: bool = True) -> dict[str, float]:
+        """Numbers for TensorBoard, W&B and the like: a flat dict with stable names that end with
+        their unit.
+
+        forebay/step                    the committed step
+        forebay/step_s                  wall time of the newest step, from the end of the one before
+        forebay/exposed_wait_s          of that, inside Forebay's hooks and calls
+        forebay/grad_norm               before clipping, with max_grad_norm
+        forebay/activation_bytes        with activation_bytes of attach: kept by the daemon now
+
+        and of the daemon, for all jobs of the node but where it says "job":
+
+        forebay/update_s                the job's newest step, from the last rank's call on
+        forebay/dram_used_bytes         forebay/dram_limit_bytes, forebay/job_dram_bytes
+        forebay/swap_used_bytes         of all paths
+        forebay/swap_read_bytes_per_s   between this call and the one before; not in the first
+        forebay/swap_write_bytes_per_s  the same
+
+        daemon  False: what this process knows alone, in microseconds. Else the daemon is asked once,
+                which takes milliseconds: every tenth step is often enough. While it does not
+                answer, its numbers are missing.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.step()
+        >>> opt.metrics()["forebay/step"], opt.metrics(daemon=False)["forebay/step_s"] > 0
+        (1.0, True)
+        """
+        attachment, norm = self._live(), self._grad_norm
+        return metrics_of(self._engine, attachment.committed_step, norm, daemon)
 
     def offload_activations(self) -> AbstractContextManager[Any]:
         """While it is entered, what a forward keeps for its backward goes to the daemon's memory, at most

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._hooks import profiled
 from ._plan import part_of
 from .errors import ForebayTimeoutError, make_error, usage_error
 
@@ -132,9 +133,10 @@ def read_elements(
     attachment: Attachment, parameter: Parameter, state: str, elements: range, timeout: float
 ) -> tuple[torch.Tensor, int]:
     """These elements of a state, and how many updates the parameter has had."""
-    view, updates = attachment.read_state(
-        parameter.name, state, elements.start, len(elements), timeout
-    )
+    with profiled("forebay.read_state", parameter.name):
+        view, updates = attachment.read_state(
+            parameter.name, state, elements.start, len(elements), timeout
+        )
     return torch.from_dlpack(view), updates  # type: ignore[attr-defined]
 
 

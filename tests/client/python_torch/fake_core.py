@@ -365,8 +365,10 @@ def attach(
     return session
 
 
-def status(_socket):
-    return {"memory": {"used_bytes": 0}, "swap": [{"read_bytes": 0, "written_bytes": 0}]}
+def status(_socket, _timeout=0):
+    memory = {"used_bytes": 0, "limit_bytes": 1 << 30, "arenas": []}
+    swap = [{"read_bytes": 0, "written_bytes": 0, "used_bytes": 0}]
+    return {"memory": memory, "swap": swap, "jobs": []}
 
 
 def trace(_socket, _job):

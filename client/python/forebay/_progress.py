@@ -1,0 +1,218 @@
+"""What a script shows of its training: opt.metrics() and forebay.Progress."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from .errors import ForebayTimeoutError, UnavailableError, usage_error
+
+if TYPE_CHECKING:
+    from ._hooks import Engine
+    from ._optimizer import ForebayOptimizer
+
+STATUS_TIMEOUT_S = 10.0
+REWRITE_S = 0.5  # between two states of a line that is written over
+LINE_S = 10.0  # between two lines
+RATE_NAMES = {"read": "forebay/swap_read_bytes_per_s", "written": "forebay/swap_write_bytes_per_s"}
+
+
+class Node:
+    """The daemon of one attachment, asked for its numbers."""
+
+    def __init__(self, socket: str, job: str, rank: int) -> None:
+        self.socket, self.job, self.rank = socket, job, rank
+        self._before: tuple[float, int, int] | None = None  # when, bytes read and written by then
+
+    def metrics(self) -> dict[str, float]:
+        """Empty where the daemon does not answer."""
+        from . import _core
+
+        try:
+            status = _core.status(self.socket, STATUS_TIMEOUT_S)
+        except (UnavailableError, ForebayTimeoutError):
+            self._before = None  # the next daemon counts from 0
+            return {}
+        memory, swap = status["memory"], status["swap"]
+        arenas = (arena for arena in memory["arenas"] if arena["job"] == self.job)
+        values = {
+            "forebay/dram_used_bytes": memory["used_bytes"],
+            "forebay/dram_limit_bytes": memory["limit_bytes"],
+            "forebay/job_dram_bytes": sum(arena["allocated_bytes"] for arena in arenas),
+            "forebay/swap_used_bytes": sum(path["used_bytes"] for path in swap),
+        }
+        for job in status["jobs"]:
+            if job["name"] == self.job:
+                values["forebay/update_s"] = job["last_step_seconds"]
+        return {name: float(value) for name, value in values.items()} | self._rates(swap)
+
+    def _rates(self, swap: list[dict[str, Any]]) -> dict[str, float]:
+        """Of all paths, since the call before."""
+        read = sum(path["read_bytes"] for path in swap)
+        written = sum(path["written_bytes"] for path in swap)
+        before, self._before = self._before, (time.monotonic(), read, written)
+        if before is None or read < before[1] or written < before[2]:  # another daemon's
+            return {}
+        seconds = max(self._before[0] - before[0], 1e-9)
+        return {
+            RATE_NAMES["read"]: (read - before[1]) / seconds,
+            RATE_NAMES["written"]: (written - before[2]) / seconds,
+        }
+
+
+def metrics_of(
+    engine: Engine, committed_step: int, grad_norm: float | None, daemon: bool
+) -> dict[str, float]:
+    """See ForebayOptimizer.metrics."""
+    values = {
+        "forebay/step": float(committed_step),
+        "forebay/step_s": engine.clock.step_ns / 1e9,
+        "forebay/exposed_wait_s": engine.clock.step_exposed_ns / 1e9,
+    }
+    if grad_norm is not None:
+        values["forebay/grad_norm"] = grad_norm
+    if engine.activations is not None:
+        values["forebay/activation_bytes"] = float(engine.activations.store.used_bytes)
+    if daemon and engine.node is not None:
+        values |= engine.node.metrics()
+    return values
+
+
+class Progress:
+    """A line on stderr about the training, of rank 0: step, seconds a step, exposed wait, traffic of
+    swap, DRAM, and what update() is given. On a terminal it is written over, twice a second at
+    most; elsewhere a new line comes every ten seconds. The daemon is asked once a line.
+
+    opt    Of forebay.attach().
+    total  Steps of the whole training: shows the time that is left.
+    every  Seconds between two lines, or states of the line; 0: at each update().
+    file   Default: sys.stderr.
+
+    Errors  E_OPTION  every is not a number from 0 on, or total is none from 1 on.
+
+    >>> import sys
+    >>> opt = forebay.attach(model)
+    >>> with forebay.Progress(opt, total=2, every=0, file=sys.stdout) as progress:
+    ...     for _ in range(2):
+    ...         loss = model(inputs).square().mean()
+    ...         loss.backward()
+    ...         opt.step()
+    ...         progress.update(loss=loss.item())
+    step 1/2 ... loss ...
+    step 2/2 ... loss ...
+    """
+
+    def __init__(
+        self,
+        opt: ForebayOptimizer,
+        total: int | None = None,
+        *,
+        every: float | None = None,
+        file: TextIO | None = None,
+    ) -> None:
+        self._opt, self._total = opt, total
+        self._file = sys.stderr if file is None else file
+        self._rewrites = self._file.isatty()
+        self._every = (REWRITE_S if self._rewrites else LINE_S) if every is None else every
+        if not isinstance(self._every, (int, float)) or not self._every >= 0:
+            raise usage_error(
+                "E_OPTION", f"every is {every!r}, not a number of seconds", "every=10.0"
+            )
+        if total is not None and (not isinstance(total, int) or total < 1):
+            raise usage_error(
+                "E_OPTION", f"total is {total!r}, not a number of steps", "total=1000"
+            )
+        node = opt._engine.node
+        self._is_open = node is None or node.rank == 0
+        self._began = time.monotonic(), opt.committed_step
+        self._shown_s, self._shown_step = float("-inf"), -1
+        self._width = 0  # of the line that stands on the terminal
+        self._values: dict[str, float] = {}
+
+    def update(self, **values: float) -> None:
+        """Call it after each step(). Shows nothing where the last line is not old enough.
+
+        values  Numbers of the script's own, shown behind the others.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.step()
+        >>> forebay.Progress(opt, every=3600).update(loss=0.5)
+        """
+        self._values = values
+        if self._is_open and time.monotonic() - self._shown_s >= self._every:
+            self._show()
+
+    def close(self) -> None:
+        """Shows the last step, where it is not shown yet, and ends the line on a terminal. `with` calls it
+        at its end.
+
+        >>> forebay.Progress(forebay.attach(model), file=open("/dev/null", "w")).close()
+        """
+        is_attached = self._opt._engine.attachment is not None
+        if self._is_open and is_attached and self._opt.committed_step != self._shown_step:
+            self._show()
+        self._end_line()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        self._end_line()  # after an error no daemon is asked: it may be gone
+
+    def _end_line(self) -> None:
+        if self._width:
+            print(file=self._file, flush=True)
+        self._is_open, self._width = False, 0
+
+    def _show(self) -> None:
+        line = self._line(self._opt.metrics())
+        self._shown_s, self._shown_step = time.monotonic(), self._opt.committed_step
+        if not self._rewrites:
+            print(line, file=self._file, flush=True)
+            return
+        line = line[: shutil.get_terminal_size().columns - 1]
+        print("\r" + line.ljust(self._width), end="", file=self._file, flush=True)
+        self._width = len(line)
+
+    def _line(self, values: dict[str, float]) -> str:
+        from ._report import size  # brings torch, which `import forebay` does without
+
+        step, step_s = int(values["forebay/step"]), values["forebay/step_s"]
+        wait_s = values["forebay/exposed_wait_s"]
+        parts = [f"step {step}" if self._total is None else f"step {step}/{self._total}"]
+        if step_s > 0:
+            parts.append(f"{step_s:.3g} s/step")
+            parts.append(f"wait {wait_s:.3g} s ({wait_s / step_s:.0%})")
+        if RATE_NAMES["read"] in values and values["forebay/swap_used_bytes"] > 0:
+            read, written = (values[name] for name in RATE_NAMES.values())
+            parts.append(f"swap {read / 1e9:.2f} GB/s read, {written / 1e9:.2f} written")
+        if "forebay/dram_used_bytes" in values:
+            used, limit = values["forebay/dram_used_bytes"], values["forebay/dram_limit_bytes"]
+            parts.append(f"DRAM {size(int(used))} of {size(int(limit))}")
+        if "forebay/grad_norm" in values:
+            parts.append(f"norm {values['forebay/grad_norm']:.3g}")
+        parts += [f"{name} {value:.4g}" for name, value in self._values.items()]
+        done = step - self._began[1]
+        if self._total is not None and done > 0:
+            seconds = (time.monotonic() - self._began[0]) / done * max(self._total - step, 0)
+            parts.append(f"left {_clock(seconds)}")
+        return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    """
+    >>> _clock(3725.2)
+    '1:02:05'
+    """
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
