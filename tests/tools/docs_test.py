@@ -2,7 +2,8 @@
         in the script, the files they name exist, and the table of actions is complete.
 Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,
         `toml` is checked by forebayd, `python` runs under a private daemon as a rank that torchrun starts alone, `sh by-ci`
-        must be a command of .ci/run, `diff` is made anew from a training script. `text` is a drawing, nothing else is allowed.
+        must be a command of .ci/run, `diff` is made anew from a training script, `diff guide` is applied to a script and run
+        by test_guides.py. `text` is a drawing or what a terminal shows, nothing else is allowed.
         `docs_test.py --write` puts the diffs into README.md.
 """
 
@@ -23,6 +24,7 @@ ROOMS_WITH_MESSAGES = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "
 DEADLINE_S = 120
 # Lines that a user changes, by script.
 LINES_MAX = {"tools/train_gpt.py": 5, "tools/train_sharded.py": 3}
+GUIDE_MARK = r"<!-- applied to (\S+), and run, by tests/client/python_torch/test_guides.py -->"
 DIFF_MARK = "<!-- diff: {}, made by tests/tools/docs_test.py -->"
 
 
@@ -140,6 +142,9 @@ def test_block_holds(page, line, language, text, tmp_path):
     where = f"{page}:{line}"
     if language == "text":
         assert text
+    elif language == "diff guide":
+        before = (ROOT / page).read_text(encoding="utf-8").splitlines()[line - 2]
+        assert re.fullmatch(GUIDE_MARK, before), f"{where}: applied by no test: {before}"
     elif language == "diff":
         shown = [shown_diff(script) for script in LINES_MAX]
         assert text in shown, f"{where}: run python3 tests/tools/docs_test.py --write"

@@ -1,0 +1,199 @@
+# Goal    The diffs of the guides in docs/ do what the pages say: applied to the scripts beside them they train to the
+#         losses that the scripts have in plain torch, and one that was killed goes on to the same digits.
+# Method  `git apply` on a copy of the script; each run is a process that is forked, on the daemon, with the environment
+#         that torchrun gives a rank.
+
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from daemon_process import on_the_daemon
+from torch import multiprocessing
+
+ROOT = Path(__file__).resolve().parents[3]
+DEADLINE_S = 120
+GUIDE = re.compile(
+    r"<!-- applied to (\S+), and run, by tests/client/python_torch/test_guides.py -->\n"
+    r"```diff guide\n(.*?)```",
+    re.S,
+)
+KILLED_IN = 12  # the step
+# Bound of the losses' difference, as a share: float32 differs in the order of its operations; weights of 16 bits are
+# rounded ties away from zero, 2^-9 of a value each step; with 8-bit moments or another rule of rounding, losses fall alike.
+SAME, ROUNDED = 1e-4, 5e-3
+
+
+def diffs_of(page):
+    """[(script, diff)] in the order of the page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = [(match[1], match[2]) for match in GUIDE.finditer(text)]
+    assert found, f"docs/{page} has no diff"
+    return found
+
+
+def applied(page, number, folder):
+    """The path of the changed script."""
+    script, diff = diffs_of(page)[number]
+    source = ROOT / script
+    changed = folder / source.name
+    changed.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    patch = folder / "guide.diff"
+    patch.write_text(f"--- a/{source.name}\n+++ b/{source.name}\n{diff}", encoding="utf-8")
+    done = subprocess.run(
+        ["git", "apply", "--unidiff-zero", patch.name],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)},
+    )
+    assert done.returncode == 0, f"docs/{page} does not fit {script}: {done.stderr}"
+    compile(changed.read_text(encoding="utf-8"), changed.name, "exec")
+    return changed
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def rank_main(rank, world, script, folder, port, killed_in):
+    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in launch.items()})
+    with open(folder / f"out{rank}", "a", encoding="utf-8") as out:
+        os.dup2(out.fileno(), 1)
+    os.chdir(folder)
+    sys.path.insert(0, str(ROOT / "docs" / "examples"))
+    sys.stdout = open(1, "w", encoding="utf-8")
+    torch.set_num_threads(1)
+    if killed_in:
+        steps = []
+
+        def counted(*arguments):
+            steps.append(1)
+            if len(steps) == killed_in:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return clip(*arguments)
+
+        clip = torch.nn.utils.clip_grad_norm_
+        torch.nn.utils.clip_grad_norm_ = counted
+    runpy.run_path(str(script), run_name="__main__")
+    sys.stdout.flush()
+
+
+def output_of(script, folder, world=1, killed_in=0):
+    """What rank 0 has printed in all runs in this folder."""
+    folder.mkdir(exist_ok=True)
+    forked = multiprocessing.get_context("fork")
+    arguments = (world, script, folder, free_port(), killed_in)
+    ranks = [forked.Process(target=rank_main, args=(rank, *arguments)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+        if rank.exitcode is None:
+            rank.kill()
+    expected = -signal.SIGKILL if killed_in else 0
+    printed = (folder / "out0").read_text(encoding="utf-8")
+    assert [rank.exitcode for rank in ranks] == [expected] * world, printed
+    return printed
+
+
+def losses_of(printed):
+    found = re.findall(r"^step (\d+) loss ([\d.]+)$", printed, re.M)
+    assert [int(step) for step, _ in found] == list(range(1, len(found) + 1)) and len(found) >= 10
+    return [float(loss) for _, loss in found]
+
+
+def train_both(page, folder, world=1):
+    """Losses of the script as it is, and with the page's first diff."""
+    script, _ = diffs_of(page)[0]
+    plain = losses_of(output_of(ROOT / script, folder / "plain", world))
+    changed = applied(page, 0, folder)
+    ours = losses_of(output_of(changed, folder / "changed", world))
+    assert len(plain) == len(ours) and ours[-1] < ours[0] / 2
+    assert (folder / "changed" / "model.pt").exists()
+    return plain, ours
+
+
+def assert_near(plain, ours, bound):
+    for step, (one, other) in enumerate(zip(plain, ours), 1):
+        assert other == pytest.approx(one, rel=bound), f"step {step}"
+
+
+@on_the_daemon
+def test_plain_pytorch(node, tmp_path):
+    plain, ours = train_both("from-pytorch.md", tmp_path)
+    assert_near(plain, ours, SAME)
+    saved = torch.load(tmp_path / "changed" / "model.pt")
+    assert saved.keys() == torch.load(tmp_path / "plain" / "model.pt").keys()
+
+
+@on_the_daemon
+def test_plain_pytorch_that_is_killed_goes_on(node, tmp_path, monkeypatch):
+    script = applied("from-pytorch.md", 1, tmp_path)
+    monkeypatch.setenv("FOREBAY_JOB", os.environ["FOREBAY_JOB"] + "-whole")
+    whole = output_of(script, tmp_path / "whole")
+    monkeypatch.setenv("FOREBAY_JOB", os.environ["FOREBAY_JOB"] + "-killed")
+    half = output_of(script, tmp_path / "killed", killed_in=KILLED_IN)
+    assert len(half.splitlines()) == KILLED_IN - 1
+    assert output_of(script, tmp_path / "killed") == whole
+
+
+@on_the_daemon
+def test_fsdp2(node, tmp_path):
+    assert_near(*train_both("from-fsdp2.md", tmp_path, world=2), ROUNDED)
+
+
+@on_the_daemon
+def test_deepspeed(node, tmp_path):
+    """The script as it was is compiled alone: the tests have no DeepSpeed."""
+    script, _ = diffs_of("from-deepspeed.md")[0]
+    compile((ROOT / script).read_text(encoding="utf-8"), script, "exec")
+    changed = applied("from-deepspeed.md", 0, tmp_path)
+    assert "deepspeed" not in re.sub(r'""".*?"""', "", changed.read_text(encoding="utf-8"), flags=re.S)
+    ours = losses_of(output_of(changed, tmp_path / "changed"))
+    assert ours[-1] < ours[0] / 2 and (tmp_path / "changed" / "model.pt").exists()
+
+
+@on_the_daemon
+def test_one_gpu(node, tmp_path):
+    """On the CPU. Torch rounds bfloat16 weights after each update, the daemon keeps masters: both fall alike."""
+    plain, ours = train_both("one-gpu.md", tmp_path)
+    assert plain[-1] < plain[0] / 2
+    assert ours[-1] == pytest.approx(plain[-1], rel=0.2)
+
+
+def changed_lines(diff):
+    """A line that replaces another one counts once, a blank one not at all."""
+    total = removed = added = 0
+    for line in [*diff.splitlines(), " "]:
+        if line.startswith("-"):
+            removed += line != "-"
+        elif line.startswith("+"):
+            added += line != "+"
+        else:
+            total += max(removed, added)
+            removed = added = 0
+    return total
+
+
+@pytest.mark.parametrize("page", ["from-pytorch.md", "from-fsdp2.md", "from-deepspeed.md", "one-gpu.md"])
+def test_the_page_says_how_many_lines_change(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    counts = [changed_lines(diff) for _, diff in diffs_of(page)]
+    assert [int(count) for count in re.findall(r"(\d+) changed lines", text)] == counts
+
+
+def test_every_script_beside_the_pages_is_named_by_one():
+    named = {script for page in (ROOT / "docs").glob("*.md") for script, _ in GUIDE.findall(page.read_text())}
+    assert named == {f"docs/examples/{path.name}" for path in (ROOT / "docs" / "examples").glob("*_loop.py")}
