@@ -133,6 +133,11 @@ class Member(abc.ABC):
         """Whether p.grad speaks for what was delivered."""
         return self.tensor.grad is self.delivered
 
+    @property
+    def is_assigned(self) -> bool:
+        """Whether p.grad is a tensor of the caller's."""
+        return self.trainable and self.tensor.grad is not None and not self.is_proxied
+
     def is_cleared(self, zeros: bool) -> bool:
         """Whether the caller has put nothing in the place of a gradient that arrived, or zeros."""
         return self.tensor.grad is None or (zeros and self.is_proxied and self.scale == 0)
@@ -316,7 +321,10 @@ class Engine:
 
     def show_gradients(self) -> None:
         """Every trained parameter has a gradient that the caller can ask and scale, whatever this
-        rank has brought of it: other ranks may have brought more."""
+        rank has brought of it: other ranks may have brought more. Where it has brought none at all
+        (torch.autograd.grad) they stay as they are."""
+        if self._arrived() == 0:
+            return
         for member in self.members():
             if member.trainable and member.tensor.grad is None:
                 member.tensor.grad = member.delivered
@@ -370,6 +378,23 @@ class Engine:
             )
         self.deliver(member, gradient)
         tensor.grad = member.delivered
+
+    def collect_assigned(self) -> None:
+        """Delivers gradients that the caller has set by hand. Errors: E_UNSUPPORTED where the daemon has
+        another one of the parameter."""
+        assigned = [member for member in self.members() if member.is_assigned]
+        for member in assigned:
+            if member.arrived:
+                raise unsupported(
+                    f"the gradient of parameter {member.name} was replaced after backward: the daemon has "
+                    "the one that backward brought",
+                    "opt.zero_grad() first, then set p.grad of all parameters; or change it in a hook: "
+                    "p.register_hook",
+                )
+        for member in assigned:
+            self.collect_gradient(member)
+        if assigned:
+            self.finish_backward()
 
     def deliver(self, member: Member, gradient: torch.Tensor) -> None:
         """The client delivers each piece that is complete."""

@@ -214,6 +214,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
                     self._loss = closure()
             if self._engine.is_cleared(zeros=False):
                 self._engine.begin_attempt(attachment)
+            self._engine.collect_assigned()
         began = time.monotonic_ns()
         before = self._engine.under_way
         call = self._step_call(attachment, extra_state)
@@ -343,8 +344,9 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 )
             if tensor.grad is not None and tensor.grad is not member.delivered:
                 raise unsupported(
-                    f"the gradient of parameter {member.name} was set by hand before step()",
-                    "leave p.grad alone, or p.grad = None",
+                    f"the gradient of parameter {member.name} was set by hand"
+                    + ("" if member.trainable else ", and it was frozen at attach"),
+                    "p.grad = None",
                 )
 
     def _announcement(self) -> Callable[[], None]:

@@ -87,3 +87,15 @@ def parameters_that_are_frozen_for_a_while(ranks):
         twins.train(1)
     twins.assert_close()
     twins.opt.detach()
+
+
+@case(1, 2)
+def gradients_that_are_set_by_hand(ranks):
+    twins = Twins(ranks).attach().train(1)
+    for _ in range(2):
+        for model in (twins.ours, twins.theirs):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach().clone()
+        twins.step()
+    twins.train(1).assert_close()
+    twins.opt.detach()

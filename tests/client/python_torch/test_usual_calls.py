@@ -262,6 +262,25 @@ def test_zeros_of_the_optimizer_are_warned_of(node):
     opt.detach()
 
 
+def test_gradients_that_are_set_by_hand(node):
+    """Of a loop that computes them in its own way: torch.autograd.grad, and a sum of its own."""
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=LR))
+    for which, optimizer in ((model, opt), (plain, plain_opt)):
+        for step in range(3):
+            parameters = list(which.parameters())
+            first, second = (torch.autograd.grad(loss_of(which, batch(2 * step + one)), parameters) for one in (0, 1))
+            for parameter, one, other in zip(parameters, first, second):
+                if step == 0 or parameter is not which.norm.bias:
+                    parameter.grad = (one + 2 * other).sign()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model, plain, 3)
+    assert opt.read_state("norm.bias")["step"] == 1
+    opt.detach()
+
+
 def test_parameters_that_are_frozen_for_a_while(node):
     model, plain, plain_opt = pair(net())
     opt = forebay.attach(model, forebay.AdamW(lr=LR))
