@@ -141,10 +141,7 @@ absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin,
                                              std::shared_ptr<const gpu::Event> copied,
                                              const WaitLimits& limits) {
   Command command = MakeCommand(Op::kGradReady, partition);
-  using protocol::GradKind;
-  const GradKind reduced = is_further_pass ? GradKind::kReducedFurther : GradKind::kReduced;
-  const GradKind kind = parts.layout->is_shared() ? GradKind::kPartial : reduced;
-  command.kind = static_cast<uint16_t>(kind);
+  command.kind = static_cast<uint16_t>(pass);
   command.step = committed_step() + 1;
   command.attempt = attempt;
   command.arena_offset_bytes = range.offset_bytes();
@@ -179,7 +176,8 @@ internal::CommandPort::OnDone Attachment::State::OnGradientDone(uint64_t arena_o
 void Attachment::State::BeginAttempt(uint64_t number) {
   attempt = number;
   delivered.clear();
-  has_delivered = is_further_pass = has_asked_norm = false;
+  pass = 0;
+  has_delivered = has_asked_norm = false;
   std::fill(presence.begin(), presence.end(), 0);
   std::fill(pass_presence.begin(), pass_presence.end(), 0);
 }
@@ -189,15 +187,18 @@ absl::Status Attachment::BeginPass() {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  if (s.parts.layout->is_shared()) {
-    return MakeError(ErrorId::kUnsupported, "a further backward pass with shared attachment",
-                     "call step after each backward, or attach sharded");
-  }
   const WaitLimits limits = s.Limits(s.parts.timeout);
   RETURN_IF_ERROR(s.KeptErrors(limits));
+  RETURN_IF_ERROR(s.CheckAskedNoNorm("another backward pass"));
+  if (s.pass + 1 == protocol::kGradPassesMax) {
+    return MakeError(
+        ErrorId::kLimit,
+        absl::StrCat("more than ", protocol::kGradPassesMax, " backward passes in a step"),
+        "call step more often, or run larger batches");
+  }
   RETURN_IF_ERROR(s.DeliverAllPieces(limits));
   s.delivered.clear();
-  s.is_further_pass = true;
+  ++s.pass;
   std::fill(s.pass_presence.begin(), s.pass_presence.end(), 0);
   return absl::OkStatus();
 }

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -145,6 +146,15 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
   return absl::OkStatus();
 }
 
+// With shared attachment the other ranks may have their norms: nothing is delivered any more.
+absl::Status Attachment::State::CheckAskedNoNorm(std::string_view what) const {
+  if (!has_asked_norm) return absl::OkStatus();
+  return MakeError(ErrorId::kStep,
+                   absl::StrCat(std::string(what), " in step ", committed_step() + 1,
+                                " after this rank has asked for a norm"),
+                   "ask for norms after the last backward of a step, or drop the gradients");
+}
+
 absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const std::byte> bytes,
                                               const WaitLimits& limits) {
   RETURN_IF_ERROR(CheckHasRank());
@@ -176,12 +186,7 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
   }
   RETURN_IF_ERROR(waiter.PollAlive(limits));
   RETURN_IF_ERROR(KeptErrors(limits));
-  if (has_asked_norm) {
-    return MakeError(ErrorId::kStep,
-                     absl::StrCat("a gradient of parameter ", name, " in step ",
-                                  committed_step() + 1, " after this rank has asked for a norm"),
-                     "ask for norms after the last backward of a step, or drop the gradients");
-  }
+  RETURN_IF_ERROR(CheckAskedNoNorm(absl::StrCat("a gradient of parameter ", name)));
   const auto is_open = [&](uint32_t index) {
     return open.contains(layout.boxes()[index].partition);
   };
@@ -189,9 +194,7 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
     return MakeError(
         ErrorId::kGradRepeat,
         absl::StrCat("a second gradient of parameter ", name, " in step ", committed_step() + 1),
-        layout.is_shared() ? "shared attachment takes one backward pass a step: call step after "
-                             "each, or drop the gradients"
-                           : "call BeginPass before the gradients of a further backward pass");
+        "call BeginPass before the gradients of a further backward pass");
   }
   return absl::OkStatus();
 }

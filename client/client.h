@@ -52,9 +52,9 @@ struct AttachOptions {
   // are several, give it or set FOREBAY_RUN.
   std::string run = {};
   bool resume = false;
-  // Sharded: gradients of several backward passes are added in a step (BeginPass), in float32. The sums
-  // take 4 bytes a parameter from attach on, also where gradients have 2. Else they are taken with the
-  // first further pass, beside those 2.
+  // Steps have several backward passes (BeginPass), whose gradients are added in float32. The sums take 4 bytes a
+  // parameter from attach on, also where gradients have 2 and nothing else asks for more (shared: one rank). Without
+  // it such sums are taken with the first further pass, beside those 2.
   bool accumulate = false;
   // Step returns at its decision, and the daemon updates under the next forward; else Step waits until all
   // blocks are updated and written. Not set: with sharded attachment. Who reads weights without a lease
@@ -306,7 +306,7 @@ class Attachment {
   // rank owns of it, box after box. Waits, at most `timeout`,
   // for room while pieces delivered earlier hold it.
   //
-  // Errors  E_GRAD_REPEAT  the parameter has a gradient in this attempt, or its partition was delivered.
+  // Errors  E_GRAD_REPEAT  the parameter has a gradient in this pass, or its partition was delivered.
   //         E_RANGE        no such parameter, or another number of bytes.
   //         E_RANK         sharded: the rank owns nothing of it.
   //         E_STEP         shared: the rank has asked for a norm (GradNorm).
@@ -324,10 +324,13 @@ class Attachment {
                            std::shared_ptr<const void> keep, Timeout timeout);
   absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all
 
-  // Sharded: what is added from now on, of any parameter, belongs to a further backward pass of the step
-  // and is added to what this rank has delivered. Delivers what is there of the pass before.
+  // What is added from now on, of any parameter, belongs to a further backward pass of the step and is added to
+  // what this rank has delivered, in float32. Delivers what is there of the pass before. With shared attachment the
+  // job's gradient is the sum of all ranks' first passes, in rank order, then of their second ones, and so on, divided
+  // by the world size; they may have different numbers of passes.
   //
-  // Errors  E_UNSUPPORTED  shared attachment.
+  // Errors  E_STEP         shared: the rank has asked for a norm (GradNorm).
+  //         E_LIMIT        65536 passes.
   //         E_DRAM_LIMIT   of a later call, on all ranks: the node has no room for sums in float32, which
   //                        they were not until now. The step was not applied.
   absl::Status BeginPass();

@@ -52,7 +52,7 @@ struct AttachRequest {
   layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
   run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
   resume @7 :Bool;              # go on with a job that another run has trained
-  accumulate @9 :Bool;          # sharded: gradients of several backward passes are added (4 bytes an element)
+  accumulate @9 :Bool;          # steps have several backward passes: sums take 4 bytes an element from the start
   writableWeights @10 :Bool;    # not of a reader: the weights' descriptor is for writing too, for a device
                                 # that takes no memory that is mapped read-only
   activationBytes @11 :UInt64;  # not of a reader: room for what a forward pass keeps, behind the step region

@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 9;
+inline constexpr uint32_t kProtocolVersion = 10;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -55,32 +55,29 @@ enum class Op : uint16_t {
 
 inline constexpr uint32_t kAllParams = UINT32_MAX;  // of kGradNorm
 
-enum class GradKind : uint16_t {
-  // Shared attachment: this rank's addend. The job's gradient is the sum over the ranks divided by the
-  // world size.
-  kPartial = 1,
-  // Sharded attachment: the job's gradient, as the ranks have reduced it. Its owner alone delivers it.
-  kReduced = 2,
-  // The same of a further backward pass of the step: added, in float32, to what was delivered before.
-  kReducedFurther = 3,
-};
-
 // A gradient (and initial weights) travels in ranges of elements of a partition; with shared attachment
 // partition g is group g. A range begins at a multiple of kGradUnitElems, ends at one or at the
 // partition's end, and has at most kGradPieceBytesMax bytes. element_offset and length_bytes of
-// the command name it. A rank delivers an element once in a backward pass of an attempt; elements of parameters without a gradient are 0.
+// the command name it. Elements of parameters without a gradient are 0. With shared attachment a gradient is this
+// rank's addend: the job's gradient is the sum over the ranks divided by the world size. With sharded attachment
+// it is the job's, as the ranks have reduced it; its owner alone delivers it.
+//
+// Passes: a rank may run several backward passes for a step. It numbers them from 0 on, and delivers an element at
+// most once in each; one pass after the other, not all of them need to touch an element. All are added, in float32:
+// the first passes of all ranks in rank order, then the second ones, and so on.
 //
 // Attempts: the deliveries and the call of a step carry the number of the rank's attempt at it, from
 // 0 on. A rank that begins anew adds 1. The newest attempt of any rank counts: what was delivered in
 // older ones is discarded, and the step call of an older one fails with E_GRAD_DROPPED.
 inline constexpr uint64_t kGradUnitElems = 4096;
 inline constexpr uint64_t kGradPieceBytesMax = uint64_t{32} << 20;
+inline constexpr uint32_t kGradPassesMax = 65536;  // of a rank in an attempt
 
 struct Command {
   uint64_t tag;  // chosen by the client, unique among its commands in flight
   uint16_t op;   // Op
-  // GradKind for kGradReady, index into StateNames() for kReadState, FetchKind for kFetch, StepAnswer for
-  // kStep, else 0
+  // The backward pass for kGradReady, index into StateNames() for kReadState, FetchKind for kFetch, StepAnswer
+  // for kStep, else 0
   uint16_t kind;
   uint32_t partition;  // kReadState: the parameter
   // t for kStep and kAnnounceStep, and the step a kGradReady belongs to (committed_step + 1)

@@ -275,6 +275,7 @@ struct Attachment::State {
                             internal::BusyRange range, std::shared_ptr<const gpu::Event> copied,
                             const internal::WaitLimits& limits);
   internal::CommandPort::OnDone OnGradientDone(uint64_t arena_offset);
+  absl::Status CheckAskedNoNorm(std::string_view what) const;
   absl::Status CheckGradient(uint32_t param, std::span<const std::byte> bytes,
                              const internal::WaitLimits& limits);
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes,
@@ -346,7 +347,7 @@ struct Attachment::State {
   // Of this pass: first elements, to their ends.
   std::pmr::map<ElemPlace, uint64_t> delivered{&memory};
   bool has_delivered = false;  // in this attempt
-  bool is_further_pass = false;
+  uint32_t pass = 0;           // of this attempt, from BeginPass
   // In this attempt, with shared attachment: nothing is delivered any more.
   bool has_asked_norm = false;
   std::vector<uint64_t> pass_presence;  // of this pass

@@ -66,11 +66,6 @@ absl::Status CheckAttachRequest(const AttachRequested& request) {
                                   " leases (at most ", kLeasesPerSessionMax, ")"));
   }
   RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
-  if (request.accumulate && request.layout->is_shared()) {
-    return MakeError(ErrorId::kUnsupported,
-                     "gradients of several backward passes with shared attachment",
-                     "call step after each backward, or attach sharded");
-  }
   return CheckSessionRequest(*request.layout, SessionRequestOf(request));
 }
 

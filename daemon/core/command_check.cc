@@ -53,24 +53,6 @@ absl::Status CheckLength(const Command& command, uint64_t want, std::string_view
                                 std::string(what), ", ", want, " bytes"));
 }
 
-absl::Status CheckGradKind(uint16_t kind, const Layout& layout) {
-  const auto is = [kind](protocol::GradKind known) { return kind == static_cast<uint16_t>(known); };
-  const bool partial = is(protocol::GradKind::kPartial);
-  const bool further = is(protocol::GradKind::kReducedFurther);
-  if (!partial && !further && !is(protocol::GradKind::kReduced)) {
-    return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of gradient ", kind));
-  }
-  if (partial == layout.is_shared()) return absl::OkStatus();
-  if (partial) {
-    return MakeError(ErrorId::kUnsupported,
-                     "a gradient of kind \"partial\" for a job that is attached sharded",
-                     "reduce the gradient over the ranks, then deliver it as \"reduced\"");
-  }
-  return MakeError(ErrorId::kUnsupported,
-                   "a gradient of kind \"reduced\" for a job that is attached shared",
-                   "deliver \"partial\" gradients: the daemon adds the ranks");
-}
-
 // With sharded attachment each rank writes its own partitions alone.
 absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandLimits& limits) {
   const uint32_t owner = layout.partitions()[partition].owner;
@@ -205,7 +187,6 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       return CheckFloats(command, layout.partitions()[command.partition].elems,
                          absl::StrCat("partition ", command.partition), gradients);
     case Op::kGradReady:
-      RETURN_IF_ERROR(CheckGradKind(command.kind, layout));
       RETURN_IF_ERROR(CheckTrainable(command.partition, layout));
       return CheckElemRange(command, layout.partitions()[command.partition].gradient_elems,
                             layout.grad_dtype(), gradients);

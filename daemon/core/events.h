@@ -239,6 +239,7 @@ struct ReplaceStepArena {
   TaskId task = 0;
   JobId job = 0;
   uint64_t step_bytes = 0;
+  uint64_t step_capacity_bytes = 0;         // as of CreateJobMemory
   std::vector<BytesCopy> extra_state = {};  // by rank
 };
 

@@ -41,6 +41,7 @@ void GradientAccumulator::Forget() {
   for (Partition& partition : partitions_) partition.cells.clear();
   closed_.assign(members_.world_size(), false);
   asked_.assign(members_.world_size(), false);
+  passes_.assign(members_.world_size(), 0);
   for (Ranges& ranges : delivered_) ranges.clear();
   while (delivered_.size() > members_.world_size()) delivered_.pop_back();
   while (delivered_.size() < members_.world_size()) delivered_.emplace_back(io_.memory());
@@ -140,8 +141,8 @@ void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
     }
     uint64_t gap_end = next == partition.cells.end() ? end : std::min(end, next->first);
     gap_end = std::min(gap_end, pipeline_.sums().EndOnPage(index, at));
-    partition.cells.emplace(at, Cell{{.end = gap_end, .next_rank = FirstRank(index)},
-                                     std::pmr::map<uint32_t, Ids>(io_.memory())});
+    partition.cells.emplace(at, Cell{{.end = gap_end, .next = {.rank = FirstRank(index)}},
+                                     std::pmr::map<Turn, Id>(io_.memory())});
     ++unsummed_cells_;
     at = gap_end;
   }
@@ -152,49 +153,62 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   step_ = step;
   const uint32_t rank = delivery.rank;
   const uint64_t elems = delivery.end - delivery.begin;
-  if (!delivery.further &&
-      DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0) {
-    io_.Answer(
-        delivery.command,
-        MakeError(ErrorId::kGradRepeat,
-                  absl::StrCat("rank ", rank, " has delivered gradients of elements ",
-                               delivery.begin, " to ", delivery.end, " of ",
-                               layout_->DescribePartition(delivery.partition), " in step ", step),
-                  layout_->is_shared() ? "shared attachment takes one backward pass a step"
-                                       : "begin a pass before its gradients are delivered"));
+  const Turn turn{.pass = delivery.pass, .rank = rank};
+  const bool was_delivered =
+      DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0;
+  if (delivery.pass < passes_[rank] || (delivery.pass == 0 && was_delivered)) {
+    io_.Answer(delivery.command, RepeatError(delivery));
     return;
   }
   Cut(delivery.partition, delivery.begin, delivery.end);
   Cells& cells = partitions_[delivery.partition].cells;
   const auto begin = cells.find(delivery.begin);
   const auto end = cells.lower_bound(delivery.end);
-  const auto passed = [rank](const auto& entry) { return rank < entry.second.next_rank; };
-  if (!delivery.further && std::any_of(begin, end, passed)) {
+  const auto is_over = [turn](const auto& entry) {
+    return turn < entry.second.next || entry.second.waiting.contains(turn);
+  };
+  if (std::any_of(begin, end, is_over)) {
     io_.Answer(
         delivery.command,
-        MakeError(ErrorId::kStep,
-                  absl::StrCat("rank ", rank, " called step ", step,
-                               " before it delivered elements ", delivery.begin, " to ",
-                               delivery.end, " of ", layout_->DescribePartition(delivery.partition),
-                               ": they count as zero in this step")));
+        was_delivered
+            ? RepeatError(delivery)
+            : MakeError(ErrorId::kStep, absl::StrCat("rank ", rank, " called step ", step,
+                                                     " before it delivered elements ",
+                                                     delivery.begin, " to ", delivery.end, " of ",
+                                                     layout_->DescribePartition(delivery.partition),
+                                                     ": they count as zero in this step")));
     return;
   }
   const Id id = ++last_id_;
   contributions_.emplace(id, Contribution{.delivery = delivery, .elems_left = elems});
   for (auto it = begin; it != end; ++it) {
     Cell& cell = it->second;
-    cell.waiting[rank].push_back(id);
+    cell.waiting.emplace(turn, id);
+    cell.newest_pass = std::max(cell.newest_pass, turn.pass);
     cell.is_last_pass = in_last_pass_[rank];
-    if (!delivery.further) continue;
-    cell.next_rank = FirstRank(delivery.partition);
     ClearSummed(delivery.partition, it->first, cell);
   }
-  if (delivery.further && plan_.sum_dtype != protocol::DType::kFloat32) needs_float_sums_ = true;
+  if (delivery.pass > 0 && plan_.sum_dtype != protocol::DType::kFloat32) needs_float_sums_ = true;
   ++delivered_total_;
   AddDelivered(rank, {delivery.partition, delivery.begin}, delivery.end);
-  TryAddRange(delivery.partition, delivery.begin, delivery.end);
+  if (std::exchange(passes_[rank], delivery.pass) < delivery.pass && layout_->is_shared()) {
+    TryAddAll();  // others wait no more for what it has not delivered in the pass before
+  } else {
+    TryAddRange(delivery.partition, delivery.begin, delivery.end);
+  }
   MakeRoom(rank, delivery.grad_arena_bytes);
   SpillToOverflow();
+}
+
+absl::Status GradientAccumulator::RepeatError(const Delivery& delivery) const {
+  const uint32_t pass = passes_[delivery.rank];
+  return MakeError(
+      ErrorId::kGradRepeat,
+      absl::StrCat("rank ", delivery.rank, " has delivered gradients of elements ", delivery.begin,
+                   " to ", delivery.end, " of ", layout_->DescribePartition(delivery.partition),
+                   " in step ", step_, ", or is past backward pass ", delivery.pass, " (it is in ",
+                   pass, ")"),
+      "begin a pass before its gradients are delivered");
 }
 
 // Ranges that touch are merged: as many as there are gaps.
@@ -277,6 +291,19 @@ SumPages::Need GradientAccumulator::NeedOf(const Pass& pass) const {
              : SumPages::Need::kSoon;
 }
 
+GradientAccumulator::Turn GradientAccumulator::FirstMissing(uint32_t partition,
+                                                            const Cell& cell) const {
+  Turn first = kNoTurn;
+  for (uint32_t rank = FirstRank(partition); rank < EndRank(partition); ++rank) {
+    if (IsClosed(rank)) continue;
+    Turn turn{.pass = passes_[rank], .rank = rank};
+    if (turn < cell.next) turn.pass = cell.next.pass + (rank < cell.next.rank ? 1 : 0);
+    if (cell.waiting.contains(turn)) ++turn.pass;
+    first = std::min(first, turn);
+  }
+  return first;
+}
+
 void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
   const auto it = partitions_[partition].cells.find(begin);
   Cell& cell = it->second;
@@ -291,32 +318,30 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
   }
   Pass pass{.partition = partition, .begin = begin, .end = cell.end, .sources = Ids(io_.memory())};
   bool crowded = false;
-  uint32_t rank = cell.next_rank;
-  for (; rank < EndRank(partition); ++rank) {
-    const auto waiting = cell.waiting.find(rank);
-    if (waiting == cell.waiting.end()) {
-      if (!IsClosed(rank)) break;
-      continue;
+  Turn missing = FirstMissing(partition, cell);
+  for (const auto& [turn, id] : cell.waiting) {
+    if (turn > missing) break;
+    if (contributions_.at(id).state == State::kMoving) {
+      missing = turn;
+      break;
     }
-    const auto moves = [this](Id id) { return contributions_.at(id).state == State::kMoving; };
-    if (std::ranges::any_of(waiting->second, moves)) break;
-    for (const Id id : waiting->second) {
-      pass.sources.push_back(id);
-      crowded = crowded || IsCrowded(id);
-    }
+    pass.sources.push_back(id);
+    crowded = crowded || IsCrowded(id);
   }
-  pass.completes = rank == EndRank(partition);
+  pass.completes = missing.pass > cell.newest_pass;
+  const Turn next =
+      std::min(missing, Turn{.pass = cell.newest_pass + 1, .rank = FirstRank(partition)});
   if (!pass.sources.empty() || cell.narrow) {
     if (!pass.completes && !crowded) return;
     if (!pipeline_.sums().Request(partition, begin, NeedOf(pass))) return;
-    cell.next_rank = rank;
+    cell.next = next;
     StartPass(partition, it, std::move(pass));
   } else if (pass.completes && cell.has_sum) {
     if (!pipeline_.sums().Request(partition, begin, SumPages::Need::kNow)) return;
-    cell.next_rank = rank;
+    cell.next = next;
     StartSum(partition, it);
   } else if (pass.completes) {  // every contribution to it was refused
-    cell.next_rank = rank;
+    cell.next = next;
     SetSummed(partition, begin, cell);
   }
 }
@@ -342,7 +367,7 @@ void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass
     Contribution& contribution = contributions_.at(id);
     const Delivery& delivery = contribution.delivery;
     ++contribution.passes;
-    cell.waiting.erase(delivery.rank);
+    cell.waiting.erase({.pass = delivery.pass, .rank = delivery.rank});
     const bool in_arena = contribution.state == State::kArena;
     action.sources.push_back(
         {.session = in_arena ? delivery.command.session : 0,
@@ -501,10 +526,8 @@ uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution)
   const Cells& cells = partitions_[delivery.partition].cells;
   for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
        ++it) {
-    const Cell& cell = it->second;
-    for (uint32_t rank = cell.next_rank; rank < delivery.rank; ++rank) {
-      if (!IsClosed(rank) && !cell.waiting.contains(rank)) return rank;
-    }
+    const Turn missing = FirstMissing(delivery.partition, it->second);
+    if (missing < Turn{.pass = delivery.pass, .rank = delivery.rank}) return missing.rank;
   }
   return kNobody;
 }
@@ -579,7 +602,7 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   Cells& cells = partitions_[delivery.partition].cells;
   for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
        ++it) {
-    it->second.waiting.erase(delivery.rank);
+    it->second.waiting.erase({.pass = delivery.pass, .rank = delivery.rank});
   }
   contributions_.erase(id);
   --delivered_total_;
@@ -660,12 +683,13 @@ void GradientAccumulator::CheckInvariants() const {
       FOREBAY_CHECK(begin >= last_end && begin < cell.end);
       last_end = cell.end;
       if (!cell.summed) ++unsummed;
-      FOREBAY_CHECK(!cell.summed || (cell.waiting.empty() && cell.next_rank == EndRank(partition)));
-      for (const auto& [rank, ids] : cell.waiting) {
-        for (const Id id : ids) {
-          FOREBAY_CHECK(rank >= cell.next_rank && contributions_.at(id).delivery.rank == rank);
-          waiting_elems[id] += cell.end - begin;
-        }
+      FOREBAY_CHECK(!cell.summed ||
+                    (cell.waiting.empty() && cell.next.rank == FirstRank(partition)));
+      for (const auto& [turn, id] : cell.waiting) {
+        const Delivery& delivery = contributions_.at(id).delivery;
+        FOREBAY_CHECK(turn >= cell.next && turn == (Turn{delivery.pass, delivery.rank}));
+        FOREBAY_CHECK(turn.pass <= std::min(cell.newest_pass, passes_[turn.rank]));
+        waiting_elems[id] += cell.end - begin;
       }
     }
   }

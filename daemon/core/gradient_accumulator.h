@@ -27,19 +27,20 @@
 
 namespace forebay::daemon {
 
-// An element's gradient is the sum of its ranks' contributions, added in float32 in the order of
-// ranks whatever the order of arrival; so the bits do not depend on timing.
+// An element's gradient is the sum of its ranks' contributions in all their backward passes, added in float32
+// in the order of turns whatever the order of arrival: the first passes of all ranks in rank order, then the second
+// ones, and so on. So the bits do not depend on timing.
 //
-// A contribution is a range of a partition (wire.h). With shared attachment every rank contributes to every
-// partition; with sharded attachment the owner alone does, so that nothing waits for another rank. Where all
-// ranks have delivered a range it is summed in one pass. Before that, the ranks that have arrived in order
-// are added where one of them has fewer than two free pieces in its arena. A contribution that must wait for a lower rank while its
-// arena has no free piece moves to one of its rank's overflow slots; with these full it waits. A rank
-// waits for lower ranks alone, so waiting never closes a circle: the ranks may deliver in any order.
+// A contribution is a range of a partition in one pass (wire.h). With shared attachment every rank contributes to
+// every partition; with sharded attachment the owner alone does, so that nothing waits for another rank. Where all
+// ranks have delivered a range in a pass, or deliver no more in it, it is summed at once. Before that, what has
+// arrived in order is added where one of its ranks has fewer than two free pieces in its arena. A contribution that
+// must wait for another rank's turn while its arena has no free piece moves to one of its rank's overflow slots;
+// with these full it waits. It waits for earlier turns alone. So the rank whose turn is the earliest waits for
+// nobody, waiting never closes a circle, and the ranks may deliver in any order and have different numbers of passes.
 //
-// With sharded attachment a rank may deliver several backward passes of a step: they are added in its
-// order, in float32. Where accumulators have 16 bits, nothing is added from the first further pass on
-// until there is memory for float32 ones (needs_float_sums); what the old ones hold is added to the new.
+// Where accumulators have 16 bits, nothing is added from the first further pass on until there is memory for
+// float32 ones (needs_float_sums); what the old ones hold is added to the new.
 //
 // While blocks of the step before are updated from a partition's accumulator, its contributions wait; so do
 // those of a range that an early update reads. Where accumulators are paged (SumPages), a cell lies on one
@@ -58,7 +59,7 @@ class GradientAccumulator {
     uint64_t end = 0;
     uint64_t arena_offset_bytes = 0;
     uint64_t grad_arena_bytes = 0;  // of the session, for gradients
-    bool further = false;           // of a further pass
+    uint32_t pass = 0;              // of its rank, in this attempt
     CommandId command;
   };
 
@@ -67,8 +68,7 @@ class GradientAccumulator {
 
   // What the rank delivers from now on is of its last backward pass.
   void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
-  // Ranges that have their last sum now, or do not have it any more: sharded, of contributions of a last
-  // pass alone.
+  // Ranges that have their last sum now, or do not have it any more: of contributions of a last pass alone.
   struct SumChange {
     uint32_t partition = 0;
     uint64_t begin = 0;
@@ -79,7 +79,7 @@ class GradientAccumulator {
 
   // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
   //
-  // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range, and this is no further pass.
+  // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range in this pass, or has begun a later one.
   //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);
 
@@ -159,9 +159,18 @@ class GradientAccumulator {
 
   using Ids = std::pmr::vector<Id>;
 
+  // Whose contribution it is; in the order of addition.
+  struct Turn {
+    uint32_t pass = 0;
+    uint32_t rank = 0;
+
+    auto operator<=>(const Turn&) const = default;
+  };
+
   struct CellState {
     uint64_t end = 0;
-    uint32_t next_rank = 0;  // lower ranks are added, being added, or count as zero
+    Turn next = {};            // earlier ones are added, being added, or count as zero
+    uint32_t newest_pass = 0;  // of all contributions
     bool adding = false;
     bool has_sum = false;       // the accumulator holds a sum
     bool narrow = false;        // not the plan's, but the one of 16 bits before it
@@ -172,7 +181,7 @@ class GradientAccumulator {
   };
   // A range in which every contribution covers all or nothing.
   struct Cell : CellState {
-    std::pmr::map<uint32_t, Ids> waiting;  // by rank
+    std::pmr::map<Turn, Id> waiting;
   };
   using Cells = std::pmr::map<uint64_t, Cell>;  // by first element
 
@@ -186,7 +195,7 @@ class GradientAccumulator {
     uint64_t begin = 0;
     uint64_t end = 0;
     bool widens = false;  // the first source is the cell's narrow accumulator
-    Ids sources = {};     // in the order of ranks
+    Ids sources = {};     // in the order of turns
     bool completes = false;
   };
   struct Range {
@@ -214,12 +223,16 @@ class GradientAccumulator {
   using Ranges = std::pmr::map<Place, uint64_t>;  // to their ends, merged
 
   static constexpr uint32_t kNobody = UINT32_MAX;
+  static constexpr Turn kNoTurn = {.pass = UINT32_MAX, .rank = UINT32_MAX};
 
+  absl::Status RepeatError(const Delivery& delivery) const;
   void Cut(uint32_t partition, uint64_t begin, uint64_t end);
   void SplitAt(uint32_t partition, uint64_t elem);
   void AddDelivered(uint32_t rank, Place place, uint64_t end);
   bool IsClosed(uint32_t rank) const { return closed_[rank] || asked_[rank]; }
   bool AllClosed() const;
+  // Of what may still arrive for a cell, the first; kNoTurn where nothing may.
+  Turn FirstMissing(uint32_t partition, const Cell& cell) const;
   template <typename Visit>
   void ForEachCell(const protocol::BoxPlace& place, Visit visit) const;
   bool IsSummed(const protocol::BoxPlace& place) const;
@@ -266,7 +279,8 @@ class GradientAccumulator {
   std::vector<Partition> partitions_;
   std::vector<bool> closed_;       // by rank: it has called step
   std::vector<bool> asked_;        // by rank: for a norm of the job's gradient
-  std::vector<Ranges> delivered_;  // by rank
+  std::vector<uint32_t> passes_;   // by rank: the one that it is in
+  std::vector<Ranges> delivered_;  // by rank, of all passes
   uint64_t delivered_total_ = 0;
   uint64_t unsummed_cells_ = 0;
   std::vector<std::array<bool, kOverflowSlotsPerRank>> overflow_used_;  // by rank

@@ -60,19 +60,18 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
 void Job::Begin() {
   has_begun_ = true;
   ++making_tasks_;
-  io_.Start(
-      TaskKind::kJobMemory, 0,
-      CreateJobMemory{
-          .is_kept = KeptOf(spec_.recovered.get()) != nullptr,
-          .keeps_gradients = spec_.keeps_gradients,
-          .keeps_step = is_resumed(),
-          .weights_bytes = spec_.plan.weights_bytes,
-          .state_bytes = spec_.plan.placement.arena_bytes(),
-          .resident = spec_.plan.placement.ResidentParts(),
-          .block_bytes = spec_.plan.block_bytes,
-          .step_bytes = spec_.plan.step_bytes,
-          .step_capacity_bytes = spec_.plan.float_sums_offset + spec_.plan.float_sums_bytes,
-          .float_sums = spec_.plan.uses_float_sums ? spec_.plan.float_sums_part() : StatePart{}});
+  io_.Start(TaskKind::kJobMemory, 0,
+            CreateJobMemory{.is_kept = KeptOf(spec_.recovered.get()) != nullptr,
+                            .keeps_gradients = spec_.keeps_gradients,
+                            .keeps_step = is_resumed(),
+                            .weights_bytes = spec_.plan.weights_bytes,
+                            .state_bytes = spec_.plan.placement.arena_bytes(),
+                            .resident = spec_.plan.placement.ResidentParts(),
+                            .block_bytes = spec_.plan.block_bytes,
+                            .step_bytes = spec_.plan.step_bytes,
+                            .step_capacity_bytes = spec_.plan.step_capacity_bytes(),
+                            .float_sums = spec_.plan.uses_float_sums ? spec_.plan.float_sums_part()
+                                                                     : StatePart{}});
   CreateJobSwap swap{.slots = spec_.swap_slots};
   swap.slots.insert(swap.slots.end(), spec_.sum_slots.begin(), spec_.sum_slots.end());
   if (spec_.recovered != nullptr) spec_.recovered->RemoveOwn(swap.slots);
@@ -134,7 +133,8 @@ void Job::Move(uint32_t block, uint64_t free_bytes) {
 
 bool Job::NeedsWorld(const AttachRequested& request) const {
   if (request.reader) return false;
-  return request.world_size != room().world_size || (!has_step_arena_ && !next_plan_);
+  return request.world_size != room().world_size || (request.accumulate && !room().accumulate) ||
+         (!has_step_arena_ && !next_plan_);
 }
 
 void Job::ChangeWorld(MemoryPlan plan) {
@@ -163,13 +163,15 @@ void Job::EvictWaiting(const absl::Status& reason) {
 void Job::TryChangeWorld() {
   if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // who waited for room is gone
   if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
-  if (durable_.in_progress()) return;
+  if (durable_.in_progress() || float_sums_ == FloatSums::kMaking) return;
   if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return;
   if (!members_.has_only_waiting()) return;
   step_.DropForNewWorld();
   if (io_.stale_tasks() > 0 || pipeline_.has_early_tasks()) return;
   const MemoryPlan before = std::exchange(spec_.plan, *std::exchange(next_plan_, std::nullopt));
-  ReplaceStepArena action{.step_bytes = spec_.plan.step_bytes};
+  float_sums_ = FloatSums::kNone;
+  ReplaceStepArena action{.step_bytes = spec_.plan.step_bytes,
+                          .step_capacity_bytes = spec_.plan.step_capacity_bytes()};
   const uint32_t kept = std::min(before.session.world_size, spec_.world_size());
   for (uint32_t rank = 0; rank < kept; ++rank) {
     action.extra_state.push_back({.from_bytes = before.extra_state_slot(rank, step_.extra_slot()),

@@ -49,7 +49,7 @@ class Job {
   // Whether this client may attach: layout, sizes, the job's health.
   absl::Status CheckAttach(const AttachRequested& request) const;
   // Whether a rank that was checked needs another plan (PlanWorld) before it attaches: the world size
-  // is not the job's, or the job's step arena could not be made.
+  // is not the job's, the sums are to be float32 from the start, or the job's step arena could not be made.
   bool NeedsWorld(const AttachRequested& request) const;
   // The plan of the next sessions. It holds when nothing of the world before is left and there is DRAM
   // for it (GiveRoom); they wait.

@@ -74,11 +74,14 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                      live_ranks(), " are attached; this client wants ", request.world_size),
         "start all ranks with one world size, or end those that are attached");
   }
-  if (request.accumulate && !room.accumulate) {
+  const bool may_change = spec_.layout->is_shared() && live_ranks() == 0;
+  if (request.accumulate && !room.accumulate && !may_change) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("gradients of several backward passes: the first session of job ",
                                   spec_.name, " did not ask for sums in float32"),
-                     "leave accumulate out, or delete the job and start with it");
+                     spec_.layout->is_shared()
+                         ? "attach every rank with it, once none is attached"
+                         : "leave accumulate out, or delete the job and start with it");
   }
   const auto check = [](ErrorId id, uint64_t wanted, uint64_t had, const std::string& what) {
     if (wanted <= had) return absl::OkStatus();

@@ -76,6 +76,7 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   plan.sum_dtype = plan.session.accumulate
                        ? protocol::DType::kFloat32
                        : GradientSumType(layout.grad_dtype(), layout.is_shared() ? world_size : 1);
+  plan.session.accumulate = plan.sum_dtype == protocol::DType::kFloat32;  // it does, asked or not
   uint64_t at = plan.sum_frames * plan.sum_page_bytes;
   if (plan.has_paged_sums()) {
     plan.sum_pages = PlaceSumsInPages(layout, plan);
@@ -94,8 +95,7 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   at += plan.early_weights_bytes;
   plan.step_bytes = RoundUp(at, kPageBytes);
   plan.float_sums_offset = plan.float_sums_bytes = 0;
-  const bool may_widen = !layout.is_shared() && !plan.has_paged_sums();
-  if (may_widen && plan.sum_dtype != protocol::DType::kFloat32) {
+  if (!plan.has_paged_sums() && !plan.session.accumulate) {
     MemoryPlan wide = plan;
     wide.sum_dtype = protocol::DType::kFloat32;
     plan.float_sums_offset = RoundUp(plan.step_bytes, protocol::kHugePageBytes);
@@ -769,6 +769,7 @@ absl::StatusOr<MemoryPlan> PlanWorld(const Layout& layout, const MemoryPlan& job
                                      const SessionRequest& request, const NodeOptions& options,
                                      const NodeUse& use) {
   MemoryPlan plan = job;
+  plan.uses_float_sums = false;
   SessionRequest wanted = request;
   wanted.extra_state_bytes = std::max(wanted.extra_state_bytes, job.session.extra_state_bytes);
   wanted.durability = job.session.durability;

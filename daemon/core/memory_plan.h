@@ -70,10 +70,13 @@ struct MemoryPlan {
   uint32_t early_weights_slots = 0;
   uint64_t early_weights_bytes = 0;
   uint64_t step_bytes = 0;
-  // Behind it, of a sharded job whose sums have 16 bits: float32 sums. They get memory with the first
+  // Behind it, of a job whose sums have 16 bits: float32 sums. They get memory with the first
   // further backward pass of a step.
   uint64_t float_sums_offset = 0;
   uint64_t float_sums_bytes = 0;
+  uint64_t step_capacity_bytes() const {  // of the step arena in all; 0: step_bytes
+    return float_sums_offset + float_sums_bytes;
+  }
 
   // Of each session: gradients, the step region, activations, the trace; and its ring.
   SessionRequest session;

@@ -465,7 +465,9 @@ void NodeState::Impl::GiveFloatSums(Job& job) {
                    " are free. The step was not applied"),
       absl::StrCat("attach with accumulate, which takes them at the start and leaves fewer states "
                    "in DRAM, raise --dram / dram.limit by ",
-                   bytes - free_bytes, " bytes, or reduce gradients in float32")));
+                   bytes - free_bytes, " bytes, or ",
+                   job.layout().is_shared() ? "call step after each backward pass"
+                                            : "reduce gradients in float32")));
 }
 
 // Says what an attach waits for, where it does.

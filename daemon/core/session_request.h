@@ -13,7 +13,7 @@ struct SessionRequest {
   uint64_t extra_state_bytes = 0;
   uint64_t activation_bytes = 0;
   bool trace = false;
-  bool accumulate = false;  // sharded: gradients of several passes are added
+  bool accumulate = false;  // sums of gradients are float32 from the start
   bool early_updates = false;
   protocol::Durability durability = {};
 

@@ -146,7 +146,6 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   if (gradients_.empty()) RecordOpenAttempt(attempt_ + 1);
-  constexpr auto kFurther = static_cast<uint16_t>(protocol::GradKind::kReducedFurther);
   const uint64_t width = protocol::SizeBytes(spec_.layout->grad_dtype());
   gradients_.Deliver(command.step, {.rank = session.rank,
                                     .partition = command.partition,
@@ -154,7 +153,7 @@ void Step::HandleGradient(Session& session, const Command& command) {
                                     .end = command.element_offset + command.length_bytes / width,
                                     .arena_offset_bytes = command.arena_offset_bytes,
                                     .grad_arena_bytes = session.request.grad_arena_bytes,
-                                    .further = command.kind == kFurther,
+                                    .pass = command.kind,
                                     .command = id});
 }
 

@@ -165,7 +165,8 @@ void JobMemoryTable::Adopt(AdoptedArenas arenas) {
 void JobMemoryTable::Replace(const ReplaceStepArena& action) {
   JobMemory& job = at(action.job);
   const pinned_mem::ArenaOptions options =
-      policy_.Shared("forebay-step-" + SuffixOf(job.name), action.step_bytes);
+      StepOptions(policy_, job.name, action.step_bytes, /*float_sums=*/{},
+                  std::max(action.step_bytes, action.step_capacity_bytes));
   runner_.Post(PoolId::kSetup,
                [this, action, options, old = std::exchange(job.step, nullptr),
                 saved = std::exchange(job.extra_state, {})]() mutable -> TaskRunner::Then {

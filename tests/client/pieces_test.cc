@@ -48,6 +48,7 @@ class PiecesTest : public ::testing::Test {
   struct Delivery {
     uint64_t begin = 0;
     uint64_t attempt = 0;
+    uint16_t pass = 0;
     std::vector<float> values;
 
     uint64_t end() const { return begin + values.size(); }
@@ -98,6 +99,7 @@ class PiecesTest : public ::testing::Test {
     if (command.op == static_cast<uint16_t>(Op::kGradReady)) {
       Delivery delivery{.begin = command.element_offset,
                         .attempt = command.attempt,
+                        .pass = command.kind,
                         .values = std::vector<float>(bytes.size() / sizeof(float))};
       std::memcpy(delivery.values.data(), bytes.data(), bytes.size());
       delivered_.push_back(std::move(delivery));
@@ -218,6 +220,62 @@ TEST_F(PiecesTest, ASecondGradientAndAnotherSizeAreRefusedByName) {
   ASSERT_OK(Add(1, 1));
   ASSERT_OK(Step(1));
   EXPECT_OK(Add(0, 1)) << "of the next step";
+}
+
+TEST_F(PiecesTest, AFurtherPassTakesEachParameterAgainBehindWhatIsThereOfTheOneBefore) {
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(Add(1, 2));
+  ASSERT_OK(session_->BeginPass());
+  ASSERT_OK(Add(0, 3));
+  EXPECT_THAT(Add(0, 3), HasError(ErrorId::kGradRepeat));
+  ASSERT_OK(Add(2, 5));
+  ASSERT_OK(session_->BeginPass());
+  ASSERT_OK(Add(2, 7));
+  ASSERT_OK(Step(1));
+  EXPECT_EQ(presence_, 0b111U) << "of all passes";
+  std::vector<std::array<float, 3>> sums(3);  // of each pass: the first element of each parameter
+  for (const Delivery& delivery : delivered_) {
+    ASSERT_LT(delivery.pass, 3U);
+    for (uint32_t param = 0; param < 3; ++param) {
+      const uint64_t elem = layout_->params()[param].offset_elems;
+      if (delivery.begin > elem || elem >= delivery.end()) continue;
+      sums[delivery.pass][param] += delivery.values[elem - delivery.begin];
+    }
+  }
+  EXPECT_THAT(sums[0], ElementsAre(1, 2, 0));
+  EXPECT_THAT(sums[1], ElementsAre(3, 0, 5));
+  EXPECT_THAT(sums[2], ElementsAre(0, 0, 7));
+  const auto passes = [](const Delivery& one, const Delivery& other) {
+    return one.pass < other.pass;
+  };
+  EXPECT_TRUE(std::ranges::is_sorted(delivered_, passes));
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(Step(2));
+  EXPECT_EQ(delivered_.back().pass, 0U) << "passes count from 0 in each step";
+}
+
+TEST_F(PiecesTest, PassesBeginAnewInAnAttemptAndEndWithANorm) {
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(session_->BeginPass());
+  ASSERT_OK(session_->DropGradients());
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(session_->FlushGradients());
+  ASSERT_OK(Add(1, 1));
+  ASSERT_OK(session_->GradNorm(0, kTimeout).status());
+  EXPECT_EQ(delivered_.back().attempt, 1U);
+  EXPECT_EQ(delivered_.back().pass, 0U);
+  EXPECT_THAT(session_->BeginPass(), HasError(ErrorId::kStep));
+  EXPECT_THAT(Add(2, 1), HasError(ErrorId::kStep));
+}
+
+TEST_F(PiecesTest, AStepHasSoManyPasses) {
+  for (uint32_t pass = 1; pass < protocol::kGradPassesMax; ++pass) {
+    ASSERT_OK(session_->BeginPass()) << pass;
+  }
+  EXPECT_THAT(session_->BeginPass(), HasError(ErrorId::kLimit));
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(Step(1));
+  EXPECT_EQ(delivered_.back().pass, protocol::kGradPassesMax - 1);
 }
 
 TEST_F(PiecesTest, DropGradientsBeginsAnAttemptWhereSomethingWasDelivered) {

@@ -157,7 +157,7 @@ TEST_F(SessionTest, AGradientTravelsFromTheSlotAsItIs) {
       const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
       arrived.assign(bytes.begin(), bytes.end());
       EXPECT_EQ(command.step, 1U);
-      EXPECT_EQ(command.kind, static_cast<uint16_t>(protocol::GradKind::kPartial));
+      EXPECT_EQ(command.kind, 0U) << "the first pass";
       EXPECT_EQ(command.arena_offset_bytes % 64, 0U);
     }
     return MaybeCompletion(Obeyed(command));

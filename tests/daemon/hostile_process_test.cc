@@ -183,7 +183,6 @@ TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {
   EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kLease));
 
   Command gradient = Make(Op::kGradReady);
-  gradient.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
   gradient.step = 1;
   gradient.length_bytes = layout.partition_bytes(0);
   for (const uint64_t offset :
@@ -198,9 +197,6 @@ TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {
   command = gradient;
   command.step = 0;
   EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kStep));
-  command = gradient;
-  command.kind = static_cast<uint16_t>(protocol::GradKind::kReduced);
-  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kUnsupported));
 
   command = Make(Op::kStep);
   command.step = 1;
@@ -244,7 +240,6 @@ TEST_F(HostileClient, HarmsOnlyItselfWithAHoleInItsGradArena) {
   ASSERT_OK(WriteAll(*raw, "bad"));
   ASSERT_OK_AND_ASSIGN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
   Command gradient = Make(Op::kGradReady);
-  gradient.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
   gradient.step = 1;
   gradient.length_bytes = layout.partition_bytes(0);
   const auto punch = [&] {

@@ -20,7 +20,6 @@
 namespace forebay::daemon {
 namespace {
 
-using ::forebay::testing::MakeLayout;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::RoomyOptions;
 using ::forebay::testing::ShardedJob;
@@ -386,15 +385,15 @@ TEST_F(NodeStateAccumulateTight, AreRefusedWithTheNumbers) {
   EXPECT_THAT(StepAll(1), Each(ErrorId::kNone));
 }
 
-TEST(NodeStateAccumulateAttach, IsAskedForByTheFirstSessionAndNotWithSharedAttachment) {
-  ShardedJob job(MakeShardedLayout({{{.rows = 20}}}), 2);
-  const uint64_t first = job.node_.AttachOnly(job.layout_, {.rank = 0});
-  ASSERT_OK(job.StatusOf(first));
-  const uint64_t second = job.node_.AttachOnly(job.layout_, {.rank = 1, .accumulate = true});
-  EXPECT_EQ(protocol::IdOf(job.StatusOf(second)), ErrorId::kRange);
-  const uint64_t shared =
-      job.node_.AttachOnly(MakeLayout({100}), {.job = "other", .accumulate = true});
-  EXPECT_EQ(protocol::IdOf(job.StatusOf(shared)), ErrorId::kUnsupported);
+TEST(NodeStateAccumulateAttach, IsAskedForByTheFirstSessionWhereItTakesMemory) {
+  for (const auto dtype : {protocol::DType::kBFloat16, protocol::DType::kFloat32}) {
+    ShardedJob job(MakeShardedLayout({{{.rows = 20}}}, {.dtype = dtype}), 2);
+    const uint64_t first = job.node_.AttachOnly(job.layout_, {.rank = 0});
+    ASSERT_OK(job.StatusOf(first));
+    const uint64_t second = job.node_.AttachOnly(job.layout_, {.rank = 1, .accumulate = true});
+    EXPECT_EQ(protocol::IdOf(job.StatusOf(second)),
+              dtype == protocol::DType::kFloat32 ? ErrorId::kNone : ErrorId::kRange);
+  }
 }
 
 }  // namespace

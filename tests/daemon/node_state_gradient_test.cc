@@ -353,17 +353,6 @@ TEST_F(NodeStateGradient, AfterItsRanksStepIsRefused) {
   EXPECT_EQ(node_.ErrorOf(node_.Gradient(sessions_[0], 0, 1)), ErrorId::kStep);
 }
 
-TEST_F(NodeStateGradient, OfKindReducedIsRefusedByName) {
-  protocol::Command command{};
-  command.op = static_cast<uint16_t>(protocol::Op::kGradReady);
-  command.kind = static_cast<uint16_t>(protocol::GradKind::kReduced);
-  command.step = 1;
-  command.length_bytes = layout_->partition_bytes(0);
-  const uint64_t tag = node_.Command(sessions_[0], command);
-  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kUnsupported);
-  EXPECT_THAT(std::string(node_.answer(tag)->status.message()), ::testing::HasSubstr("reduced"));
-}
-
 TEST_F(NodeStateGradient, NotFiniteIsNamedAndRefusesTheStepOfEveryRank) {
   const uint64_t bad = node_.Gradient(sessions_[1], 2, 1, /*finite=*/false);
   node_.Gradient(sessions_[0], 2, 1);
@@ -542,7 +531,6 @@ TEST_F(NodeStatePresence, RangesAreChecked) {
   const auto refused = [this](uint64_t begin, uint64_t bytes) {
     protocol::Command command{};
     command.op = static_cast<uint16_t>(protocol::Op::kGradReady);
-    command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
     command.step = 1;
     command.element_offset = begin;
     command.length_bytes = bytes;

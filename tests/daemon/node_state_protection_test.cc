@@ -22,7 +22,6 @@ using ::forebay::testing::NodeHarness;
 using ::forebay::testing::RoomyOptions;
 using protocol::Command;
 using protocol::ErrorId;
-using protocol::GradKind;
 using protocol::Op;
 using ::testing::HasSubstr;
 
@@ -39,7 +38,6 @@ class NodeStateProtection : public ::testing::Test {
   Command Gradient() const {
     Command command{};
     command.op = static_cast<uint16_t>(Op::kGradReady);
-    command.kind = static_cast<uint16_t>(GradKind::kPartial);
     command.step = 1;
     command.length_bytes = layout_->partition_bytes(0);
     return command;
@@ -229,7 +227,6 @@ std::string FaultOfAWildOffset(bool range_check) {
   const uint64_t session = node.Attach(layout, {});
   Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
-  command.kind = static_cast<uint16_t>(GradKind::kPartial);
   command.step = 1;
   command.length_bytes = layout->partition_bytes(0);
   command.arena_offset_bytes = uint64_t{1} << 40;

@@ -176,7 +176,6 @@ TEST(NodeStateShardedDType, Float32GradientsOf16BitWeightsHaveFourBytesAnElement
   job.AttachAll();
   protocol::Command command{};
   command.op = static_cast<uint16_t>(protocol::Op::kGradReady);
-  command.kind = static_cast<uint16_t>(protocol::GradKind::kReduced);
   command.step = 1;
   command.length_bytes = job.layout_->partition_bytes(0);
   EXPECT_EQ(job.node_.ErrorOf(job.node_.Command(job.sessions_[0], command)), ErrorId::kRange);

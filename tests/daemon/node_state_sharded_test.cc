@@ -263,33 +263,10 @@ TEST_F(NodeStateSharded, AWriteToAnothersPartitionIsRefused) {
   EXPECT_TRUE(node_.Logged<AddGradients>().empty());
   protocol::Command unknown{};
   unknown.op = static_cast<uint16_t>(protocol::Op::kGradReady);
-  unknown.kind = static_cast<uint16_t>(protocol::GradKind::kReduced);
   unknown.partition = 5;
   unknown.step = 1;
   unknown.length_bytes = 256;
   EXPECT_EQ(node_.ErrorOf(node_.Command(sessions_[0], unknown)), ErrorId::kRange);
-}
-
-// Each kind of attachment takes its own kind of gradient.
-TEST_F(NodeStateSharded, AGradientOfTheOtherKindIsRefused) {
-  AttachAll();
-  const LayoutPtr shared = MakeLayout({64});
-  const uint64_t of_shared = node_.Attach(shared, {.job = "shared", .world_size = 1});
-  const auto error = [&](uint64_t session, protocol::GradKind kind, uint64_t bytes) {
-    protocol::Command command{};
-    command.op = static_cast<uint16_t>(protocol::Op::kGradReady);
-    command.kind = static_cast<uint16_t>(kind);
-    command.step = 1;
-    command.length_bytes = bytes;
-    return node_.ErrorOf(node_.Command(session, command));
-  };
-  EXPECT_EQ(error(sessions_[0], protocol::GradKind::kPartial, layout_->gradient_bytes(0)),
-            ErrorId::kUnsupported);
-  EXPECT_EQ(error(of_shared, protocol::GradKind::kReduced, 256), ErrorId::kUnsupported);
-  for (const uint64_t session : {sessions_[0], of_shared}) {
-    EXPECT_EQ(error(session, protocol::GradKind{4}, 256), ErrorId::kProtocol);
-  }
-  EXPECT_TRUE(node_.Logged<AddGradients>().empty());
 }
 
 TEST_F(NodeStateSharded, OwnersAreRanksWithoutReplicas) {

@@ -129,7 +129,6 @@ TEST_F(RacingClient, WhoOverwritesWhatIsBeingReadReachesNobodyElse) {
         Command command = WriteStep(*bad, step, static_cast<uint32_t>(random() % 3));
         if (random() % 2 == 0) {
           command = Make(Op::kGradReady);
-          command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
           command.step = step;
           command.length_bytes = layout_.partition_bytes(0);
         }

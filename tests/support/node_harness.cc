@@ -375,16 +375,24 @@ void NodeHarness::ReleaseFetched(uint64_t session, uint64_t fetch_tag) {
 
 // The lowest free place among the gradients that were not answered; a client would wait where there
 // is none.
-uint64_t NodeHarness::AllocateOffset(uint64_t session, uint64_t bytes) {
+std::optional<uint64_t> NodeHarness::FreeOffset(uint64_t session, uint64_t bytes) const {
+  const SessionInfo& info = sessions_.at(session);
   bytes = protocol::RoundUp(bytes, protocol::kGradAlignBytes);
   uint64_t offset = 0;
-  for (const auto& [begin, end] : InfoOf(session).unanswered) {
+  for (const auto& [begin, end] : info.unanswered) {
     if (offset + bytes <= begin) break;
     offset = end;
   }
-  FOREBAY_CHECK(offset + bytes <= InfoOf(session).grad_arena_bytes);
-  InfoOf(session).unanswered[offset] = offset + bytes;
+  if (offset + bytes > info.grad_arena_bytes) return std::nullopt;
   return offset;
+}
+
+uint64_t NodeHarness::AllocateOffset(uint64_t session, uint64_t bytes) {
+  const std::optional<uint64_t> offset = FreeOffset(session, bytes);
+  FOREBAY_CHECK(offset.has_value());
+  InfoOf(session).unanswered[*offset] =
+      *offset + protocol::RoundUp(bytes, protocol::kGradAlignBytes);
+  return *offset;
 }
 
 void NodeHarness::SetPresent(uint64_t session, uint32_t param, bool present) {
@@ -396,7 +404,7 @@ void NodeHarness::SetPresent(uint64_t session, uint32_t param, bool present) {
 void NodeHarness::SetAttempt(uint64_t session, uint64_t attempt) {
   SessionInfo& info = InfoOf(session);
   info.attempt = attempt;
-  info.is_further_pass = false;
+  info.pass = 0;
   info.presence.assign(info.presence.size(), 0);
 }
 
@@ -416,13 +424,10 @@ uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t partition, uint64
       SetPresent(session, place.box.param, true);
     }
   }
-  using protocol::GradKind;
-  const GradKind reduced = info.is_further_pass ? GradKind::kReducedFurther : GradKind::kReduced;
-  const GradKind kind = layout.is_shared() ? GradKind::kPartial : reduced;
   const uint64_t width = protocol::SizeBytes(layout.grad_dtype());
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
-  command.kind = static_cast<uint16_t>(kind);
+  command.kind = info.pass;
   command.partition = partition;
   command.step = step;
   command.attempt = info.attempt;
@@ -437,6 +442,7 @@ uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t partition, uint64
                       .end = end,
                       .step = step,
                       .attempt = info.attempt,
+                      .pass = info.pass,
                       .finite = finite});
   gradients_[last_tag_ + 1] = {.session = session, .offset = command.arena_offset_bytes};
   return Command(session, command);

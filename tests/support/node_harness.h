@@ -188,9 +188,11 @@ class NodeHarness {
   uint64_t Gradient(uint64_t session, uint32_t partition, uint64_t step, bool finite = true);
   uint64_t GradientRange(uint64_t session, uint32_t partition, uint64_t begin, uint64_t end,
                          uint64_t step, bool finite = true);
+  // Where a gradient of so many bytes would lie in the session's arena; empty: it has no room.
+  std::optional<uint64_t> FreeOffset(uint64_t session, uint64_t bytes) const;
   // Gradients from now on are of a further backward pass.
-  void BeginPass(uint64_t session) { InfoOf(session).is_further_pass = true; }
-  void EndPasses(uint64_t session) { InfoOf(session).is_further_pass = false; }
+  void BeginPass(uint64_t session) { ++InfoOf(session).pass; }
+  void EndPasses(uint64_t session) { InfoOf(session).pass = 0; }
   uint64_t GradNorm(uint64_t session, uint32_t param);
   // Of step calls from now on.
   void set_grad_scale(double scale) { grad_scale_ = scale; }
@@ -226,7 +228,7 @@ class NodeHarness {
     std::map<uint64_t, uint64_t> unanswered = {};  // gradients: offset and end
     std::vector<uint64_t> presence = {};
     uint64_t attempt = 0;
-    bool is_further_pass = false;
+    uint16_t pass = 0;
   };
   struct SentStep {
     uint64_t session = 0;

@@ -511,6 +511,9 @@ void NodeModel::Apply(const ReplaceStepArena& a, TaskDone&) {
   job.step_bytes = a.step_bytes;
   job.overflow.clear();
   job.accumulators.clear();
+  job.float_sums.clear();
+  job.float_sums_offset = UINT64_MAX;
+  job.float_sums_end = 0;
   uint64_t end = 0;
   for (const BytesCopy& copy : a.extra_state) {
     if (copy.to_bytes < end || copy.to_bytes + copy.size_bytes > a.step_bytes) {
@@ -642,7 +645,7 @@ void NodeModel::Merge(const BlockUpdate& update, BlockUpdate& all) {
     std::erase_if(used->second, [&tokens = tokens](const GradientToken& token) {
       return std::none_of(tokens.begin(), tokens.end(), [&token](const GradientToken& other) {
         return other.rank == token.rank && other.session == token.session &&
-               other.attempt == token.attempt;
+               other.attempt == token.attempt && other.pass == token.pass;
       });
     });
   }
@@ -772,9 +775,12 @@ void NodeModel::Published(const StepPublished& a) {
     const auto& [param, partition] = of;
     const protocol::PartitionPlace& place = job.layout->partitions()[partition];
     for (size_t i = 0; i < tokens.size(); ++i) {
-      // Passes of one rank follow each other.
-      const uint32_t least = i == 0 ? 0 : tokens[i - 1].rank + (job.layout->is_shared() ? 1 : 0);
-      if (tokens[i].rank < least) Fault("ranks were not added in order");
+      const auto turn = [](const GradientToken& token) {
+        return std::pair(token.pass, token.rank);
+      };
+      if (i > 0 && turn(tokens[i]) <= turn(tokens[i - 1])) {
+        Fault("passes and ranks were not added in order");
+      }
       if (tokens[i].step != a.step) Fault("a gradient of another step was used");
       if (tokens[i].attempt != tokens[0].attempt) Fault("gradients of two attempts were used");
       if (tokens[i].partition != partition) Fault("a gradient of another partition was used");

@@ -33,6 +33,7 @@ struct GradientToken {
   uint64_t end = 0;
   uint64_t step = 0;
   uint64_t attempt = 0;  // raised by the client whenever it repeats a step
+  uint16_t pass = 0;     // of its rank's, in the attempt
   bool finite = true;
 };
 

@@ -156,7 +156,6 @@ void SimulatedTrainer::SendGarbage(SimulationRandom& random, uint64_t session) {
     if (command.op == static_cast<uint16_t>(Op::kWriteInitial)) command.length_bytes = 7;
     if (command.op == static_cast<uint16_t>(Op::kInitialDone)) command.attempt = 1;
   } else if (command.op == static_cast<uint16_t>(Op::kGradReady) && random.OneIn(2)) {
-    command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
     command.partition %= static_cast<uint32_t>(layout_->groups().size());
     command.step = committed_ + 1;
     command.arena_offset_bytes = 0;
@@ -184,13 +183,23 @@ void SimulatedTrainer::WriteInitial() {
   }
 }
 
-// Some parameters have a gradient; what is delivered covers them, cut somewhere, in some order.
+// One backward pass or several, the first at the back. Other ranks may have another number.
 void SimulatedTrainer::Plan(SimulationRandom& random, bool chaos) {
-  constexpr uint64_t kUnit = protocol::kGradUnitElems;
   planned_ = true;
+  const auto passes = static_cast<uint16_t>(random.OneIn(2) ? 1 : 1 + random.Below(3));
+  for (uint16_t pass = passes; pass-- > 0;) PlanPass(random, pass, chaos);
+}
+
+// Some parameters have a gradient; what is delivered covers them, cut somewhere, in some order.
+void SimulatedTrainer::PlanPass(SimulationRandom& random, uint16_t pass, bool chaos) {
+  constexpr uint64_t kUnit = protocol::kGradUnitElems;
+  std::set<uint32_t> present;
   for (uint32_t i = 0; i < layout_->params().size(); ++i) {
-    if (!random.OneIn(6)) present_.insert(i);  // else nobody's or the others' alone
+    if (random.OneIn(6)) continue;  // nobody's or the others' alone
+    present.insert(i);
+    present_[i].insert(pass);
   }
+  std::vector<Range> of_pass;
   for (uint32_t group = 0; group < layout_->groups().size(); ++group) {
     const protocol::GroupPlace& place = layout_->groups()[group];
     std::vector<Range> ranges;
@@ -199,19 +208,20 @@ void SimulatedTrainer::Plan(SimulationRandom& random, bool chaos) {
       bool needed = false;
       for (uint32_t i = place.param_begin; i < place.param_end; ++i) {
         const protocol::ParamPlace& param = layout_->params()[i];
-        needed = needed || (present_.contains(i) && param.offset_elems < end &&
+        needed = needed || (present.contains(i) && param.offset_elems < end &&
                             begin < param.offset_elems + param.elems);
       }
       if (!needed) continue;
       if (!ranges.empty() && ranges.back().end == begin && !random.OneIn(3)) {
         ranges.back().end = end;
       } else {
-        ranges.push_back({.group = group, .begin = begin, .end = end});
+        ranges.push_back({.group = group, .pass = pass, .begin = begin, .end = end});
       }
     }
-    to_deliver_.insert(to_deliver_.end(), ranges.begin(), ranges.end());
+    of_pass.insert(of_pass.end(), ranges.begin(), ranges.end());
   }
-  if (chaos && random.OneIn(4)) std::reverse(to_deliver_.begin(), to_deliver_.end());
+  if (chaos && random.OneIn(4)) std::reverse(of_pass.begin(), of_pass.end());
+  to_deliver_.insert(to_deliver_.end(), of_pass.begin(), of_pass.end());
 }
 
 void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
@@ -290,10 +300,11 @@ bool SimulatedTrainer::SendGradient(SimulationRandom& random, bool chaos) {
                              .end = range.end,
                              .step = committed_ + 1,
                              .attempt = attempt_,
+                             .pass = range.pass,
                              .finite = !(chaos && random.OneIn(300))});
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
-  command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+  command.kind = range.pass;
   command.partition = range.group;
   command.step = committed_ + 1;
   command.attempt = attempt_;
@@ -375,7 +386,7 @@ StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
   copied.hyper_params = {
       {.lr = scalars_wrong_ ? 0.2 : 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
   copied.presence.assign(copy.presence_words, 0);
-  for (const uint32_t param : present_) {
+  for (const auto& [param, passes] : present_) {
     if (announces) break;
     if (param / 64 < copied.presence.size()) protocol::SetPresent(copied.presence, param);
   }
@@ -443,6 +454,7 @@ void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
       BeginAttempt(0);
       return;
     case ErrorId::kNonfinite:
+    case ErrorId::kDramLimit:  // no room for sums of several passes
     case ErrorId::kGradDropped:
       BeginAttempt(answer.completion.attempt);
       return;
@@ -476,14 +488,15 @@ std::string SimulatedTrainer::CheckPublished(uint64_t step,
       }
     }
   }
-  for (const uint32_t param : committed_call_->present) {
+  for (const auto& [param, passes] : committed_call_->present) {
     const auto tokens = used.find(param);
-    const bool found = tokens != used.end() &&
-                       std::any_of(tokens->second.begin(), tokens->second.end(),
-                                   [this](const GradientToken& t) { return t.rank == rank_; });
-    if (!found) {
+    for (const uint16_t pass : passes) {
+      const auto is_it = [=, this](const GradientToken& token) {
+        return token.rank == rank_ && token.pass == pass;
+      };
+      if (tokens != used.end() && std::ranges::any_of(tokens->second, is_it)) continue;
       return absl::StrCat("step ", step, " has not used the gradient of parameter ", param,
-                          " of rank ", rank_);
+                          " of rank ", rank_, " in pass ", pass);
     }
   }
   return {};

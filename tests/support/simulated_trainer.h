@@ -97,14 +97,16 @@ class SimulatedTrainer {
   // Of a group.
   struct Range {
     uint32_t group = 0;
+    uint16_t pass = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
   };
+  using Present = std::map<uint32_t, std::set<uint16_t>>;  // by parameter, in which passes
 
   struct Call {
     uint64_t session = 0;
     uint64_t attempt = 0;
-    std::set<uint32_t> present;
+    Present present;
   };
 
   void Attach();
@@ -122,6 +124,7 @@ class SimulatedTrainer {
   void Send(uint64_t session, protocol::Command command, Sent sent);
   void BeginAttempt(uint64_t number);
   void Plan(SimulationRandom& random, bool chaos);
+  void PlanPass(SimulationRandom& random, uint16_t pass, bool chaos);
   void OnGradientAnswer(const Sent& sent, uint32_t error);
   void OnStepAnswer(const daemon::AnswerCommand& answer);
   std::optional<uint64_t> FreeOffset(uint64_t bytes) const;
@@ -144,7 +147,7 @@ class SimulatedTrainer {
   std::vector<Range> to_deliver_;  // the back is next
   bool planned_ = false;
   bool delivered_any_ = false;
-  std::set<uint32_t> present_;             // parameters it has a gradient of, in this attempt
+  Present present_;                        // parameters it has a gradient of, in this attempt
   std::map<uint64_t, uint64_t> in_arena_;  // offset to end, unanswered gradients
   bool asked_ = false;                     // for a norm, in this attempt
   bool stepping_ = false;
