@@ -57,8 +57,8 @@ class Request:
     durability: str  # empty: the job's, of a new one the daemon's default
     daemon_wait: float | None  # None: FOREBAY_DAEMON_WAIT, else 60
 
-    def send(self, layout: Layout, room_bytes: int, **sharded: Any) -> Attachment:
-        """room_bytes  Of extra_state. sharded: what a shared layout does not have."""
+    def send(self, layout: Layout, room_bytes: int, **others: Any) -> Attachment:
+        """room_bytes  Of extra_state. others: what not every attachment asks for."""
         from . import _core
 
         return _core.attach(
@@ -74,16 +74,19 @@ class Request:
             self.resume,
             durability=self.durability,
             daemon_wait=self.daemon_wait,
-            **sharded,
+            **others,
         )
 
 
-def attach(model: nn.Module, optimizer: Optimizer, request: Request) -> ForebayOptimizer:
+def attach(
+    model: nn.Module, optimizer: Optimizer, request: Request, *, passes: int
+) -> ForebayOptimizer:
     """See forebay.attach."""
     plan, torch_groups = _plan_of(model, optimizer, request.param_groups)
     prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
     _print_stack_at_segv()
-    attachment = request.send(_layout(plan, optimizer, _params_of(plan)), prepared.room_bytes)
+    layout = _layout(plan, optimizer, _params_of(plan))
+    attachment = request.send(layout, prepared.room_bytes, accumulate=passes > 1)
     undo = _Undo(attachment=attachment)
     try:
         groups = _groups(plan, attachment)

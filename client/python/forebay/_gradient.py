@@ -79,7 +79,7 @@ class GradientProxy(torch.Tensor):
                 return GradientProxy(proxy.delivered, _view_of(proxy, function, args[1:]))
             if function is _NORM and _is_euclidean(args[1:]):
                 return _norm_of(proxy)
-            if function is aten.add_.Tensor and not isinstance(args[1], GradientProxy):
+            if function is aten.add_.Tensor and _is_addend(args[1]) and not kwargs:
                 proxy.delivered.add(args[1])
                 return proxy
             if function in (aten.mul_.Tensor, aten.mul_.Scalar):
@@ -150,6 +150,10 @@ def _bounds_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         low = low if given.get("min") is None else given["min"]
         high = high if given.get("max") is None else given["max"]
     return float(low), float(high)
+
+
+def _is_addend(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, GradientProxy)
 
 
 def _is_euclidean(args: tuple[Any, ...]) -> bool:

@@ -52,13 +52,12 @@ def _make_nothing() -> Callable[..., None]:
     return do_nothing
 
 
-def second_gradient(name: str) -> UsageError:
-    """The error of gradient accumulation and of a second backward over a retained graph."""
+def late_gradient(name: str, after: str) -> UsageError:
+    """The error of a backward whose gradients cannot be added to those that the daemon has."""
     return unsupported(
-        f"parameter {name} received a second gradient before step(): gradient accumulation and a "
-        "second backward (retain_graph) are not supported",
-        "call opt.step() after each backward, or opt.zero_grad() to leave a batch out "
-        "(model.zero_grad() does not reach the daemon); sum the losses first to accumulate",
+        f"parameter {name} received a second gradient after {after}",
+        "clip and take norms after the last backward of a step; opt.zero_grad() or model.zero_grad() leave "
+        "out what was delivered",
     )
 
 

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ._gradient import GradientProxy
-from ._guards import InertOnCopy, second_gradient
+from ._guards import InertOnCopy, late_gradient
 from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
@@ -91,15 +91,16 @@ class Group:
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
         self.members: list[Member] = []  # in the order of the group
-        self.expected = 0  # gradients of a step
+        self.expected = 0  # gradients of a backward
         self.forwards = 0  # that are running
         self.in_backward = False
         self.lease: int | None = None
-        self.arrived = 0  # gradients of this attempt
+        self.arrived = 0  # gradients of this attempt, of all backwards
         self.delivered = 0  # of them, those that were there at the last flush
+        self.awaited = 0  # of them, those that will be there when this backward has brought all
 
     def forget_gradients(self) -> None:
-        self.arrived = self.delivered = 0
+        self.arrived = self.delivered = self.awaited = 0
         for member in self.members:
             member.forget_gradient()
 
@@ -113,7 +114,8 @@ class Member(abc.ABC):
         self.name, self.tensor = parameter.name, parameter.tensor
         self.trainable = parameter.trainable
         self.index, self.group = index, group  # index: in the order of the layout
-        self.arrived = False
+        self.arrived = False  # a gradient of this attempt
+        self.gradient_pass = 0  # in which pass the newest one did; passes count from 1
         self.scale, self.bounds = 1.0, UNBOUNDED  # of the gradient, by the caller
         self.delivered = self._proxy()
 
@@ -143,7 +145,8 @@ class Member(abc.ABC):
         return self.tensor.grad is None or (zeros and self.is_proxied and self.scale == 0)
 
     def forget_gradient(self) -> None:
-        self.arrived, self.scale, self.bounds = False, 1.0, UNBOUNDED
+        self.arrived, self.gradient_pass = False, 0
+        self.scale, self.bounds = 1.0, UNBOUNDED
         self.tensor.grad = None
 
     def live(self) -> Engine:
@@ -236,6 +239,8 @@ class Engine:
         # Autograd owns the callback at the end of a backward: it dies with a backward that fails.
         self._end_of_backward: Callable[[], EndOfBackward | None] = lambda: None
         self._arrived_before = 0  # gradients that were there as the backward began
+        self._gradient_pass = 1  # of this attempt, as the daemon counts them
+        self._asked_norm = False  # in this attempt
         for member in self.members():
             member.engine = weakref.ref(self)
 
@@ -304,6 +309,8 @@ class Engine:
         self._end_of_backward = weakref.ref(end)
         self._backward = Backward.RUNNING
         self._arrived_before = self._arrived()
+        for group in self.groups:
+            group.awaited = group.arrived + group.expected
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def finish_backward(self) -> None:
@@ -357,7 +364,7 @@ class Engine:
             attachment.drop_gradients()
 
     def forget_gradients(self) -> None:
-        self._backward = Backward.NONE
+        self._backward, self._gradient_pass, self._asked_norm = Backward.NONE, 1, False
         for group in self.groups:
             group.forget_gradients()
 
@@ -368,7 +375,6 @@ class Engine:
         tensor = member.tensor
         if self.attachment is None or member.is_proxied:
             return  # torch has added to it: GradientProxy has brought it here
-        refuse_cleared_alone(member)
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
         if gradient.requires_grad:
@@ -397,29 +403,40 @@ class Engine:
             self.finish_backward()
 
     def deliver(self, member: Member, gradient: torch.Tensor) -> None:
-        """The client delivers each piece that is complete."""
-        attachment, group = self.attachment, member.group
+        """The client delivers each piece that is complete. A second gradient of a parameter begins a
+        further pass: what follows, of any parameter, is of that one."""
+        attachment, group, tensor = self.attachment, member.group, member.tensor
         assert attachment is not None
-        self.refuse_second_gradient(member)
+        self.refuse_late_gradient(member)
+        local = dense(member, gradient).to(tensor.dtype).expand(tensor.shape).contiguous()
         with profiled("forebay.deliver", member.name):
             try:
-                attachment.add_gradient(member.index, dense(member, gradient), self.timeout)
+                if member.gradient_pass == self._gradient_pass:
+                    attachment.begin_pass()
+                    self._gradient_pass += 1
+                attachment.add_gradient(member.index, local, self.timeout)
             except ForebayError as error:
                 raise_unless_step_raises(error)
-        member.arrived = True
+        member.arrived, member.gradient_pass = True, self._gradient_pass
         group.arrived += 1
-        if group.arrived == group.expected:
+        if group.arrived == group.awaited:
             self.flush(attachment, group)
             group.in_backward = False
             self.release_unused(group)
 
-    def refuse_second_gradient(self, member: Member) -> None:
-        """Errors: E_UNSUPPORTED where the parameter has a gradient in this attempt."""
-        if not member.arrived:
+    def refuse_late_gradient(self, member: Member) -> None:
+        """Errors: E_UNSUPPORTED where the gradient cannot be added to what the daemon has."""
+        if self._asked_norm:
+            after = "a norm was asked for (clip_grad_norm_, p.grad.norm()), which other ranks may have"
+        elif member.is_edited:
+            after = "its gradient was scaled or clamped"
+        elif member.arrived and not member.is_proxied:
+            after = "its gradient was cleared, and others were not: the daemon has it"
+        else:
             return
         if self._arrived() == self._arrived_before:  # this backward has brought nothing
             self._backward = Backward.FINISHED
-        raise second_gradient(member.name)
+        raise late_gradient(member.name, after)
 
     def flush(self, attachment: Attachment, group: Group) -> None:
         """Delivers what has arrived of the group's gradient since the last time."""
@@ -433,7 +450,8 @@ class Engine:
             raise_unless_step_raises(error)
 
     def norm_of(self, member: Member) -> float:
-        """Of the job's gradient, over all ranks: waits until they have asked too or called step."""
+        """Of the job's gradient, over all ranks and passes: waits until they have asked too or called
+        step."""
         self._check_finished(member.name)
         return self.norm(member.index)
 
@@ -446,6 +464,7 @@ class Engine:
         """NaN where a gradient of any rank is not finite, as with torch: step() then raises
         E_NONFINITE."""
         assert self.attachment is not None
+        self._asked_norm = True
         try:
             with profiled("forebay.norm", ""):
                 return self.attachment.grad_norm(index, self.timeout)
@@ -531,17 +550,6 @@ def dense(member: Member, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense()
 
 
-def refuse_cleared_alone(member: Member) -> None:
-    """Errors: E_UNSUPPORTED where the daemon has a gradient of this parameter that the caller has cleared,
-    and has those of others."""
-    if member.arrived:
-        raise unsupported(
-            f"the gradient of parameter {member.name} was cleared, and others were not, before a further "
-            "backward: the daemon would add to what it has",
-            "opt.zero_grad() or model.zero_grad() leave a batch out, all gradients of it",
-        )
-
-
 class BeforeForward(InertOnCopy):
     """Fetches the groups of one module; delivers their gradients once the backward has reached the
     module's inputs."""
@@ -611,7 +619,7 @@ class BeforeBackward:
         engine.enter_backward()
         for number in self._numbers:
             group = engine.groups[number]
-            if group.expected == 0 or group.arrived < group.expected:
+            if group.expected == 0 or group.arrived < group.awaited:
                 group.in_backward = True
         engine.fetch(self._numbers)
 
@@ -646,7 +654,7 @@ class BeforeAccumulate:
         if engine is None or member is None:
             return
         engine.enter_backward()
-        engine.refuse_second_gradient(member)
+        engine.refuse_late_gradient(member)
         present = member.tensor.grad
         if present is not None and present is not member.delivered:
             raise unsupported(

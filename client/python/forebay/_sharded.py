@@ -18,7 +18,7 @@ from . import _fsdp
 from ._boxes import Source
 from ._fsdp import Shard, Unit
 from ._gradient import GradientProxy
-from ._guards import Guards, InertOnCopy
+from ._guards import Guards, InertOnCopy, late_gradient
 from ._hooks import (
     AfterAccumulate,
     Backward,
@@ -28,7 +28,6 @@ from ._hooks import (
     graph_nodes,
     profiled,
     raise_unless_step_raises,
-    refuse_cleared_alone,
 )
 from ._plan import DTYPE_NAMES, Parameter
 from ._report import say, size
@@ -456,7 +455,9 @@ class ShardedEngine(Engine):
             return
         if member.is_proxied:
             return  # FSDP2 has added to it: GradientProxy has brought it here
-        refuse_cleared_alone(member)
+        if member.arrived:
+            after = "its gradient was cleared, and others were not: the daemon has it"
+            raise late_gradient(member.name, after)
         gradient: Any = member.tensor.grad
         self.deliver(member, gradient._local_tensor)
 
@@ -478,11 +479,7 @@ class ShardedEngine(Engine):
         elif member.backward == self._backwards or self._backwards == 0:
             self._backwards += 1  # a pipeline schedule reduces, after the backwards of its chunks
         if member.arrived and member.is_edited:
-            raise unsupported(
-                f"parameter {member.name} received a second gradient after its gradient was scaled or "
-                "clamped",
-                "clip after the last backward of a step; opt.zero_grad() leaves out what was delivered",
-            )
+            raise late_gradient(member.name, "its gradient was scaled or clamped")
         # FSDP2 reduces a layer once for each use where it has kept gradients of backwards before.
         again = member.arrived and member.backward == self._backwards
         if again or (self._pass not in (0, self._backwards) and self._arrived() > 0):

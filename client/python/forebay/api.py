@@ -92,11 +92,12 @@ def attach(
     reshard_after_forward, wrap  `wrap` lists the modules to call it on, before the model.
     name_prefix        Of mode="sharded": in front of the parameters' names, where ranks hold different
                        modules (pipeline stages) with the same names.
-    accumulate         Of mode="sharded": how many backward passes a step has, at most. Above 1 the
-                       sums of gradients take 4 bytes a parameter; where gradients are reduced in
-                       float32 they do anyway. Where they are reduced in 16 bits and it is 1, sums take 2,
-                       and 4 more from the first step on that has a second pass: E_DRAM_LIMIT where the
-                       node has no room for them then.
+    accumulate         How many backward passes a step has, at most: their gradients are added, in
+                       float32, announced or not. Above 1 the sums of gradients take 4 bytes a
+                       parameter; with float32 gradients, and in mode "shared" with several ranks,
+                       they do anyway. Where gradients (mode "sharded": as they are reduced) have 16
+                       bits and it is 1, sums take 2, and 4 more from the first step on that has a
+                       second pass: E_DRAM_LIMIT where the node has no room for them then.
     prefetch_bytes     Of mode="sharded": FSDP2 gathers layers ahead of the one that computes in
                        forward, as many as fit into this, in the order that the first step's forward
                        took; the same on every rank. Replaces what set_modules_to_forward_prefetch()
@@ -163,7 +164,6 @@ def attach(
     passes = _passes(accumulate)
     given = {
         "name_prefix": bool(name_prefix),
-        "accumulate": passes > 1,
         "prefetch_bytes": prefetch_bytes != 0,
         "activation_bytes": activation_bytes != 0,
         "initial": initial is not None,
@@ -196,7 +196,7 @@ def attach(
     activation_bytes = _size_bytes("activation_bytes", activation_bytes)
     rule = rule or AdamW()
     if not is_sharded:
-        return _attach.attach(model, rule, request)
+        return _attach.attach(model, rule, request, passes=passes)
     request = _attach.shard(model, fsdp, rule, request)
     return _attach.attach_sharded(
         model,

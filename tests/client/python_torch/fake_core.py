@@ -70,7 +70,7 @@ class Job:
         """Of the step after committed_step: discards what the ranks have brought for it."""
         self.attempt = number
         self.faults = self.faults if number else {}  # of attempts that were not finite
-        self.gradients = [{} for _ in self.params]  # of each parameter, by rank
+        self.gradients = [{} for _ in self.params]  # of each parameter, by pass and rank
         self.step_calls = {}
         self.asked = set()  # ranks that have asked for a norm
         with self.changed:
@@ -80,8 +80,8 @@ class Job:
         sums = []
         for contributions in self.gradients:
             total = None
-            for rank in sorted(contributions):
-                part = contributions[rank].float()
+            for turn in sorted(contributions):
+                part = contributions[turn].float()
                 total = part.clone() if total is None else total + part
             sums.append(total)
         return sums
@@ -93,8 +93,8 @@ class Job:
     def bad_groups(self):
         return [
             self.params[param][2]
-            for param, ranks in enumerate(self.gradients)
-            for gradient in ranks.values()
+            for param, turns in enumerate(self.gradients)
+            for gradient in turns.values()
             if not gradient.isfinite().all()
         ]
 
@@ -140,7 +140,8 @@ class Attachment:
         self.rank0_extra_state = job.extra_state.get(0, b"")
         self.leases = {}
         self.attempt = job.attempt
-        self.present = set()  # parameters that were delivered in this attempt
+        self.present = set()  # parameters that were delivered in this pass
+        self.passes, self.delivered = 0, False  # that were begun; in this attempt
         self.next_lease = 1
         self.alive = True
         self.calls = {"fetch": 0, "release": 0, "add_gradient": 0, "grad_norm": 0, "step": 0}
@@ -190,18 +191,25 @@ class Attachment:
             if self.attempt > job.attempt:
                 job.begin_attempt(self.attempt)
             self.present.add(param)
+            self.delivered = True
             if self.attempt == job.attempt:
-                job.gradients[param][self.rank] = values.clone().flatten()
+                job.gradients[param][self.passes, self.rank] = values.clone().flatten()
 
     def flush_gradients(self, group):
         assert 0 <= group < len(self.job.group_names)
 
-    def drop_gradients(self):
-        self.attempt += bool(self.present)
+    def begin_pass(self):
+        self._check()
+        if self.rank in self.job.asked and self.attempt == self.job.attempt:
+            raise refusal("E_STEP", f"rank {self.rank} has asked for a norm")
+        self.passes += 1
         self.present.clear()
 
-    def _to_newest_attempt(self):
-        self.attempt = self.job.attempt
+    def drop_gradients(self):
+        self._begin_attempt(self.attempt + self.delivered)
+
+    def _begin_attempt(self, number):
+        self.attempt, self.passes, self.delivered = number, 0, False
         self.present.clear()
 
     def _lost(self):
@@ -263,7 +271,7 @@ class Attachment:
             self._check_finite()
             if self.attempt < job.attempt:
                 error = self._lost()
-                self._to_newest_attempt()
+                self._begin_attempt(job.attempt)
                 raise error
             job.step_calls[self.rank] = (hyper, max_grad_norm, extra_state)
             job.changed.notify_all()
@@ -281,12 +289,11 @@ class Attachment:
                 raise refusal("E_TIMEOUT", f"step {t}")
             if job.committed_step < t and self.alive:
                 error = self._lost()
-                self._to_newest_attempt()
+                self._begin_attempt(job.attempt)
                 raise error
         self._check()
         self.committed_step = t
-        self.attempt = 0  # at the next step; another rank may be further by now
-        self.present.clear()
+        self._begin_attempt(0)  # at the next step; another rank may be further by now
         return t, *job.norm, False
 
     def read_state(self, param, state, first, elems, _timeout=0):
@@ -304,7 +311,7 @@ class Attachment:
     def detach(self):
         job = self.job
         if self.alive and (
-            self.rank in job.step_calls or any(self.rank in group for group in job.gradients)
+            self.rank in job.step_calls or self.delivered
         ):
             self.kill()  # it was part of the step that is being gathered
         self.alive = False
@@ -341,7 +348,9 @@ def attach(
     resume,
     durability="",
     daemon_wait=None,
+    accumulate=False,
 ):
+    assert isinstance(accumulate, bool)
     assert optimizer == "adamw"
     if (dtype, format_) not in {("float32", "fp32"), ("bfloat16", "exact")}:
         raise refusal("E_OPTION", f"format {format_} does not support {dtype} parameters")

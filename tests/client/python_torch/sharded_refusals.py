@@ -300,8 +300,6 @@ def arguments_that_contradict_the_model(ranks):
     at_attach(ranks, small_net(), "E_OPTION", message, hint, wrap=[])
     message, hint = 'name_prefix without mode="sharded"', 'mode="sharded", name_prefix='
     at_attach(ranks, small_net(), "E_OPTION", message, hint, name_prefix="stage0.")
-    message, hint = 'accumulate without mode="sharded"', 'mode="sharded", accumulate='
-    at_attach(ranks, small_net(), "E_OPTION", message, hint, accumulate=2)
     for wrong in (0, -1, 1.5, "many", None):
         message = f"accumulate is {wrong!r}, not a number of backward passes"
         at_attach(ranks, model, "E_OPTION", re.escape(message), "accumulate=8", accumulate=wrong)
