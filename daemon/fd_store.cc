@@ -1,16 +1,18 @@
 #include "daemon/fd_store.h"
 
-#include <systemd/sd-daemon.h>
+#include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <span>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "spdlog/spdlog.h"
@@ -45,42 +47,67 @@ absl::Status NoStore() {
       "set FileDescriptorStoreMax= and Environment=FDSTORE= in the unit, to one number");
 }
 
-// Of a function of sd-daemon.h: 0 where $NOTIFY_SOCKET is not set, below 0 a negative errno.
-absl::Status Sent(int result, const std::string& what) {
-  if (result > 0) return absl::OkStatus();
-  if (result == 0) return NoStore();
-  const std::string text = ErrnoText(absl::StrCat("service manager: ", what), -result);
-  return MakeError(result == -ETIMEDOUT ? ErrorId::kTimeout : ErrorId::kInternal, text);
-}
+// One descriptor that was handed over at start.
+struct Handed {
+  std::string name;
+  int fd = -1;
+};
 
-absl::Status Remove(const std::string& name) {
-  const std::string message =
-      absl::StrCat("FDSTOREREMOVE=1\nFDNAME=", std::string(FdStore::kPrefix), name);
-  return Sent(::sd_notify(/*unset_environment=*/0, message.c_str()),
-              absl::StrCat("FDSTOREREMOVE of ", name));
+// From number 3 on, as many as LISTEN_FDS says, where LISTEN_PID is this process; "unknown" without a name.
+// Source  sd_listen_fds_with_names(3).
+std::vector<Handed> HandedDescriptors(const FdStoreEnvironment& environment) {
+  constexpr int kFirst = 3;
+  int32_t pid = 0;
+  int32_t count = 0;
+  std::vector<Handed> handed;
+  if (environment.listen_pid != nullptr && environment.listen_fds != nullptr &&
+      absl::SimpleAtoi(environment.listen_pid, &pid) && pid == ::getpid() &&
+      absl::SimpleAtoi(environment.listen_fds, &count) && count > 0 &&
+      count <= std::numeric_limits<int>::max() - kFirst) {
+    std::vector<std::string> names;
+    if (environment.listen_fdnames != nullptr) {
+      names = absl::StrSplit(environment.listen_fdnames, ':');
+    }
+    for (int fd = kFirst; fd < kFirst + count; ++fd) {
+      const auto at = static_cast<size_t>(fd - kFirst);
+      if (::fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) {
+        spdlog::warn("{}",
+                     ErrnoText(absl::StrCat("descriptor ", fd, " of the service manager"), errno));
+        return {};
+      }
+      handed.push_back({.name = at < names.size() ? names[at] : "unknown", .fd = fd});
+    }
+  }
+  for (const char* name : {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"}) ::unsetenv(name);
+  return handed;
 }
 
 }  // namespace
 
 FdStore FdStore::Take(const FdStoreEnvironment& environment) {
   FdStore store;
+  store.notifier_ = Notifier(environment.notify_socket);
   store.fds_max_ = FdsMax(environment);
-  char** names = nullptr;
-  const int count = ::sd_listen_fds_with_names(/*unset_environment=*/1, &names);
-  if (count < 0) {
-    spdlog::warn("{}", ErrnoText("descriptors of the service manager", -count));
-    return store;
-  }
-  for (int i = 0; i < count; ++i) {
-    const std::string_view name = names[i];
+  for (const Handed& handed : HandedDescriptors(environment)) {
+    const std::string_view name = handed.name;
     if (!name.starts_with(kPrefix)) continue;
     // Keep() leaves one of each name; a second one is closed here.
-    store.taken_.emplace(name.substr(kPrefix.size()), SD_LISTEN_FDS_START + i);
+    store.taken_.emplace(name.substr(kPrefix.size()), handed.fd);
   }
-  for (int i = 0; i < count; ++i) std::free(names[i]);
-  std::free(names);
   store.to_forget_ = store.names();
   return store;
+}
+
+absl::Status FdStore::Send(const std::string& what, const std::string& message, int fd) const {
+  if (!notifier_.HasListener()) return NoStore();
+  const int error = notifier_.Send(message, fd);
+  if (error == 0) return absl::OkStatus();
+  return MakeError(ErrorId::kInternal, ErrnoText(absl::StrCat("service manager: ", what), error));
+}
+
+absl::Status FdStore::Remove(const std::string& name) const {
+  return Send(absl::StrCat("FDSTOREREMOVE of ", name),
+              absl::StrCat("FDSTOREREMOVE=1\nFDNAME=", std::string(kPrefix), name));
 }
 
 std::vector<std::string> FdStore::names() const {
@@ -125,9 +152,7 @@ absl::Status FdStore::Keep(std::string_view wanted_name, int fd) {
   RETURN_IF_ERROR(Remove(name));
   const std::string message =
       absl::StrCat("FDSTORE=1\nFDNAME=", std::string(FdStore::kPrefix), name, "\nFDPOLL=0");
-  RETURN_IF_ERROR(Sent(::sd_pid_notify_with_fds(/*pid=*/0, /*unset_environment=*/0, message.c_str(),
-                                                &fd, /*n_fds=*/1),
-                       absl::StrCat("FDSTORE of ", name)));
+  RETURN_IF_ERROR(Send(absl::StrCat("FDSTORE of ", name), message, fd));
   kept_.emplace(name);
   return absl::OkStatus();
 }
@@ -141,8 +166,13 @@ absl::Status FdStore::Drop(std::string_view name) {
 }
 
 absl::Status FdStore::Flush(std::chrono::microseconds timeout) {
-  return Sent(::sd_notify_barrier(/*unset_environment=*/0, static_cast<uint64_t>(timeout.count())),
-              absl::StrCat("no answer within ", timeout.count() / 1000, " ms"));
+  if (!notifier_.HasListener()) return NoStore();
+  const int error = notifier_.Barrier(timeout);
+  if (error == 0) return absl::OkStatus();
+  return MakeError(
+      error == ETIMEDOUT ? ErrorId::kTimeout : ErrorId::kInternal,
+      ErrnoText(absl::StrCat("service manager: no answer within ", timeout.count() / 1000, " ms"),
+                error));
 }
 
 }  // namespace forebay::daemon

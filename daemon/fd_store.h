@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "daemon/control/control_plane.h"
 #include "daemon/core/limits.h"
+#include "daemon/notify.h"
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
@@ -28,8 +29,11 @@ inline constexpr uint32_t kStoredFdsMax =
 
 // Environment variables that main() reads; null: not set.
 struct FdStoreEnvironment {
-  const char* notify_socket = nullptr;  // NOTIFY_SOCKET
-  const char* fdstore = nullptr;        // FDSTORE
+  const char* notify_socket = nullptr;   // NOTIFY_SOCKET
+  const char* fdstore = nullptr;         // FDSTORE
+  const char* listen_pid = nullptr;      // LISTEN_PID
+  const char* listen_fds = nullptr;      // LISTEN_FDS
+  const char* listen_fdnames = nullptr;  // LISTEN_FDNAMES
 };
 
 // The part of the service manager's store that is ours. Ours are the names with kPrefix, which callers
@@ -49,7 +53,7 @@ class FdStore {
   // Without the prefix; systemd takes 255 with it.
   static constexpr size_t kNameBytesMax = 200;
 
-  // What was handed over at start: each close-on-exec, the variables LISTEN_* unset.
+  // What was handed over at start: each close-on-exec, the variables LISTEN_* unset, so that no child takes them for its own.
   static FdStore Take(const FdStoreEnvironment& environment);
 
   // Whether the service manager keeps descriptors of this service.
@@ -90,6 +94,10 @@ class FdStore {
   absl::Status Flush(std::chrono::microseconds timeout);
 
  private:
+  absl::Status Send(const std::string& what, const std::string& message, int fd = -1) const;
+  absl::Status Remove(const std::string& name) const;
+
+  Notifier notifier_;
   uint64_t fds_max_ = 0;
   std::map<std::string, protocol::UniqueFd, std::less<>> taken_;
   // Without prefix: what Forget() removes, what Keep() has put there.

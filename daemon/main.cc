@@ -163,18 +163,25 @@ int Scrub(const Config& config) {
   return report->is_clean() ? 0 : kExitError;
 }
 
+// What the service manager has said, and what hears from us.
+struct Service {
+  forebay::daemon::Notifier notifier;
+  std::chrono::microseconds watchdog_limit;
+  FdStore store;
+};
+
 // Until a signal asks for the end (true) or the daemon fails (false). Meanwhile the service manager
 // hears that both threads make progress.
-bool WaitForEnd(Daemon& daemon, int signals_fd) {
+bool WaitForEnd(Daemon& daemon, const Service& service, int signals_fd) {
   // Twice within the limit.
   const auto limit =
-      std::chrono::duration_cast<std::chrono::milliseconds>(forebay::daemon::WatchdogLimit() / 2);
+      std::chrono::duration_cast<std::chrono::milliseconds>(service.watchdog_limit / 2);
   const int period_ms = limit.count() == 0 ? -1 : std::max(1, static_cast<int>(limit.count()));
   std::array<pollfd, 2> fds = {pollfd{.fd = signals_fd, .events = POLLIN, .revents = 0},
                                pollfd{.fd = daemon.failure_fd(), .events = POLLIN, .revents = 0}};
   while (true) {
     const int ready = ::poll(fds.data(), fds.size(), period_ms);
-    if (ready == 0 && daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
+    if (ready == 0 && daemon.MadeProgress()) service.notifier.Watchdog();
     if (ready <= 0) continue;
     if (fds[1].revents != 0) return false;
     if (fds[0].revents != 0) return true;
@@ -208,9 +215,9 @@ int ReadSignal(int signals_fd) {
 }
 
 // While the daemon ends: the service manager hears that it makes progress, and a signal ends the wait.
-auto OnWait(Daemon& daemon, int signals_fd) {
-  return [&daemon, signals_fd] {
-    if (daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
+auto OnWait(Daemon& daemon, const Service& service, int signals_fd) {
+  return [&daemon, &service, signals_fd] {
+    if (daemon.MadeProgress()) service.notifier.Watchdog();
     return ReadSignal(signals_fd) == 0;
   };
 }
@@ -218,14 +225,16 @@ auto OnWait(Daemon& daemon, int signals_fd) {
 // The jobs stay in memory for the next daemon, where the service manager keeps descriptors for it. A second signal
 // ends the wait for jobs that are in the middle of a step. Where some of them do not come to rest, or the store has no room,
 // this does not return.
-void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
-  const auto keep = [&store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
+void HandOver(Daemon& daemon, Service& service, int signals_fd) {
+  const auto keep = [&store =
+                         service.store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
     const auto ledger = kept.extract(forebay::daemon::kLedgerDescriptor);
     for (const auto& [name, fd] : kept) RETURN_IF_ERROR(store.Keep(name, fd.get()));
     if (!ledger.empty()) RETURN_IF_ERROR(store.Keep(ledger.key(), ledger.mapped().get()));
     return store.Flush(kStoreLimit);
   };
-  const absl::Status status = daemon.HandOver(keep, kHandOverLimit, OnWait(daemon, signals_fd));
+  const absl::Status status =
+      daemon.HandOver(keep, kHandOverLimit, OnWait(daemon, service, signals_fd));
   if (status.ok()) return;
   spdlog::warn("the others go on as after a kill of this daemon: {}",
                forebay::protocol::FormatError(status));
@@ -235,13 +244,14 @@ void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
 
 // Nobody keeps memory for the next daemon: it finds what is on swap, which is to be the newest step. A second signal ends
 // the wait.
-void MakeDurable(Daemon& daemon, int signals_fd) {
+void MakeDurable(Daemon& daemon, const Service& service, int signals_fd) {
   const absl::Status status =
-      daemon.HandOver(nullptr, kMakeDurableLimit, OnWait(daemon, signals_fd));
+      daemon.HandOver(nullptr, kMakeDurableLimit, OnWait(daemon, service, signals_fd));
   if (!status.ok()) spdlog::warn("{}", forebay::protocol::FormatError(status));
 }
 
-int Serve(const Config& config, FdStore& store) {
+int Serve(const Config& config, Service& service) {
+  FdStore& store = service.store;
   // Blocked before the first thread is made, so that all inherit it.
   sigset_t signals;
   sigemptyset(&signals);
@@ -263,18 +273,18 @@ int Serve(const Config& config, FdStore& store) {
   if (!daemon.ok()) return Fail(daemon.status());
   // One line that scripts wait for, whatever the log level.
   std::fprintf(stderr, "forebayd ready socket=%s\n", config.socket_path.c_str());
-  forebay::daemon::NotifyReady(absl::StrCat("serving ", config.socket_path));
+  service.notifier.Ready(absl::StrCat("serving ", config.socket_path));
 
-  const bool asked = WaitForEnd(**daemon, signals_fd.get());
-  forebay::daemon::NotifyStopping();
+  const bool asked = WaitForEnd(**daemon, service, signals_fd.get());
+  service.notifier.Stopping();
   // The loop thread has ended: a clean stop would wait for it permanently.
   if (!asked) std::_Exit(kExitError);
   // SIGINT ends the jobs that are in memory alone: nobody is to go on with them.
   const int signal = ReadSignal(signals_fd.get());
   if (signal == SIGTERM && store.is_available()) {
-    HandOver(**daemon, store, signals_fd.get());
+    HandOver(**daemon, service, signals_fd.get());
   } else {
-    MakeDurable(**daemon, signals_fd.get());
+    MakeDurable(**daemon, service, signals_fd.get());
   }
   (*daemon)->Stop();
   spdlog::info("stopped");
@@ -290,8 +300,15 @@ int main(int argc, char** argv) {
   CommandLine line;
   if (const std::optional<int> exit_status = Parse(argc, argv, line)) return *exit_status;
   const char* const target = std::getenv("FOREBAY_CPU_TARGET");
-  FdStore store = FdStore::Take(
-      {.notify_socket = std::getenv("NOTIFY_SOCKET"), .fdstore = std::getenv("FDSTORE")});
+  const char* const notify_socket = std::getenv("NOTIFY_SOCKET");
+  Service service{.notifier = forebay::daemon::Notifier(notify_socket),
+                  .watchdog_limit = forebay::daemon::WatchdogLimit(std::getenv("WATCHDOG_USEC"),
+                                                                   std::getenv("WATCHDOG_PID")),
+                  .store = FdStore::Take({.notify_socket = notify_socket,
+                                          .fdstore = std::getenv("FDSTORE"),
+                                          .listen_pid = std::getenv("LISTEN_PID"),
+                                          .listen_fds = std::getenv("LISTEN_FDS"),
+                                          .listen_fdnames = std::getenv("LISTEN_FDNAMES")})};
   const char* const state_folders = std::getenv("STATE_DIRECTORY");
   auto config = ReadConfig(line);
   if (!config.ok()) return Fail(config.status());
@@ -312,5 +329,5 @@ int main(int argc, char** argv) {
     config->swap_mode = forebay::nvme::OpenMode::kReclaim;
   }
   if (line.adopt) config->swap_other_place = forebay::daemon::OtherPlace::kAdopted;
-  return Serve(*config, store);
+  return Serve(*config, service);
 }

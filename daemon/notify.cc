@@ -1,23 +1,93 @@
 #include "daemon/notify.h"
 
-#include <systemd/sd-daemon.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <array>
+#include <cerrno>
+#include <climits>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+
+#include "absl/strings/numbers.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
 
-void NotifyReady(const std::string& status) {
-  (void)::sd_notify(/*unset_environment=*/0, ("READY=1\nSTATUS=" + status).c_str());
+using protocol::UniqueFd;
+
+int Notifier::Send(std::string_view message, int fd) const {
+  if (!HasListener()) return 0;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (socket_.size() >= sizeof(address.sun_path)) return ENAMETOOLONG;
+  socket_.copy(address.sun_path, socket_.size());
+  size_t address_bytes = offsetof(sockaddr_un, sun_path) + socket_.size();
+  if (address.sun_path[0] == '@') {
+    address.sun_path[0] = '\0';
+  } else {
+    ++address_bytes;
+  }
+
+  iovec text{.iov_base = const_cast<char*>(message.data()), .iov_len = message.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+  header.msg_name = &address;
+  header.msg_namelen = static_cast<socklen_t>(address_bytes);
+  header.msg_iov = &text;
+  header.msg_iovlen = 1;
+  if (fd >= 0) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* const rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(fd));
+    std::memcpy(CMSG_DATA(rights), &fd, sizeof(fd));
+  }
+  const UniqueFd socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!socket.valid()) return errno;
+  ssize_t sent = 0;
+  do {
+    sent = ::sendmsg(socket.get(), &header, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  return sent < 0 ? errno : 0;
 }
 
-void NotifyStopping() { (void)::sd_notify(/*unset_environment=*/0, "STOPPING=1"); }
+int Notifier::Barrier(std::chrono::microseconds timeout) const {
+  if (!HasListener()) return 0;
+  std::array<int, 2> ends = {-1, -1};
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) return errno;
+  const UniqueFd read_end(ends[0]);
+  UniqueFd write_end(ends[1]);
+  if (const int error = Send("BARRIER=1", write_end.get()); error != 0) return error;
+  // The service manager's is the last one: when it closes that, all before is done.
+  write_end.Reset();
+  pollfd watched{.fd = read_end.get(), .events = 0, .revents = 0};
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + timeout;
+  while (true) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    const int ended = ::poll(&watched, 1,
+                             static_cast<int>(left < 0         ? 0
+                                              : left < INT_MAX ? left
+                                                               : INT_MAX));
+    if (ended > 0) return 0;
+    if (ended == 0) return ETIMEDOUT;
+    if (errno != EINTR) return errno;
+  }
+}
 
-void NotifyWatchdog() { (void)::sd_notify(/*unset_environment=*/0, "WATCHDOG=1"); }
-
-std::chrono::microseconds WatchdogLimit() {
-  uint64_t limit_us = 0;
-  const int enabled = ::sd_watchdog_enabled(/*unset_environment=*/0, &limit_us);
-  return std::chrono::microseconds(enabled > 0 ? limit_us : 0);
+std::chrono::microseconds WatchdogLimit(const char* usec, const char* pid) {
+  int64_t limit_us = 0;
+  int32_t watched = 0;
+  if (usec == nullptr || !absl::SimpleAtoi(usec, &limit_us) || limit_us <= 0) return {};
+  if (pid != nullptr && (!absl::SimpleAtoi(pid, &watched) || watched != ::getpid())) return {};
+  return std::chrono::microseconds(limit_us);
 }
 
 }  // namespace forebay::daemon

@@ -1,16 +1,41 @@
-// Messages to the service manager; without one they do nothing.
+// Messages to the service manager; where it does not listen they are dropped.
 #pragma once
 
 #include <chrono>
 #include <string>
+#include <string_view>
 
 namespace forebay::daemon {
 
-void NotifyReady(const std::string& status);  // READY=1
-void NotifyStopping();                        // STOPPING=1
-void NotifyWatchdog();                        // WATCHDOG=1
+// The service manager's end of $NOTIFY_SOCKET.
+//
+// Threads  Any. A message waits while the socket is full.
+// Source   sd_notify(3), with the protocol it describes: libsystemd is not linked, so that one program runs with
+//          and without it.
+class Notifier {
+ public:
+  Notifier() = default;
+  // The variable as main() has read it: a path, or '@' and an abstract name; null or empty: nobody listens.
+  explicit Notifier(const char* socket) : socket_(socket == nullptr ? "" : socket) {}
 
-// How long the service manager waits for NotifyWatchdog() before it ends this process; 0: it does not.
-std::chrono::microseconds WatchdogLimit();
+  bool HasListener() const { return !socket_.empty(); }
+
+  void Ready(const std::string& status) const { (void)Send("READY=1\nSTATUS=" + status); }
+  void Stopping() const { (void)Send("STOPPING=1"); }
+  void Watchdog() const { (void)Send("WATCHDOG=1"); }
+
+  // One message, with a descriptor (-1: none), which the caller may close afterwards. An errno: not sent; 0 also
+  // without a listener.
+  int Send(std::string_view message, int fd = -1) const;
+  // Waits until all messages before were handled. ETIMEDOUT, or another errno.
+  int Barrier(std::chrono::microseconds timeout) const;
+
+ private:
+  std::string socket_;
+};
+
+// How long the service manager waits for Watchdog() before it ends this process; 0: it does not. Of $WATCHDOG_USEC
+// and $WATCHDOG_PID; null: not set.
+std::chrono::microseconds WatchdogLimit(const char* usec, const char* pid);
 
 }  // namespace forebay::daemon

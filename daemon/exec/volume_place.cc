@@ -2,7 +2,6 @@
 
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
-#include <systemd/sd-id128.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -27,10 +26,6 @@ namespace {
 
 using protocol::ErrorId;
 using protocol::MakeError;
-
-// A machine-id is shown to nobody: this makes another one of it, of Forebay alone.
-constexpr sd_id128_t kApplication =
-    SD_ID128_MAKE(6f, 0b, 52, c1, 9d, 3e, 4b, 77, a2, 18, 5c, e4, 93, 70, fd, 2b);
 
 // What a block device may say of itself, below its folder in /sys; the first one counts.
 constexpr std::array kDiskNames{"wwid", "device/wwid", "serial", "dm/uuid", "md/uuid"};
@@ -92,15 +87,6 @@ std::string DescribeMoveOfPath(const PathPlace& before, const PathPlace& now) {
 }
 
 }  // namespace
-
-MachineId ThisMachine() {
-  MachineId machine{};
-  sd_id128_t id{};
-  if (::sd_id128_get_machine_app_specific(kApplication, &id) < 0) return machine;
-  static_assert(sizeof(id) == sizeof(machine));
-  std::memcpy(machine.data(), &id, sizeof(id));
-  return machine;
-}
 
 absl::StatusOr<VolumePlace> PlaceOf(std::span<const nvme::PathOptions> paths,
                                     const MachineId& machine) {

@@ -73,7 +73,6 @@ class ServiceManager {
     socket_.Reset(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
               0);
-    ::setenv("NOTIFY_SOCKET", path.c_str(), 1);
     EXPECT_EQ(::pipe2(end_, O_CLOEXEC), 0);
     thread_ = std::thread([this] { Run(); });
   }
@@ -83,7 +82,6 @@ class ServiceManager {
     ::close(end_[1]);
     thread_.join();
     ::close(end_[0]);
-    ::unsetenv("NOTIFY_SOCKET");
   }
 
   std::vector<Message> messages() {
@@ -223,13 +221,19 @@ TEST_F(FdStoreTest, AServiceManagerThatDoesNotAnswerIsATimeout) {
 }
 
 TEST_F(FdStoreTest, AServiceManagerThatIsGoneIsAnError) {
-  ::setenv("NOTIFY_SOCKET", socket_.c_str(), 1);
   FdStore store = FdStore::Take(keeps_two_);
   const UniqueFd fd = Memfd("one");
   const absl::Status status = store.Keep("a", fd.get());
-  ::unsetenv("NOTIFY_SOCKET");
   EXPECT_EQ(IdOf(status), ErrorId::kInternal);
   EXPECT_THAT(std::string(status.message()), HasSubstr("No such file or directory"));
+}
+
+// `environment`, with what the process was handed.
+FdStoreEnvironment Handed(FdStoreEnvironment environment = {}) {
+  environment.listen_pid = std::getenv("LISTEN_PID");
+  environment.listen_fds = std::getenv("LISTEN_FDS");
+  environment.listen_fdnames = std::getenv("LISTEN_FDNAMES");
+  return environment;
 }
 
 // Runs `service` with `fds` from number 3 on; returns its exit status.
@@ -253,6 +257,18 @@ int RunAsService(const std::vector<int>& fds, const std::string& names,
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
+TEST(WatchdogLimit, IsThatOfThisProcessAlone) {
+  using std::chrono::microseconds;
+  const std::string self = absl::StrCat(::getpid());
+  EXPECT_EQ(WatchdogLimit("30000000", self.c_str()), microseconds(30000000));
+  EXPECT_EQ(WatchdogLimit("30000000", nullptr), microseconds(30000000));
+  EXPECT_EQ(WatchdogLimit("30000000", "1"), microseconds(0));
+  EXPECT_EQ(WatchdogLimit(nullptr, self.c_str()), microseconds(0));
+  for (const char* none : {"", "0", "-5", "soon"}) {
+    EXPECT_EQ(WatchdogLimit(none, self.c_str()), microseconds(0)) << none;
+  }
+}
+
 TEST_F(FdStoreTest, TakesWhatIsOursAndLeavesTheRestAlone) {
   const UniqueFd weights = Memfd("weights"), socket = Memfd("socket"), state = Memfd("state");
   const int result = RunAsService(
@@ -260,7 +276,7 @@ TEST_F(FdStoreTest, TakesWhatIsOursAndLeavesTheRestAlone) {
       [&] {
         int taken = -1;
         {
-          FdStore store = FdStore::Take({});
+          FdStore store = FdStore::Take(Handed());
           if (store.names() != std::vector<std::string>{"state.0", "weights.0"}) return 10;
           for (const int fd : {3, 4, 5}) {
             if (::fcntl(fd, F_GETFD) != FD_CLOEXEC) return 11;
@@ -288,7 +304,7 @@ TEST_F(FdStoreTest, OfAnotherProcessAreNotTaken) {
   const UniqueFd fd = Memfd("one");
   const int result = RunAsService({fd.get()}, "forebay.a", [] {
     ::setenv("LISTEN_PID", "1", 1);
-    return FdStore::Take({}).names().empty() ? 0 : 10;
+    return FdStore::Take(Handed()).names().empty() ? 0 : 10;
   });
   EXPECT_EQ(result, 0);
 }
@@ -298,7 +314,7 @@ TEST_F(FdStoreTest, ForgetsWhatItTookAndNothingElse) {
   const UniqueFd one = Memfd("one"), other = Memfd("other");
   const int result =
       RunAsService({one.get(), other.get(), one.get()}, "forebay.a:other:forebay.b", [&] {
-        FdStore store = FdStore::Take(keeps_two_);
+        FdStore store = FdStore::Take(Handed(keeps_two_));
         const UniqueFd released = store.Release("a");
         if (!store.Forget(kPatience).ok()) return 10;
         if (!store.Forget(kPatience).ok()) return 11;  // nothing is left to forget
@@ -315,7 +331,7 @@ TEST_F(FdStoreTest, ForgetsAllButWhatIsKeptOnAndDropsThatLater) {
   ServiceManager manager(socket_, Barriers::kAnswered);
   const UniqueFd one = Memfd("one"), other = Memfd("other");
   const int result = RunAsService({one.get(), other.get()}, "forebay.a:forebay.b", [&] {
-    FdStore store = FdStore::Take(keeps_two_);
+    FdStore store = FdStore::Take(Handed(keeps_two_));
     if (!store.Forget(kPatience, {"b"}).ok()) return 10;
     if (!store.Drop("a").ok()) return 11;  // it is not there
     if (!store.Drop("b").ok()) return 12;

@@ -11,6 +11,8 @@
 #include <filesystem>
 #include <string>
 
+#include "absl/strings/escaping.h"
+#include "daemon/exec/machine_id.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
@@ -103,6 +105,21 @@ TEST(VolumePlace, OfADeviceHasNoInode) {
 
 TEST(VolumePlace, TheMachineIsTheSameFromOneReadingToTheNext) {
   EXPECT_EQ(ThisMachine(), ThisMachine());
+}
+
+// What `systemd-id128 machine-id --app-specific=6f0b52c19d3e4b77a2185ce49370fd2b` prints there.
+TEST(VolumePlace, AMachineIsKnownByAHashOfItsMachineId) {
+  const MachineId machine = MachineOf("0123456789abcdef0123456789abcdef");
+  const std::string bytes(reinterpret_cast<const char*>(machine.data()), machine.size());
+  EXPECT_EQ(absl::BytesToHexString(bytes), "65784cf6606d4401ac2dff28c2d10f99");
+}
+
+TEST(VolumePlace, WhatIsNoMachineIdIsNotKnown) {
+  for (const std::string text :
+       {"", "uninitialized", "0123456789abcdef0123456789abcde", "00000000000000000000000000000000",
+        "0123456789abcdef0123456789abcdeg"}) {
+    EXPECT_EQ(MachineOf(text), MachineId{}) << text;
+  }
 }
 
 }  // namespace

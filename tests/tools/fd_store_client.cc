@@ -44,8 +44,12 @@ absl::Status Keep(FdStore& store, const std::string& name, const std::string& co
 
 int main(int argc, char** argv) {
   ::alarm(kPatience.count());
-  FdStore store = FdStore::Take(
-      {.notify_socket = std::getenv("NOTIFY_SOCKET"), .fdstore = std::getenv("FDSTORE")});
+  const char* const notify_socket = std::getenv("NOTIFY_SOCKET");
+  FdStore store = FdStore::Take({.notify_socket = notify_socket,
+                                 .fdstore = std::getenv("FDSTORE"),
+                                 .listen_pid = std::getenv("LISTEN_PID"),
+                                 .listen_fds = std::getenv("LISTEN_FDS"),
+                                 .listen_fdnames = std::getenv("LISTEN_FDNAMES")});
   for (const std::string& name : store.names()) {
     const UniqueFd fd = store.Release(name);
     std::printf("%s=%s\n", name.c_str(), ContentOf(fd.get()).c_str());
@@ -55,7 +59,7 @@ int main(int argc, char** argv) {
     const std::string_view what = argv[i];
     if (what == "flush") status = store.Flush(kPatience);
     if (what == "forget") status = store.Forget(kPatience);
-    if (what == "ready") forebay::daemon::NotifyReady("ready");
+    if (what == "ready") forebay::daemon::Notifier(notify_socket).Ready("ready");
     if (what == "keep") {
       status = Keep(store, argv[i + 1], argv[i + 2]);
       i += 2;

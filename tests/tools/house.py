@@ -40,7 +40,6 @@ LIBRARIES = {  # start of an include path: (library, rooms that may name it)
     "hwy/": ("Highway", {"cpu_adam", "tests"}),
     "spdlog/": ("spdlog", {"daemon", "tests"}),
     "toml++/": ("toml++", {"daemon", "tests"}),
-    "systemd/": ("libsystemd", {"daemon", "tests"}),
     "prometheus/": ("prometheus-cpp", {"daemon", "tests"}),
     "CLI/": ("CLI11", {"daemon", "tools", "tests"}),
     "nlohmann/": ("nlohmann-json", {"tools", "tests"}),
