@@ -66,6 +66,24 @@ uint64_t RaiseLimits() {
   return descriptors;
 }
 
+// Of a daemon that goes on where memory cannot be locked: what that means, and the line that changes it.
+void SayWhatIsNotPinned(const Config& config, uint64_t dram_limit_bytes) {
+  if (config.lock == pinned_mem::LockPolicy::kRequired || pinned_mem::MayLock(dram_limit_bytes)) {
+    return;
+  }
+  rlimit limit{};
+  (void)::getrlimit(RLIMIT_MEMLOCK, &limit);
+  spdlog::warn(
+      "memory is not pinned: RLIMIT_MEMLOCK (ulimit -l) is {}, below the {} that jobs may take. "
+      "Results are the "
+      "same; where the machine runs short of memory its kernel may move what Forebay holds to its "
+      "own swap, and "
+      "steps wait for it. To pin it add the line \"* - memlock unlimited\" to "
+      "/etc/security/limits.conf and log "
+      "in again",
+      protocol::FormatBytes(limit.rlim_cur), protocol::FormatBytes(dram_limit_bytes));
+}
+
 // Half of what the control group or the machine has, unless the configuration says otherwise.
 //
 // Errors  E_CONFIG  above either: the kernel would end the daemon.
@@ -270,6 +288,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   state->config = config;
   state->config.dram_limit_bytes = options.state.dram_limit_bytes;
   state->config.workers = options.state.workers;
+  SayWhatIsNotPinned(config, options.state.dram_limit_bytes);
   ASSIGN_OR_RETURN(state->lock, InstanceLock::Acquire(config.socket_path));
   ASSIGN_OR_RETURN(state->failure, protocol::MakeDoorbell());
   state->engine = std::move(prepared.engine);

@@ -1,5 +1,7 @@
 #include "pinned_mem/memory_limit.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <fstream>
 #include <optional>
@@ -158,6 +160,15 @@ uint64_t MachineBytes() { return MeminfoBytes("MemTotal:"); }
 
 uint64_t AvailableBytes() {
   return std::min(MeminfoBytes("MemAvailable:"), ReadCgroupMemory().available_bytes);
+}
+
+bool MayLock(uint64_t bytes) {
+  void* const pages = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (pages == MAP_FAILED) return false;
+  const bool may = ::mlock2(pages, bytes, MLOCK_ONFAULT) == 0;
+  ::munmap(pages, bytes);
+  return may;
 }
 
 }  // namespace forebay::pinned_mem

@@ -38,4 +38,9 @@ uint64_t MachineBytes();
 // is less. An estimate: the kernel may find less.
 uint64_t AvailableBytes();
 
+// Whether RLIMIT_MEMLOCK and the capabilities of this process let it lock so much at once. Takes no memory.
+//
+// Source  mlock2(2), MLOCK_ONFAULT.
+bool MayLock(uint64_t bytes);
+
 }  // namespace forebay::pinned_mem

@@ -5,6 +5,10 @@
 
 #include "pinned_mem/memory_limit.h"
 
+#include <linux/capability.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -124,6 +128,23 @@ TEST(MemoryLimit, AvailableIsMoreThanNothingAndLessThanTheMachineHas) {
   EXPECT_EQ(MachineBytes(), total_bytes);
   EXPECT_GT(AvailableBytes(), kMiB);
   EXPECT_LE(AvailableBytes(), total_bytes);
+}
+
+// In a child without the capability, which would make all of it true.
+TEST(MayLock, IsWhetherTheLimitHasRoom) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    (void)::prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0);
+    if (::geteuid() == 0 && ::setresuid(65534, 65534, 65534) != 0) ::_exit(10);
+    const rlimit limit{.rlim_cur = 8 * kMiB, .rlim_max = 8 * kMiB};
+    if (::setrlimit(RLIMIT_MEMLOCK, &limit) != 0) ::_exit(11);
+    if (!MayLock(4 * kMiB)) ::_exit(12);
+    ::_exit(MayLock(uint64_t{1} << 40) || MayLock(9 * kMiB) ? 13 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 }  // namespace
