@@ -1,5 +1,9 @@
 #include "cpu_adam/targets.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 
 #include "absl/strings/str_cat.h"
@@ -26,11 +30,41 @@ constexpr NamedTarget kTargets[] = {
     {HWY_SVE, "sve"},   {HWY_NEON, "neon"},
 };
 
+#if defined(__x86_64__)
+// What this processor and its kernel can run of Highway's targets AVX2 and AVX3, for which a kernel file is compiled with
+// all of these bits. Highway's own function would be all that is needed of its library, of which Debian has no archive.
+//
+// Source  Intel SDM, volume 2, CPUID and XGETBV; HWY_TARGET_STR of hwy/ops/set_macros-inl.h.
+int64_t RunnableTargets() {
+  constexpr unsigned kLeaf1Ecx = bit_SSE3 | bit_PCLMUL | bit_SSSE3 | bit_FMA | bit_SSE4_1 |
+                                 bit_SSE4_2 | bit_AES | bit_OSXSAVE | bit_AVX | bit_F16C;
+  constexpr unsigned kLeaf7EbxAvx2 = bit_BMI | bit_AVX2 | bit_BMI2;
+  constexpr unsigned kLeaf7EbxAvx3 =
+      bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
+  constexpr unsigned kLzcnt = 1u << 5;
+  constexpr unsigned kXmmYmm = 6;  // of XCR0: the kernel saves these registers
+  constexpr unsigned kMasksZmm = 7u << 5;
+
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kLeaf1Ecx) != kLeaf1Ecx) return 0;
+  if (__get_cpuid(0x80000001, &a, &b, &c, &d) == 0 || (c & kLzcnt) == 0) return 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (b & kLeaf7EbxAvx2) != kLeaf7EbxAvx2)
+    return 0;
+  unsigned saved = 0, saved_high = 0;
+  __asm__("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
+  if ((saved & kXmmYmm) != kXmmYmm) return 0;
+  if ((b & kLeaf7EbxAvx3) != kLeaf7EbxAvx3 || (saved & kMasksZmm) != kMasksZmm) return HWY_AVX2;
+  return HWY_AVX2 | HWY_AVX3;
+}
+#else
+int64_t RunnableTargets() { return hwy::SupportedTargets(); }
+#endif
+
 std::vector<Kernels> FindKernels() {
   using namespace internal;  // NOLINT: the tables alone
   std::vector<Kernels> found;
   for (const NamedTarget& target : kTargets) {
-    if ((hwy::SupportedTargets() & target.bit) == 0 || StreamKernelsOf(target.bit) == nullptr) {
+    if ((RunnableTargets() & target.bit) == 0 || StreamKernelsOf(target.bit) == nullptr) {
       continue;
     }
     found.push_back({.name = target.name,
