@@ -1,0 +1,19 @@
+// What hwloc's archive asks of libudev, of which Debian has none. It asks about disks alone, which no topology of ours has;
+// without udev it would read /run/udev itself.
+
+extern "C" {
+
+struct udev;
+struct udev_device;
+
+udev* udev_new() { return nullptr; }
+udev* udev_unref(udev* /*udev*/) { return nullptr; }
+udev_device* udev_device_new_from_subsystem_sysname(udev* /*udev*/, const char* /*subsystem*/,
+                                                    const char* /*name*/) {
+  return nullptr;
+}
+udev_device* udev_device_unref(udev_device* /*device*/) { return nullptr; }
+const char* udev_device_get_property_value(udev_device* /*device*/, const char* /*key*/) {
+  return nullptr;
+}
+}
