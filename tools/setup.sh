@@ -163,22 +163,34 @@ build_preset() {
 wheel_digest() {
   {
     "$VENV_PYTHON" -V
-    find CMakeLists.txt client gpu protocol -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum
+    find CMakeLists.txt client cpu_adam daemon gpu nvme pinned_mem protocol \
+      tools/CMakeLists.txt tools/forebay tools/package tools/setup.sh -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1
 }
 
-# Builds the Python package and installs it into the environment, where its sources changed.
+# build_wheel FOLDER [PYTHON]: the wheel for a Python that has what builds it, with the programs of the default preset.
+build_wheel() {
+  local python=${2:-$VENV_PYTHON}
+  build_preset default forebay forebayd || return 1
+  say "building the wheel"
+  rm -f "$1"/forebay-*.whl
+  "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$1" \
+    --config-settings "cmake.define.FOREBAY_PROGRAMS=$PWD/build/bin" ./client/python &&
+    "$python" tools/package/tag_wheel.py "$1"/forebay-*.whl
+}
+
+# Builds the wheel, build/wheel/forebay-*.whl, and installs it into the environment, where its sources changed.
 install_wheel() {
   local stamp=$VENV/forebay.stamp digest
   digest=$(wheel_digest)
-  if [[ -e $stamp && $(<"$stamp") == "$digest" ]] &&
+  if [[ -e $stamp && $(<"$stamp") == "$digest" && -n $(compgen -G 'build/wheel/forebay-*.whl') ]] &&
       "$VENV_PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("forebay._core") is None)' \
         2>/dev/null; then
     return 0
   fi
-  say "building the Python package"
   rm -f "$stamp"
-  "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
-    --force-reinstall ./client/python || return 1
+  build_wheel build/wheel || return 1
+  "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
+    build/wheel/forebay-*.whl || return 1
   printf '%s\n' "$digest" >"$stamp"
 }

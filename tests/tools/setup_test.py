@@ -96,8 +96,12 @@ def test_too_little_disk_names_need_and_free(folder):
 
 def test_an_edited_source_is_another_wheel(folder):
     stand_in_python(folder, "")
-    for name in ("client", "gpu", "protocol"):
+    for name in ("client", "cpu_adam", "daemon", "gpu", "nvme", "pinned_mem", "protocol"):
         (folder / name).mkdir()
+    for name in ("forebay", "package"):
+        (folder / "tools" / name).mkdir()
+    for name in ("CMakeLists.txt", "setup.sh"):
+        (folder / "tools" / name).touch()
     source = folder / "client" / "session.cc"
     (folder / "CMakeLists.txt").write_text("project(x)\n")
     source.write_text("int x;\n")
