@@ -1,0 +1,257 @@
+"""Goal    The wheel is what it says: it needs nothing but the C library of its tag and a C++ library, is small, and has no
+        dependency; its programs run where nothing else is. The source distribution has what the build needs. The
+        Debian package has programs, unit, user, folder, completion and manual pages, and systemd takes them.
+Method  The files of build/wheel, which tools/setup.sh makes, are taken apart; programs run below a root with nothing but
+        glibc; `cpack` in build. What takes minutes (a whole root, pip, torch) is tests/packages/run, by hand.
+"""
+
+import email.parser
+import gzip
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build"
+DEADLINE_S = 120
+WHEEL_BYTES_MAX = 12 << 20
+# Of RHEL 9, the oldest distribution that the tag means: glibc 2.34, the libraries of GCC 11.
+VERSIONS_MAX = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
+OF_THE_C_LIBRARY = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
+OF_THE_C_LIBRARY |= {"ld-linux-x86-64.so.2", "libgcc_s.so.1"}
+
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tag is of x86-64")
+
+
+def run(*words, check=True, **options):
+    done = subprocess.run(
+        [*map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        **options,
+    )
+    assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    wheels = list((BUILD / "wheel").glob("forebay-*.whl"))
+    assert len(wheels) == 1, "build it: source tools/setup.sh; install_wheel"
+    return wheels[0]
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    for program in scripts(folder).iterdir():
+        program.chmod(0o755)
+    return folder
+
+
+def scripts(folder):
+    return folder / "forebay-0.1.0.data" / "scripts"
+
+
+def binaries(folder):
+    return [
+        path for path in folder.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"
+    ]
+
+
+def numbers(version):
+    return tuple(map(int, version.split(".")))
+
+
+def test_it_is_small_and_its_tag_names_the_oldest_c_library(wheel):
+    assert wheel.stat().st_size <= WHEEL_BYTES_MAX
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert wheel.name == f"forebay-0.1.0-{python}-{python}-manylinux_2_34_x86_64.whl"
+
+
+def test_it_needs_no_package_and_torch_is_an_extra(unpacked):
+    text = (unpacked / "forebay-0.1.0.dist-info" / "METADATA").read_text(encoding="utf-8")
+    metadata = email.parser.Parser().parsestr(text)
+    needs = metadata.get_all("Requires-Dist")
+    assert [need for need in needs if "extra ==" not in need] == []
+    assert any(re.match(r"torch>=2\.4; extra == .torch.", need) for need in needs), needs
+
+
+def test_it_brings_the_whole_package(unpacked):
+    source = ROOT / "client" / "python" / "forebay"
+    parts = {path.relative_to(source).as_posix() for path in source.rglob("*.py*") if path.suffix != ".pyc"}
+    inside = {p.relative_to(unpacked / "forebay").as_posix() for p in (unpacked / "forebay").rglob("*")}
+    assert "__init__.py" in parts and "_core.pyi" in parts and "py.typed" in inside
+    assert parts <= inside
+    assert [name for name in inside if name.startswith("_core.cpython-")]
+
+
+def test_it_brings_both_programs_and_the_terms_of_what_is_linked(unpacked):
+    assert {path.name for path in scripts(unpacked).iterdir()} == {"forebay", "forebayd"}
+    licenses = unpacked / "forebay-0.1.0.dist-info" / "licenses"
+    assert {"absl", "capnp", "hwloc", "spdlog", "uring", "Apache-2.0"} <= {p.name for p in licenses.iterdir()}
+
+
+def test_no_binary_needs_a_newer_symbol_than_the_tag_says(unpacked):
+    found = binaries(unpacked)
+    assert len(found) >= 3
+    for binary in found:
+        table = run("objdump", "-T", binary).stdout
+        for library, version in re.findall(r"\*UND\*.*\((GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)\)", table):
+            assert numbers(version) <= VERSIONS_MAX[library], f"{binary.name}: {library}_{version}"
+
+
+def test_every_library_is_inside(unpacked):
+    inside = {path.name for path in (unpacked / "forebay.libs").iterdir()}
+    for binary in binaries(unpacked):
+        needed = set(re.findall(r"NEEDED\s+(\S+)", run("objdump", "-p", binary).stdout))
+        if binary.parent == scripts(unpacked):
+            assert needed <= OF_THE_C_LIBRARY, binary.name
+        else:
+            assert needed <= OF_THE_C_LIBRARY | inside | {"libstdc++.so.6"}, binary.name
+
+
+def test_the_extension_is_loaded_with_the_libraries_of_the_wheel(unpacked):
+    code = "import forebay._core; print(open('/proc/self/maps').read())"
+    maps = run(sys.executable, "-S", "-c", code, env={"PYTHONPATH": str(unpacked)}, cwd="/").stdout
+    loaded = {line.split()[-1] for line in maps.split("\n") if re.search(r"lib(capnp|kj|absl)", line)}
+    assert loaded
+    assert {pathlib.Path(path).parent for path in loaded} == {unpacked / "forebay.libs"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="chroot(2) is for root")
+def test_the_programs_run_where_nothing_but_the_c_library_is(unpacked, tmp_path):
+    for library in OF_THE_C_LIBRARY:
+        place = next(
+            folder / library
+            for folder in map(pathlib.Path, ("/lib64", "/lib/x86_64-linux-gnu", "/usr/lib64"))
+            if (folder / library).exists()
+        )
+        target = tmp_path / ("lib64" if library.startswith("ld-") else "lib") / library
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(place, target)
+    for program in scripts(unpacked).iterdir():
+        shutil.copy(program, tmp_path)
+    environment = {"LD_LIBRARY_PATH": "/lib"}
+    for program in ("forebay", "forebayd"):
+        done = run("chroot", tmp_path, f"/{program}", "--version", env={**os.environ, **environment})
+        assert done.stdout == f"{program} 0.1.0\n"
+    doctor = run("chroot", tmp_path, "/forebay", "doctor", env={**os.environ, **environment}, check=False)
+    assert "CPU target" in doctor.stdout, doctor.stderr
+
+
+def test_the_programs_have_the_instruction_sets_that_highway_finds(unpacked):
+    flags = pathlib.Path("/proc/cpuinfo").read_text(encoding="ascii")
+    doctor = run(scripts(unpacked) / "forebay", "doctor", "--json", check=False).stdout
+    for target, flag in (("avx2", "avx2"), ("avx3", "avx512bw")):
+        assert (target in doctor) == (f" {flag} " in flags), (target, doctor)
+
+
+def test_the_source_distribution_has_all_that_is_built(tmp_path):
+    code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=ROOT / "client" / "python")
+    (archive,) = tmp_path.glob("forebay-0.1.0.tar.gz")
+    with tarfile.open(archive) as tar:
+        inside = {name.partition("/")[2] for name in tar.getnames()}
+    rooms = ["client", "cpu_adam", "daemon", "gpu", "nvme", "pinned_mem", "protocol", "tools/forebay"]
+    ours = run("git", "-C", ROOT, "ls-files", "CMakeLists.txt", "tools/CMakeLists.txt", "tools/package", *rooms)
+    missing = set(ours.stdout.split()) - inside
+    assert not missing
+    assert "pyproject.toml" in inside and "PKG-INFO" in inside
+    assert not [name for name in inside if name.endswith(".pyc")]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("package")
+    run("cpack", "-B", folder, cwd=BUILD)
+    (made,) = folder.glob("*.deb")
+    yield made
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def tree(package, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tree")
+    run("dpkg-deb", "--raw-extract", package, folder)
+    return folder
+
+
+def test_the_package_has_all_its_parts_and_needs_the_c_library_alone(package, tree):
+    assert re.fullmatch(r"forebay_0\.1\.0_amd64\.deb", package.name)
+    for part in (
+        "usr/bin/forebay",
+        "usr/bin/forebayd",
+        "usr/lib/systemd/system/forebayd.service",
+        "usr/lib/sysusers.d/forebay.conf",
+        "usr/lib/tmpfiles.d/forebay.conf",
+        "usr/share/bash-completion/completions/forebay",
+        "usr/share/forebay/forebay.toml",
+        "usr/share/man/man1/forebay.1.gz",
+        "usr/share/man/man8/forebayd.8.gz",
+        "etc/forebay/forebay.toml",
+        "DEBIAN/postinst",
+        "DEBIAN/prerm",
+        "DEBIAN/postrm",
+        "DEBIAN/conffiles",
+    ):
+        assert (tree / part).is_file(), part
+    control = (tree / "DEBIAN" / "control").read_text(encoding="utf-8")
+    depends = re.search(r"^Depends: (.*)$", control, re.M)[1].split(", ")
+    assert {word.split()[0] for word in depends} <= {"libc6", "libgcc-s1"}, depends
+    for script in ("postinst", "prerm", "postrm"):
+        run("sh", "-n", tree / "DEBIAN" / script)
+
+
+def test_systemd_takes_unit_user_and_folder(tree):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tree / "usr/lib/systemd/system/forebayd.service"
+    text = unit.read_text(encoding="utf-8")
+    assert "ExecStart=/usr/bin/forebayd --config /etc/forebay/forebay.toml" in text
+    unit.write_text(text.replace("/usr/bin/", f"{tree}/usr/bin/"), encoding="utf-8")
+    run("systemd-analyze", "verify", "--man=no", unit)
+    for folder in ("var/lib", "etc", "run"):
+        (tree / folder).mkdir(parents=True, exist_ok=True)
+    for name in ("passwd", "group", "shadow", "gshadow"):
+        (tree / "etc" / name).touch()
+    run("systemd-sysusers", f"--root={tree}", "forebay.conf")
+    assert re.search(r"^forebay:x:\d+:\d+:.*:/var/lib/forebay:", (tree / "etc/passwd").read_text())
+    assert re.search(r"^forebay:x:\d+:", (tree / "etc/group").read_text())
+    run("systemd-tmpfiles", f"--root={tree}", "--create", "forebay.conf")
+    assert (tree / "var/lib/forebay").is_dir()
+
+
+def test_manual_pages_and_completion_know_every_command_and_option(tree, unpacked):
+    program = scripts(unpacked) / "forebay"
+    commands = re.findall(r"^  (\w+) ", run(program, "--help").stdout.partition("Subcommands:")[2], re.M)
+    assert "run" in commands and "doctor" in commands
+    pages = {}
+    for page in ("forebay.1", "forebayd.8"):
+        file = tree / "usr/share/man" / f"man{page[-1]}" / f"{page}.gz"
+        pages[page] = gzip.decompress(file.read_bytes()).decode().replace("\\-", "-")
+        if shutil.which("man") is not None:
+            assert run("man", "--warnings", "-l", file, env={**os.environ, "MANPAGER": "cat"}).stderr == ""
+    completion = tree / "usr/share/bash-completion/completions/forebay"
+    for command in commands:
+        options = re.findall(r"^  (?:-\w,)?(--[\w-]+)", run(program, command, "--help").stdout, re.M)
+        typed = f"COMP_WORDS=(forebay {command} --) COMP_CWORD=2; _forebay; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        completed = run("bash", "-c", f"source {completion}; {typed}").stdout.split()
+        assert set(options) <= set(completed), command
+        for option in set(options) - {"--help"}:
+            assert option in pages["forebay.1"], f"{command} {option}"
+    assert "swap.capacity" in pages["forebayd.8"]
+    top = "COMP_WORDS=(forebay '') COMP_CWORD=1; _forebay; printf '%s\\n' \"${COMPREPLY[@]}\""
+    assert set(commands) <= set(run("bash", "-c", f"source {completion}; {top}").stdout.split())
