@@ -1,0 +1,2 @@
+"""Forebay in other libraries' loops: integrations.transformers, integrations.accelerate. Each imports its library
+and torch; `import forebay` imports neither."""

@@ -1,0 +1,392 @@
+"""Hugging Face's Trainer on attached models:
+
+-    from transformers import Trainer
++    from forebay.integrations.transformers import Trainer
+
+A killed run that is started again goes on by itself behind its last committed step, with the bits of one that was
+not killed: the Trainer's own state (position in the data, scheduler, random numbers, losses to be logged) commits with
+each step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import random
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import transformers
+from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
+
+from .. import api, optimizers
+from .._buffers import Buffers
+from .._optimizer import ForebayOptimizer
+from ..errors import unsupported, usage_error
+from . import accelerate
+
+STATE_BYTES = 256 << 10  # room for a Position
+LOG_ENTRIES = 512  # of log_history that commit with a step, the newest
+MAGIC = b"forebay Trainer 1\0"  # in front of a Position
+COMMITTED = "committed step"  # in place of a checkpoint's folder
+# Of TrainerState. The others are the arguments' or the launch's.
+STATE_FIELDS = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+    "stateful_callbacks",
+)
+# What Forebay's Trainer overrides or calls that is not documented.
+PRIVATE = (
+    "_get_grad_norm",
+    "_init_training_state",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_maybe_log_save_evaluate",
+    "_run_epoch",
+)
+
+_trainers: dict[str, weakref.ref[Any]] = {}  # by job: who trains it in this process
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RandomNumbers:
+    """The states of the generators that a Trainer uses."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor]
+
+    @classmethod
+    def now(cls) -> RandomNumbers:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        return cls(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a Trainer is as it calls the optimizer's step(); commits with the step. What follows a step (the scheduler,
+    logging, evaluation, saving) is done again from here."""
+
+    call: int  # of train(), from 1
+    epoch: int
+    updates: int  # of the epoch, this step among them
+    state: dict[str, Any]  # of TrainerState, before the step
+    control: dict[str, Any]
+    callbacks: list[tuple[str, dict[str, Any]]]
+    scheduler: dict[str, Any]
+    grad_norm: float
+    losses: tuple[float, float, int]  # since the last logging, before it, the step of that
+    initial: tuple[int, int]  # global_step and tokens as train() began
+    flos: float
+    epoch_began: RandomNumbers
+    random_numbers: RandomNumbers
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """transformers.Trainer on an attached model; makes a subclass of it one too: class Mine(Trainer, SFTTrainer).
+
+    forebay  Further arguments of forebay.attach: {"durability": "step", "job": "bert"}.
+
+    The optimizer is that of the arguments (optim="adamw_torch" and its like, "adagrad", "sgd"), or what optimizers=
+    has: one of torch's, or of forebay.optimizers. The model is attached as training begins, and stays so.
+
+    Errors  E_UNSUPPORTED  what would train without the daemon, or on another training's state; names the call.
+            E_BUSY         the job is another Trainer's of this process.
+            E_JOB_EXISTS   as forebay.attach.
+
+    >>> from forebay.integrations import transformers as ours
+    >>> arguments = transformers.TrainingArguments(folder, use_cpu=True)
+    >>> trainer = ours.Trainer(model, arguments, forebay={"job": "bert", "durability": "memory"})
+    """
+
+    optimizer: Any
+    control: Any
+
+    def __init__(self, *args: Any, forebay: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        missing = [name for name in PRIVATE if not hasattr(transformers.Trainer, name)]
+        if missing:
+            raise unsupported(
+                f"transformers {transformers.__version__}, whose Trainer has no {missing[0]}()",
+                "pip install -U transformers (its Trainer of 5.24 is known to work)",
+            )
+        self._options, self._room_bytes = dict(forebay or {}), STATE_BYTES
+        self._position: Position | None = None  # to go on from
+        self._call, self._epoch, self._updates = 0, 0, 0
+        self._epoch_began = self._random_numbers = RandomNumbers.now()
+        super().__init__(*args, **kwargs)
+
+    # ---------------------------------------------------------------------------------- attaching
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers.Trainer's; the Accelerator is Forebay's, which keeps DDP away from an attached model.
+
+        >>> from forebay.integrations import transformers as ours
+        >>> trainer = ours.Trainer(model, transformers.TrainingArguments(folder, use_cpu=True))
+        >>> type(trainer.accelerator).__module__
+        'forebay.integrations.accelerate'
+        """
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = accelerate.Accelerator
+        self.accelerator.refuse_other_wrappers()
+        if self.accelerator.is_fsdp2:
+            raise unsupported(
+                "Forebay's Trainer with FSDP2, whose checkpoints it cannot write",
+                "forebay.integrations.accelerate.Accelerator, or forebay.attach(model, ...) behind fully_shard()",
+            )
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """As transformers.Trainer's; attaches the model and prepares the optimizer.
+
+        >>> from forebay.integrations import transformers as ours
+        >>> trainer = ours.Trainer(model, transformers.TrainingArguments(folder, use_cpu=True))
+        >>> trainer.create_optimizer().optimizer.mode
+        'shared'
+        """
+        if self._is_prepared():
+            return self.optimizer
+        model = self.model if model is None else model
+        buffers_bytes = Buffers(model).size_bytes()
+        opt = self.optimizer
+        if not isinstance(opt, ForebayOptimizer):  # which the script has attached
+            options = {"extra_state_bytes": buffers_bytes + STATE_BYTES, **self._options}
+            if self.args.gradient_accumulation_steps > 1:
+                options.setdefault("accumulate", self.args.gradient_accumulation_steps)
+            if not isinstance(opt, optimizers.Optimizer):
+                opt = super().create_optimizer(model)
+            self._claim_job(api._job_name(options.get("job")))
+            opt = api.attach(model, opt, **options)
+        self._room_bytes = opt._extra_state_bytes - buffers_bytes
+        self.optimizer = self.accelerator.prepare(opt)
+        return self.optimizer
+
+    def _is_prepared(self) -> bool:
+        return isinstance(getattr(self.optimizer, "optimizer", None), ForebayOptimizer)
+
+    def _claim_job(self, job: str) -> None:
+        other = _trainers.get(job, lambda: None)()
+        if other not in (None, self):
+            raise usage_error(
+                "E_BUSY",
+                f"job {job} is another Trainer's of this process: this one would go on with its weights and its step",
+                'Trainer(..., forebay={"job": "another name"})',
+            )
+        _trainers[job] = weakref.ref(self)
+
+    # ------------------------------------------------------------------------------- what commits
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The Trainer's last call before it steps: what it knows commits with the step."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        self._updates += 1
+        position = self._position_now(float(grad_norm))
+        packed = MAGIC + pickle.dumps(position)
+        logged = position.state["log_history"]
+        while len(packed) > self._room_bytes and logged:  # the older half is left out
+            del logged[: -(len(logged) // 2) or None]
+            packed = MAGIC + pickle.dumps(position)
+        self.optimizer.optimizer.extra_state = packed
+        return grad_norm
+
+    def _position_now(self, grad_norm: float) -> Position:
+        state = {name: getattr(self.state, name) for name in STATE_FIELDS}
+        return Position(
+            call=self._call,
+            epoch=self._epoch,
+            updates=self._updates,
+            state={**state, "log_history": self.state.log_history[-LOG_ENTRIES:]},
+            control=dataclasses.asdict(self.control),
+            callbacks=[(type(one).__name__, one.state()) for one in self._exportable()],
+            scheduler=self.lr_scheduler.state_dict(),
+            grad_norm=grad_norm,
+            losses=(self._tr_loss.item(), self._total_loss_scalar, self._globalstep_last_logged),
+            initial=(self._initial_global_step, self._initial_num_input_tokens_seen),
+            flos=self.current_flos,
+            epoch_began=self._epoch_began,
+            random_numbers=RandomNumbers.now(),
+        )
+
+    def _exportable(self) -> list[Any]:
+        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    # -------------------------------------------------------------------------------- going on
+
+    def _init_training_state(
+        self, max_steps: int, updates_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Attaches, so that the job says whether there is something to go on with."""
+        if trial is not None or (self.model_init is not None and self._call > 0):
+            raise unsupported(
+                "a second model in one Trainer (hyperparameter_search, or model_init and train() again): it would go "
+                "on with the job of the first",
+                'one Trainer for each, with a job of its own: Trainer(..., forebay={"job": "trial 2"})',
+            )
+        self._call += 1
+        self.create_optimizer()
+        self._position = position = self._committed()
+        if position is None:
+            begin: tuple[int, int] = super()._init_training_state(
+                max_steps, updates_per_epoch, epochs, checkpoint, trial
+            )
+            return begin
+        if checkpoint is not None:
+            logger.warning(
+                f"The job goes on behind its committed step {position.state['global_step'] + 1}; {checkpoint} is not "
+                "used. To begin from it give the training another FOREBAY_JOB, or delete the job."
+            )
+        super()._init_training_state(max_steps, updates_per_epoch, epochs, None, trial)
+        for name, value in position.state.items():
+            setattr(self.state, name, value)
+        return position.epoch, 0
+
+    def _committed(self) -> Position | None:
+        """Where this call of train() was killed; None where it begins."""
+        opt = self.optimizer.optimizer
+        committed = opt.extra_state or b""
+        if not committed.startswith(MAGIC):
+            if opt.committed_step > 0 and self._call == 1:
+                raise usage_error(
+                    "E_JOB_EXISTS",
+                    f"the job has {opt.committed_step} committed steps that no Trainer has made: this one would begin "
+                    "its schedule anew on their weights",
+                    'a job of its own: FOREBAY_JOB, or Trainer(..., forebay={"job": "another name"})',
+                )
+            return None
+        position: Position = pickle.loads(committed[len(MAGIC) :])
+        if position.call < self._call:
+            return None
+        if position.call > self._call:
+            raise unsupported(
+                f"going on in call {position.call} of train() of this script, in which it was killed: the weights "
+                f"of call {self._call} are gone",
+                "save between the calls, and give each training a Trainer with a job of its own: "
+                'Trainer(..., forebay={"job": "second"})',
+            )
+        return position
+
+    def _run_epoch(self, **loop: Any) -> None:
+        """In the epoch in which the run was killed: the rest of the committed step, then the rest of the epoch."""
+        position, self._position = self._position, None
+        self._epoch, self._updates = loop["epoch"], 0
+        if position is None:
+            if loop["epoch"] == loop["epochs_trained"] and loop["resume_from_checkpoint"] is not None:
+                self._updates = loop["steps_trained_in_current_epoch"] // self.args.gradient_accumulation_steps
+            self._epoch_began = RandomNumbers.now()
+            super()._run_epoch(**loop)
+            return
+        self._updates = position.updates
+        self._restore(position)
+        batches = min(position.updates * self.args.gradient_accumulation_steps, loop["steps_in_epoch"])
+        learning_rate = self._finish_step(loop, position, batches)
+        is_over = self.control.should_epoch_stop or self.control.should_training_stop
+        if is_over or position.updates >= loop["num_update_steps_per_epoch"]:
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._log_save_evaluate(loop, position, learning_rate)
+            return
+        self._random_numbers, self._epoch_began = RandomNumbers.now(), position.epoch_began
+        position.epoch_began.restore()  # the order of the data, and the workers' seeds
+        rest = {"resume_from_checkpoint": COMMITTED, "epochs_trained": loop["epoch"]}
+        super()._run_epoch(**{**loop, **rest, "steps_trained_in_current_epoch": batches})
+
+    def _restore(self, position: Position) -> None:
+        position.random_numbers.restore()
+        for name, value in position.control.items():
+            setattr(self.control, name, value)
+        states = list(position.callbacks)
+        for callback in self._exportable():
+            found = next((one for one in states if one[0] == type(callback).__name__), None)
+            if found is not None:
+                states.remove(found)
+                for name, value in found[1].get("attributes", {}).items():
+                    setattr(callback, name, value)
+        self.lr_scheduler.load_state_dict(position.scheduler)
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr()):
+            group["lr"] = rate
+        loss, self._total_loss_scalar, self._globalstep_last_logged = position.losses
+        self._tr_loss = torch.tensor(loss, device=self.args.device)
+        self._initial_global_step, self._initial_num_input_tokens_seen = position.initial
+        self.current_flos = position.flos
+
+    def _finish_step(self, loop: dict[str, Any], position: Position, batches: int) -> float:
+        """What Trainer does behind optimizer.step(). Returns the learning rate of the step."""
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        learning_rate: float = self._get_learning_rate()
+        plateau = (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR)
+        if not isinstance(self.lr_scheduler, plateau):
+            self.optimizer._opt_called = True  # the scheduler's order check: it stepped before the kill
+            self.lr_scheduler.step()
+        self.state.global_step += 1
+        self.state.epoch = loop["epoch"] + batches / loop["steps_in_epoch"]
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        self._log_save_evaluate(loop, position, learning_rate)
+        return learning_rate
+
+    def _log_save_evaluate(self, loop: dict[str, Any], position: Position, learning_rate: float) -> None:
+        self._maybe_log_save_evaluate(
+            self._tr_loss,
+            position.grad_norm,
+            loop["model"],
+            loop["trial"],
+            loop["epoch"],
+            loop["ignore_keys_for_eval"],
+            loop["start_time"],
+            learning_rate=learning_rate,
+        )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint == COMMITTED:
+            self._random_numbers.restore()
+        else:
+            super()._load_rng_state(checkpoint)
+
+    # ------------------------------------------------------------------------------ files
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._position is None:  # else the daemon has something newer
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        if self._is_prepared():
+            raise unsupported(
+                f"train(resume_from_checkpoint={checkpoint!r}) after train(): the model is attached, and its weights "
+                "are the daemon's",
+                "a new model, and a Trainer with a job of its own",
+            )
+        super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """The best model's weights are files; the job keeps those of the last step."""
+        if self._is_prepared():
+            self.optimizer.optimizer.detach()
+        super()._load_best_model()
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """transformers.Seq2SeqTrainer on an attached model. For the rest see Trainer.
+
+    >>> from forebay.integrations import transformers as ours
+    >>> trainer = ours.Seq2SeqTrainer(model, transformers.Seq2SeqTrainingArguments(folder, use_cpu=True))
+    """
