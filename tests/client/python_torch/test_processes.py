@@ -44,7 +44,8 @@ def package():
     folder = pathlib.Path(tempfile.mkdtemp(prefix="fb"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "forebay").mkdir()
-    for file in (ROOT / "client" / "python" / "forebay").glob("*.py"):
+    sources = ROOT / "client" / "python" / "forebay"
+    for file in (*sources.glob("*.py"), sources / "integrations"):
         (folder / "forebay" / file.name).symlink_to(file)
     (folder / "forebay" / pathlib.Path(CORE).name).symlink_to(CORE)
     return folder

@@ -1,0 +1,333 @@
+"""Ranks that train with Hugging Face's Trainer, an Accelerate loop or peft, with Forebay or without. Begins the ranks
+again, once, when one of them was killed, as torchrun does. Writes FOLDER/rank<R>.json, and FOLDER/weights.pt of rank 0.
+
+usage: huggingface_ranks.py SCENARIO RANKS FOLDER OPTIONS      OPTIONS in JSON; see the scenarios
+       huggingface_ranks.py script RANKS FILE ARGUMENTS         a script and its arguments, in a JSON list
+"""
+
+import doctest
+import gc
+import inspect
+import json
+import multiprocessing
+import os
+import pathlib
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import warnings
+
+import torch
+
+torch.set_num_threads(1)
+os.environ["HF_HUB_OFFLINE"] = "1"  # models are made from configs
+
+import accelerate  # noqa: E402, F401
+import forebay  # noqa: E402
+import peft  # noqa: E402
+import transformers  # noqa: E402
+from forebay import _attach  # noqa: E402, F401
+from forebay.integrations import accelerate as forebay_accelerate  # noqa: E402
+from forebay.integrations import transformers as forebay_transformers  # noqa: E402
+
+# What a first Trainer or model imports lazily: here, so that no rank does.
+import transformers.models.bert.modeling_bert  # noqa: E402, F401
+import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
+
+VOCAB = 61
+TIMES = ("runtime", "per_second", "preparation")  # of what is logged: differs from run to run
+
+
+def gpt2(**options):
+    torch.manual_seed(1)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": VOCAB, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, **options)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert(**options):
+    torch.manual_seed(1)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": VOCAB}
+    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=16, **options)
+    return transformers.BertForSequenceClassification(config)
+
+
+MODELS = {"gpt2": gpt2, "bert": bert}
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Of different lengths: their labels are padded with -100."""
+
+    def __init__(self, count, kind):
+        self.count, self.kind = count, kind
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        length = 4 + index % 7
+        tokens = torch.randint(1, VOCAB, (12,), generator=generator)
+        mask = torch.arange(12) < length
+        tokens = tokens.where(mask, 0)
+        labels = tokens.where(mask, -100) if self.kind == "gpt2" else tokens[0] % 2
+        return {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels}
+
+
+class Killer(transformers.TrainerCallback):
+    """SIGKILL where {"rank", "step", "event"} says: the first such event from that step on."""
+
+    def __init__(self, rank, step, event):
+        def die(args, state, control, **_):
+            if state.global_step >= step and args.process_index == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(self, event, die)
+
+
+def arguments_of(folder, options):
+    values = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "weight_decay": 0.1,
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 4,
+        "report_to": [],
+        "disable_tqdm": True,
+        **options,
+    }
+    return transformers.TrainingArguments(os.path.join(folder, "out"), use_cpu=True, **values)
+
+
+def trainer(rank, attempt, folder, options):
+    """model, arguments, resume, kill, plain, forebay, lora, calls: see test_transformers.py."""
+    kind = options.get("model", "gpt2")
+    model = MODELS[kind](**options.get("config", {}))
+    if options.get("lora"):
+        model = with_lora(model, options["lora"])
+    kill = options.get("kill")
+    callbacks = [Killer(**kill)] if kill and attempt == 0 else []
+    if "patience" in options:
+        callbacks.append(transformers.EarlyStoppingCallback(options["patience"]))
+    if options.get("by_hand"):
+        room = {"extra_state_bytes": options["by_hand"]}
+        attached = forebay.attach(model, forebay.AdamW(lr=1e-2), timeout=60, **room)
+    given = (attached, None) if options.get("by_hand") else optimizers_of(options.get("optimizer"), model)
+    own = {} if options.get("plain") else {"forebay": {"timeout": 60, **options.get("forebay", {})}}
+    maker = transformers.Trainer if options.get("plain") else forebay_transformers.Trainer
+    one = maker(
+        model,
+        arguments_of(folder, options.get("arguments", {})),
+        train_dataset=Sentences(44, kind),
+        eval_dataset=Sentences(10, kind),
+        callbacks=callbacks,
+        optimizers=given,
+        **own,
+    )
+    outputs = [one.train(resume_from_checkpoint=options.get("resume"))]
+    outputs += [one.train() for _ in range(options.get("calls", 1) - 1)]
+    found = {
+        "logged": [without_times(entry) for entry in one.state.log_history],
+        "outputs": [[output.global_step, output.training_loss] for output in outputs],
+        "evaluated": without_times(one.evaluate()),
+    }
+    one.save_model(os.path.join(folder, f"saved{rank}"))
+    if not options.get("plain") and one.optimizer.optimizer._engine.attachment is not None:
+        opt = one.optimizer.optimizer
+        found |= {"sha256": opt.state_sha256(), "committed": opt.committed_step}
+    return found, model
+
+
+def optimizers_of(kind, model):
+    """What a script makes itself: an optimizer of torch with a scheduler, or one of Forebay's."""
+    if kind == "torch":
+        decayed = [{"params": list(model.parameters()), "weight_decay": 0.3}]
+        optimizer = torch.optim.AdamW(decayed, lr=1e-2, betas=(0.8, 0.99))
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    return forebay.Lion(lr=1e-3) if kind == "lion" else None, None
+
+
+def without_times(entry):
+    return {name: value for name, value in entry.items() if not any(time in name for time in TIMES)}
+
+
+def with_lora(model, dtype):
+    """A frozen base of the type with adapters of float32, as peft makes them."""
+    base = model.to(getattr(torch, dtype))
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    return peft.get_peft_model(base, config)
+
+
+def loop(rank, attempt, folder, options):
+    """A loop as Accelerate's documentation has it. plain, accumulate, by_hand, steps: see test_accelerate.py."""
+    maker = accelerate.Accelerator if options.get("plain") else forebay_accelerate.Accelerator
+    count = options.get("accumulate", 1)
+    accelerator = maker(cpu=True, gradient_accumulation_steps=count)
+    accelerate.utils.set_seed(3)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+    loader = torch.utils.data.DataLoader(Sentences(32, "gpt2"), batch_size=4, shuffle=True)
+    if options.get("by_hand"):
+        optimizer = forebay.attach(model, forebay.AdamW(lr=1e-2))
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses, norms, rates = [], [], []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+            rates.append(scheduler.get_last_lr()[0])
+    unwrapped = accelerator.unwrap_model(model)
+    if accelerator.is_main_process:
+        unwrapped.save_pretrained(os.path.join(folder, "saved0"))
+    accelerator.wait_for_everyone()
+    found = {"losses": losses, "norms": norms, "rates": rates, "wrapped": type(model).__name__}
+    if not options.get("plain"):
+        found |= {"sha256": optimizer.optimizer.state_sha256(), "committed": optimizer.optimizer.committed_step}
+    return found, unwrapped
+
+
+def refused(rank, attempt, folder, options):
+    """The ids and texts of what is refused. See test_transformers.py."""
+    found = {}
+
+    def expect(name, work):
+        try:
+            work()
+        except forebay.ForebayError as error:
+            found[name] = str(error)
+        else:
+            found[name] = None
+
+    def make(job, **more):
+        values = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", **more.pop("arguments", {})}
+        data = {"train_dataset": Sentences(8, "gpt2"), "forebay": {"job": job, "timeout": 60}}
+        return forebay_transformers.Trainer(
+            None if "model_init" in more else gpt2(), arguments_of(folder, values), **data, **more
+        )
+
+    first = make("first")
+    first.train()
+    expect("another Trainer", make("first").train)
+    expect("resume after train", lambda: first.train(resume_from_checkpoint=os.path.join(folder, "out")))
+    expect("adafactor", make("second", arguments={"optim": "adafactor"}).train)
+    opt = forebay.attach(gpt2(), forebay.AdamW(), job="loop", timeout=60, extra_state_bytes=256 << 10)
+    opt.step(extra_state=b"epoch 3")
+    opt.detach()
+    expect("a job of a loop", make("loop", optimizers=(forebay.AdamW(), None)).train)
+    again = make("third", model_init=lambda: gpt2())
+    again.train()
+    expect("model_init again", again.train)
+    del forebay_transformers.transformers.Trainer._run_epoch
+    expect("another transformers", lambda: make("fourth"))
+    own = forebay_accelerate.Accelerator(cpu=True)
+    expect("no model", lambda: own.prepare(torch.optim.AdamW(gpt2().parameters())))
+    expect("no rule", lambda: own.prepare(model := gpt2(), torch.optim.RMSprop(model.parameters())))
+    model, other = gpt2(), gpt2()
+    own = forebay_accelerate.Accelerator(cpu=True, forebay={"job": "fifth", "timeout": 60})
+    own.prepare(model, torch.optim.AdamW(model.parameters()))
+    expect("second model", lambda: own.prepare(other, torch.optim.AdamW(other.parameters())))
+    return found, None
+
+
+def examples(rank, attempt, folder, options):
+    """Runs those of the public classes and methods; finds what has none."""
+    found = {}
+    for kind in (forebay_accelerate.Accelerator, forebay_transformers.Trainer, forebay_transformers.Seq2SeqTrainer):
+        things = {kind.__name__: kind}
+        for name, thing in vars(kind).items():
+            if inspect.isfunction(thing) and not name.startswith("_"):
+                things[f"{kind.__name__}.{name}"] = thing
+        for name, thing in things.items():
+            os.environ["FOREBAY_JOB"] = name
+            names = {"model": torch.nn.Linear(4, 2), "inputs": torch.randn(3, 4), "folder": folder}
+            names |= {"forebay": forebay, "torch": torch, "transformers": transformers}
+            example = doctest.DocTestParser().get_doctest(thing.__doc__, names, name, None, None)
+            found[name] = [len(example.examples), doctest.DocTestRunner().run(example).failed]
+    return found, None
+
+
+SCENARIOS = {"trainer": trainer, "loop": loop, "refused": refused, "examples": examples}
+
+
+def run_rank(rank, attempt, scenario, ranks, port, folder, options):
+    if ranks > 1:
+        launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in launch.items()})
+    torch.set_num_threads(1)  # torch makes its pool of threads anew after a fork
+    warnings.simplefilter("ignore")
+    if scenario == "script":
+        sys.argv = [folder, *options]
+        runpy.run_path(folder, run_name="__main__")
+        return
+    found, model = SCENARIOS[scenario](rank, attempt, folder, options)
+    pathlib.Path(folder, f"rank{rank}.json").write_text(json.dumps(found | {"attempt": attempt}))
+    if rank == 0 and model is not None:
+        state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        torch.save(state, os.path.join(folder, "weights.pt"))
+
+
+def launch(attempt, scenario, ranks, *arguments):
+    """The exit statuses of the ranks, of which each that is left when one was killed is killed too."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=run_rank, args=(rank, attempt, scenario, ranks, port, *arguments))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    waiting = {process.sentinel: process for process in processes}
+    while waiting:
+        for sentinel in multiprocessing.connection.wait(list(waiting)):
+            process = waiting.pop(sentinel)
+            process.join()
+            if process.exitcode != 0:
+                for other in waiting.values():
+                    other.kill()
+    return [process.exitcode for process in processes]
+
+
+def prepare():
+    """What every run would do anew: a first save compiles expressions for all architectures, and the collections of
+    Trainer look at all that was imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        gpt2().save_pretrained(folder)
+    gc.collect()
+    gc.freeze()
+
+
+prepare()
+
+
+def main(arguments):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    scenario, ranks, folder, options = *arguments[:3], json.loads(arguments[3])
+    for attempt in (0, 1):
+        statuses = launch(attempt, scenario, int(ranks), folder, options)
+        if -signal.SIGKILL not in statuses or not (scenario != "script" and options.get("kill")):
+            break
+    if any(statuses):
+        sys.exit(f"ranks ended with {statuses}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

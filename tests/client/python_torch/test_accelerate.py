@@ -1,0 +1,41 @@
+# Goal    A loop written by hand for Accelerate trains an attached model to the numbers of the plain one, on one rank
+#         and two; prepare() keeps DDP away and leaves the scheduler that was made before it at work.
+# Method  As test_transformers.py.
+
+import pytest
+from huggingface import (  # noqa: F401
+    assert_same_numbers,
+    assert_same_training,
+    needs_accumulation,
+    needs_huggingface,
+    runs,
+)
+from safetensors.torch import load_file
+
+pytestmark = needs_huggingface
+STEPS = 16  # 32 sentences, 4 a step, two epochs; on two ranks half of them
+
+
+def assert_is_as(ours, plain, steps):
+    for own, theirs in zip(ours.ranks, plain.ranks):
+        for name in ("losses", "norms", "rates"):
+            assert_same_numbers(own[name], theirs[name])
+        assert own["wrapped"] == "GPT2LMHeadModel" and own["committed"] == steps
+    assert_same_training(ours, plain, steps)
+    saved = load_file(ours.folder / "saved0" / "model.safetensors")
+    assert all((saved[name] == ours.weights[name]).all() for name in saved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_loop_trains_to_the_numbers_of_the_plain_one(runs, ranks, by_hand):  # noqa: F811
+    plain = runs.once("loop", ranks, plain=True)
+    assert plain.ranks[0]["wrapped"] == ("GPT2LMHeadModel" if ranks == 1 else "DistributedDataParallel")
+    assert_is_as(runs("loop", ranks, by_hand=by_hand), plain, STEPS // ranks)
+
+
+@needs_accumulation
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_accumulated(runs, ranks):  # noqa: F811
+    plain = runs("loop", ranks, accumulate=2, plain=True)
+    assert_is_as(runs("loop", ranks, accumulate=2), plain, STEPS // ranks // 2)

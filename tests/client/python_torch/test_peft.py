@@ -1,0 +1,34 @@
+# Goal    Adapters of peft train on a frozen base to the numbers of the plain Trainer; the base has no states.
+# Method  As test_transformers.py.
+
+import pytest
+from huggingface import (  # noqa: F401
+    assert_same_numbers,
+    assert_same_training,
+    needs_huggingface,
+    runs,
+)
+from safetensors.torch import load_file
+
+pytestmark = needs_huggingface
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_train_as_with_the_plain_trainer(runs, dtype, ranks):  # noqa: F811
+    plain = runs("trainer", ranks, lora=dtype, plain=True)
+    ours = runs("trainer", ranks, lora=dtype)
+    for own, theirs in zip(ours.ranks, plain.ranks):
+        assert_same_numbers(own["logged"], theirs["logged"])
+    assert_same_training(ours, plain, plain.ranks[0]["outputs"][0][0])
+    saved = load_file(ours.folder / "saved0" / "adapter_model.safetensors")
+    assert len(saved) == 4  # two layers, A and B
+    for name, values in saved.items():
+        assert (values == ours.weights[name.replace(".weight", ".default.weight")]).all(), name
+
+
+def test_a_killed_run_goes_on(runs):  # noqa: F811
+    whole = runs("trainer", lora="float32")
+    kill = {"rank": 0, "step": 5, "event": "on_optimizer_step"}
+    again = runs("trainer", lora="float32", kill=kill)
+    assert again.ranks[0] == {**whole.ranks[0], "attempt": 1}
