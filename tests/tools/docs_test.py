@@ -3,7 +3,7 @@
 Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,
         `toml` is checked by forebayd, `python` runs under a private daemon as a rank that torchrun starts alone, `sh by-ci`
         must be a command of .ci/run, `diff` is made anew from a training script, `diff guide` is applied to a script and run
-        by test_guides.py. `text` is a drawing or what a terminal shows, nothing else is allowed.
+        by test_guides.py or test_huggingface_docs.py. `text` is a drawing or what a terminal shows, nothing else is allowed.
         `docs_test.py --write` puts the diffs into README.md.
 """
 
@@ -24,7 +24,9 @@ ROOMS_WITH_MESSAGES = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "
 DEADLINE_S = 120
 # Lines that a user changes, by script.
 LINES_MAX = {"tools/train_gpt.py": 5, "tools/train_sharded.py": 3}
-GUIDE_MARK = r"<!-- applied to (\S+), and run, by tests/client/python_torch/test_guides.py -->"
+GUIDE_MARK = (
+    r"<!-- applied to (\S+), and run, by tests/client/python_torch/(test_guides|test_huggingface_docs).py -->"
+)
 DIFF_MARK = "<!-- diff: {}, made by tests/tools/docs_test.py -->"
 
 
