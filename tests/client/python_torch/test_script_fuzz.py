@@ -1,0 +1,84 @@
+# Goal    Training scripts of any form do the same attached as with torch's optimizer: losses and gradients bit by bit,
+#         parameters, moments and `step` within the bound that the roundings of one update give; or they are refused
+#         with a documented id and a hint, and nothing was applied.
+# Method  Scripts from the grammar of script_grammar.py by their seed, each as a job of its own, which is deleted afterwards.
+#         FOREBAY_FUZZ_SCRIPTS=5000 runs more of them, FOREBAY_FUZZ_SEED=N begins elsewhere; a difference names its seed.
+
+import collections
+import os
+import pathlib
+import re
+import warnings
+
+import forebay
+import pytest
+import script_fuzz
+import script_grammar
+import torch
+from daemon_process import on_the_daemon
+
+SCRIPTS = int(os.environ.get("FOREBAY_FUZZ_SCRIPTS", "200"))
+FIRST = int(os.environ.get("FOREBAY_FUZZ_SEED", "0"))
+PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
+
+
+@pytest.fixture
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what scripts do on purpose
+        yield
+
+
+def run_one(seed, break_update=None):
+    job = f"{os.environ['FOREBAY_JOB']}.{seed}"
+    try:
+        return script_fuzz.run(seed, job, break_update)
+    finally:
+        forebay._core.delete_job(os.environ["FOREBAY_SOCKET"], job)
+
+
+@on_the_daemon
+def test_scripts_are_as_with_torch_or_refused(node, quiet):
+    documented = set(re.findall(r"^## (E_\w+)$", PAGE.read_text(encoding="utf-8"), re.M))
+    results = [run_one(seed) for seed in range(FIRST, FIRST + SCRIPTS)]
+    outcomes = collections.Counter(result.outcome for result in results)
+    refused = collections.Counter(
+        f"{result.outcome} at {result.operation}" for result in results if result.outcome.startswith("E_")
+    )
+    print(dict(outcomes), dict(refused.most_common()))
+    assert outcomes.keys() - {"equal", "invalid"} <= documented
+    assert outcomes["equal"] >= 0.3 * SCRIPTS, "too much is refused for the rest to say anything"
+    assert outcomes["invalid"] <= 0.15 * SCRIPTS, "too much is no script at all"
+    reached = {operation.partition(" ")[2] for result in results for operation in result.operations}
+    operations = {"step", *script_grammar.ZERO} | {"nothing", "clip_norm", "clip_value", "norm_of_one"}
+    operations |= {"evaluate", "deepcopy", "lr", "hook", "read_state", "autograd_grad"}
+    operations |= {"once", "sum", "dropped", "broken"}
+    assert operations <= reached, "of what was carried out on both sides"
+
+
+@on_the_daemon
+def test_an_update_that_is_off_by_more_than_roundings_is_found(node, quiet):
+    """Each of these is what a subtle error would do; nearly every script that steps sees it."""
+
+    def scaled(side):
+        with torch.no_grad():
+            for one in side.model.parameters():
+                if one.requires_grad:
+                    one.mul_(1 + 2.0**-18)
+
+    def forgetful(side):
+        for state in side.opt.state.values():
+            for name in ("exp_avg", "momentum_buffer", "sum"):
+                if state.get(name) is not None:
+                    state[name].mul_(1 - 2.0**-16)
+
+    for broken in (scaled, forgetful):
+        found = stepped = 0
+        for seed in range(30):
+            try:
+                result = run_one(seed, broken)
+                stepped += any(one.startswith("call") for one in result.operations)
+            except script_fuzz.Difference as difference:
+                assert f"script {seed}, call" in str(difference)
+                found += 1
+        assert found >= 10 and stepped <= 3, (broken.__name__, found, stepped)
