@@ -60,7 +60,7 @@ def retag(wheel: Path, platform: str) -> Path:
             elif info.filename == about.replace("WHEEL", "RECORD"):
                 line = rf"(?m)^{re.escape(about)},.*$"
                 content = re.sub(line, record_line(about, text), content.decode()).encode()
-            new.writestr(info, content, zipfile.ZIP_DEFLATED, 9)
+            new.writestr(info, content, zipfile.ZIP_DEFLATED)
     wheel.unlink()
     return tagged
 
