@@ -40,17 +40,17 @@ VOCAB = 61
 TIMES = ("runtime", "per_second", "preparation")  # of what is logged: differs from run to run
 
 
-def gpt2(**options):
-    torch.manual_seed(1)
+def gpt2(seed=1):
+    torch.manual_seed(seed)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": VOCAB, "n_positions": 16}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, **options)
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert(**options):
-    torch.manual_seed(1)
+def bert(seed=1):
+    torch.manual_seed(seed)
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": VOCAB}
-    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=16, **options)
+    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=16)
     return transformers.BertForSequenceClassification(config)
 
 
@@ -108,7 +108,7 @@ def arguments_of(folder, options):
 def trainer(rank, attempt, folder, options):
     """model, arguments, resume, kill, plain, forebay, lora, calls: see test_transformers.py."""
     kind = options.get("model", "gpt2")
-    model = MODELS[kind](**options.get("config", {}))
+    model = MODELS[kind](seed=1 + rank)  # DDP has all begin with rank 0's
     if options.get("lora"):
         model = with_lora(model, options["lora"])
     kill = options.get("kill")
@@ -170,8 +170,8 @@ def loop(rank, attempt, folder, options):
     maker = accelerate.Accelerator if options.get("plain") else forebay_accelerate.Accelerator
     count = options.get("accumulate", 1)
     accelerator = maker(cpu=True, gradient_accumulation_steps=count)
-    accelerate.utils.set_seed(3)
-    model = gpt2()
+    model = gpt2(seed=1 if options.get("by_hand") else 1 + rank)  # prepare() gives all rank 0's
+    torch.manual_seed(5 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
     loader = torch.utils.data.DataLoader(Sentences(32, "gpt2"), batch_size=4, shuffle=True)

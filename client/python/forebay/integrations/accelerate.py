@@ -11,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import _guards, api, optimizers
@@ -109,7 +110,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "this Accelerator attaches one model to one optimizer",
                 'forebay.attach(model, optimizer, job="...") for each, then prepare() with what it returns',
             )
-        return api.attach(models[0], one, **self._options())
+        return attach(models[0], one, **self._options())
 
     def _options(self) -> dict[str, Any]:
         count = self.gradient_accumulation_steps
@@ -124,6 +125,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 (model,) = (other for other in prepared if isinstance(other, nn.Module))
                 one.optimizer = api.attach(model, one.optimizer, **self._options())
         return prepared
+
+
+def attach(model: nn.Module, optimizer: Any, **options: Any) -> ForebayOptimizer:
+    """forebay.attach(), before which all ranks get rank 0's values, as DDP gives them."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            values = tensor.detach().contiguous()
+            dist.broadcast(values.view(-1).view(torch.uint8), 0)
+            tensor.detach().copy_(values)
+    return api.attach(model, optimizer, **options)
 
 
 def is_attached(model: nn.Module) -> bool:

@@ -178,7 +178,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if not isinstance(opt, optimizers.Optimizer):
                 opt = super().create_optimizer(model)
             self._claim_job(api._job_name(options.get("job")))
-            opt = api.attach(model, opt, **options)
+            opt = accelerate.attach(model, opt, **options)
         self._room_bytes = opt._extra_state_bytes - buffers_bytes
         self.optimizer = self.accelerator.prepare(opt)
         return self.optimizer
