@@ -223,8 +223,9 @@ def refused(rank, attempt, folder, options):
 
     first = make("first")
     first.train()
-    expect("another Trainer", make("first").train)
     expect("resume after train", lambda: first.train(resume_from_checkpoint=os.path.join(folder, "out")))
+    del first
+    expect("another Trainer", make("first").train)
     expect("adafactor", make("second", arguments={"optim": "adafactor"}).train)
     opt = forebay.attach(gpt2(), forebay.AdamW(), job="loop", timeout=60, extra_state_bytes=256 << 10)
     opt.step(extra_state=b"epoch 3")

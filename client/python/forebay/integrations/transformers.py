@@ -14,7 +14,6 @@ import dataclasses
 import os
 import pickle
 import random
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +58,7 @@ PRIVATE = (
     "_run_epoch",
 )
 
-_trainers: dict[str, weakref.ref[Any]] = {}  # by job: who trains it in this process
+_claims: dict[str, object] = {}  # by job: that of the Trainer that has trained it in this process
 
 logger = logging.get_logger(__name__)
 
@@ -134,6 +133,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "pip install -U transformers (its Trainer of 5.24 is known to work)",
             )
         self._options, self._room_bytes = dict(forebay or {}), STATE_BYTES
+        self._claim = object()
         self._position: Position | None = None  # to go on from
         self._call, self._epoch, self._updates = 0, 0, 0
         self._epoch_began = self._random_numbers = RandomNumbers.now()
@@ -187,14 +187,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return isinstance(getattr(self.optimizer, "optimizer", None), ForebayOptimizer)
 
     def _claim_job(self, job: str) -> None:
-        other = _trainers.get(job, lambda: None)()
-        if other not in (None, self):
+        if _claims.setdefault(job, self._claim) is not self._claim:
             raise usage_error(
                 "E_BUSY",
-                f"job {job} is another Trainer's of this process: this one would go on with its weights and its step",
+                f"job {job} is that of another Trainer of this process: this one would go on with its weights and step",
                 'Trainer(..., forebay={"job": "another name"})',
             )
-        _trainers[job] = weakref.ref(self)
 
     # ------------------------------------------------------------------------------- what commits
 
