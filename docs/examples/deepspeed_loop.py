@@ -15,6 +15,7 @@ CONFIG = {
         "stage": 3,
         "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
         "offload_param": {"device": "cpu"},
+        "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
 

@@ -28,6 +28,12 @@ KILLED_IN = 12  # the step
 # Bound of the losses' difference, as a share: float32 differs in the order of its operations; weights of 16 bits are
 # rounded ties away from zero, 2^-9 of a value each step; with 8-bit moments or another rule of rounding, losses fall alike.
 SAME, ROUNDED = 1e-4, 5e-3
+# Of docs/examples/deepspeed_loop.py with DeepSpeed 0.19.8 on one CPU rank, run by hand with two changes: states in CPU
+# memory, which takes no libaio, and torch's Adam, which takes no compiler.
+DEEPSPEEDS_LOSSES = [
+    4.30019, 4.31690, 4.34399, 4.22714, 4.07473, 3.87909, 3.60161, 3.25112, 2.96438, 2.72900,
+    2.49428, 2.24579, 2.03533, 2.31410, 1.61225, 1.44272, 1.31845, 1.46526, 1.34484, 1.09405,
+]
 
 
 def diffs_of(page):
@@ -126,7 +132,7 @@ def train_both(page, folder, world=1):
 
 
 def assert_near(plain, ours, bound):
-    for step, (one, other) in enumerate(zip(plain, ours), 1):
+    for step, (one, other) in enumerate(zip(plain, ours, strict=True), 1):
         assert other == pytest.approx(one, rel=bound), f"step {step}"
 
 
@@ -156,13 +162,14 @@ def test_fsdp2(node, tmp_path):
 
 @on_the_daemon
 def test_deepspeed(node, tmp_path):
-    """The script as it was is compiled alone: the tests have no DeepSpeed."""
+    """The script as it was is compiled alone: the tests have no DeepSpeed, but what it has printed once."""
     script, _ = diffs_of("from-deepspeed.md")[0]
     compile((ROOT / script).read_text(encoding="utf-8"), script, "exec")
     changed = applied("from-deepspeed.md", 0, tmp_path)
     assert "deepspeed" not in re.sub(r'""".*?"""', "", changed.read_text(encoding="utf-8"), flags=re.S)
     ours = losses_of(output_of(changed, tmp_path / "changed"))
-    assert ours[-1] < ours[0] / 2 and (tmp_path / "changed" / "model.pt").exists()
+    assert_near(DEEPSPEEDS_LOSSES, ours, ROUNDED)
+    assert (tmp_path / "changed" / "model.pt").exists()
 
 
 @on_the_daemon
