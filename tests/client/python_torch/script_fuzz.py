@@ -278,8 +278,8 @@ class Result:
 class Run:
     """One script on both sides."""
 
-    def __init__(self, seed, job, break_update=None):
-        self.script, self.seed = script_of(seed), seed
+    def __init__(self, seed, job, break_update=None, script=None):
+        self.script, self.seed = script or script_of(seed), seed
         torch.manual_seed(self.script.model.seed)
         model = Stack(self.script.model)
         twin = copy.deepcopy(model)

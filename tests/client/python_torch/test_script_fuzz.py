@@ -1,6 +1,7 @@
 # Goal    Training scripts of any form do the same attached as with torch's optimizer: losses and gradients bit by bit,
 #         parameters, moments and `step` within the bound that the roundings of one update give; or they are refused
 #         with a documented id and a hint, and nothing was applied.
+#         Loops with two models and two optimizers, as GANs have them, too.
 # Method  Scripts from the grammar of script_grammar.py by their seed, each as a job of its own, which is deleted afterwards.
 #         FOREBAY_FUZZ_SCRIPTS=5000 runs more of them, FOREBAY_FUZZ_SEED=N begins elsewhere; a difference names its seed.
 
@@ -11,6 +12,7 @@ import re
 import warnings
 
 import forebay
+import pair_fuzz
 import pytest
 import script_fuzz
 import script_grammar
@@ -18,6 +20,7 @@ import torch
 from daemon_process import on_the_daemon
 
 SCRIPTS = int(os.environ.get("FOREBAY_FUZZ_SCRIPTS", "200"))
+PAIRS_EACH = 5  # scripts with one optimizer for each with two
 FIRST = int(os.environ.get("FOREBAY_FUZZ_SEED", "0"))
 PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
 
@@ -54,6 +57,22 @@ def test_scripts_are_as_with_torch_or_refused(node, quiet):
     operations |= {"evaluate", "deepcopy", "lr", "hook", "read_state", "autograd_grad"}
     operations |= {"once", "sum", "dropped", "broken"}
     assert operations <= reached, "of what was carried out on both sides"
+
+
+@on_the_daemon
+def test_loops_with_two_optimizers_are_as_with_torch_or_refused(node, quiet):
+    count = SCRIPTS // PAIRS_EACH
+    results = []
+    for seed in range(FIRST, FIRST + count):
+        job = f"{os.environ['FOREBAY_JOB']}.{seed}"
+        results.append(pair_fuzz.run(seed, job))
+        for index in range(2):
+            forebay._core.delete_job(os.environ["FOREBAY_SOCKET"], f"{job}.{index}")
+    outcomes = collections.Counter(result.outcome for result in results)
+    print(dict(outcomes))
+    assert outcomes.keys() <= {"equal", "E_UNSUPPORTED"} and outcomes["equal"] >= 0.6 * count
+    forms = {word for result in results for one in result.operations for word in one.split()[1:2]}
+    assert {form + "," for form in pair_fuzz.FORMS} <= forms, "of what was carried out on both sides"
 
 
 @on_the_daemon
