@@ -292,6 +292,7 @@ class Run:
         self.operation, self.done = "attach", []
         self.break_update = break_update  # of the reference, for the test of the test
         self.norm_clipped = self.is_skipped = False
+        self.read = {}  # states, by parameter, after the newest step
         self.remember()
 
     def remember(self):
@@ -400,7 +401,8 @@ class Run:
         (group,) = (
             group for group in self.plain.opt.param_groups if any(one is parameter for one in group["params"])
         )
-        states, read = self.states(parameter), self.ours.opt.read_state(name)
+        states = self.states(parameter)
+        read = self.read[name] = self.ours.opt.read_state(name)
         if not parameter.requires_grad:
             states = {}  # torch's Adagrad makes some for frozen ones too
         if read.get("step", 0) == 0 and "states_begin_with_0" in KNOWN_DIFFERENCES:
@@ -435,7 +437,7 @@ class Run:
         with torch.no_grad():
             for name, parameter in self.plain.model.named_parameters():
                 parameter.copy_(own[name])
-                read = self.ours.opt.read_state(name)
+                read = self.read[name]
                 for key, value in self.states(parameter).items():
                     if key != "step" and read.get("step", 0) > 0:
                         value.copy_(read[key])
