@@ -27,6 +27,8 @@ VERSIONS_MAX = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "
 OF_THE_C_LIBRARY = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
 OF_THE_C_LIBRARY |= {"ld-linux-x86-64.so.2", "libgcc_s.so.1"}
 
+LICENSES = {"libabsl", "libcapnp", "libhwloc", "libspdlog", "liburing", "Apache-2.0"}
+
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tag is of x86-64")
 
 
@@ -102,7 +104,7 @@ def test_it_brings_the_whole_package(unpacked):
 def test_it_brings_both_programs_and_the_terms_of_what_is_linked(unpacked):
     assert {path.name for path in scripts(unpacked).iterdir()} == {"forebay", "forebayd"}
     licenses = unpacked / "forebay-0.1.0.dist-info" / "licenses"
-    assert {"absl", "capnp", "hwloc", "spdlog", "uring", "Apache-2.0"} <= {p.name for p in licenses.iterdir()}
+    assert LICENSES <= {path.name for path in licenses.iterdir()}
 
 
 def test_no_binary_needs_a_newer_symbol_than_the_tag_says(unpacked):
@@ -122,6 +124,17 @@ def test_every_library_is_inside(unpacked):
             assert needed <= OF_THE_C_LIBRARY, binary.name
         else:
             assert needed <= OF_THE_C_LIBRARY | inside | {"libstdc++.so.6"}, binary.name
+
+
+def test_a_wheel_that_lacks_a_library_gets_no_tag(wheel, tmp_path):
+    lacking = tmp_path / "forebay-0.1.0-cp311-cp311-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(lacking, "w") as new:
+        for name in whole.namelist():
+            if not name.startswith("forebay.libs/libkj-0") and name.startswith("forebay.libs/"):
+                new.writestr(name, whole.read(name))
+    done = run(sys.executable, ROOT / "tools/package/tag_wheel.py", lacking, check=False)
+    assert done.returncode == 1
+    assert re.search(r"needs libkj-0\S+, outside of the wheel", done.stderr), done.stderr
 
 
 def test_the_extension_is_loaded_with_the_libraries_of_the_wheel(unpacked):
@@ -209,6 +222,7 @@ def test_the_package_has_all_its_parts_and_needs_the_c_library_alone(package, tr
         "DEBIAN/conffiles",
     ):
         assert (tree / part).is_file(), part
+    assert LICENSES <= {path.name for path in (tree / "usr/share/forebay/licenses").iterdir()}
     control = (tree / "DEBIAN" / "control").read_text(encoding="utf-8")
     depends = re.search(r"^Depends: (.*)$", control, re.M)[1].split(", ")
     assert {word.split()[0] for word in depends} <= {"libc6", "libgcc-s1"}, depends

@@ -70,8 +70,10 @@ absl::StatusOr<std::string> DaemonPath() {
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
   const fs::path beside = self.parent_path() / "forebayd";
   if (error || !fs::exists(beside, error)) {
-    return MakeError(ErrorId::kOption, absl::StrCat("there is no forebayd at ", beside.string()),
-                     "build it: cmake --build --preset default --target forebayd");
+    return MakeError(
+        ErrorId::kOption, absl::StrCat("there is no forebayd at ", beside.string()),
+        "install both again (pip install --force-reinstall forebay), or build it: cmake "
+        "--build --preset default --target forebayd");
   }
   return beside.string();
 }

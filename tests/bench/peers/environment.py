@@ -85,7 +85,8 @@ class Environment:
             self.run(self.python, "-c", AIO, log="ops.log")
         self.run("cmake", "--build", build, "--target", *TARGETS, log="build.log")
         self.pip(*OURS)
-        self.pip("--no-build-isolation", "--no-deps", "./client/python")
+        programs = f"cmake.define.FOREBAY_PROGRAMS={pathlib.Path(build).resolve() / 'bin'}"
+        self.pip("--no-build-isolation", "--no-deps", "--config-settings", programs, "./client/python")
 
     def versions(self):
         """{package: version or None}, without importing them."""
