@@ -318,33 +318,18 @@ def test_what_cannot_be_added_is_refused_before_anything_is_brought(node):
     assert_close(model, plain, 2)
 
 
-def test_a_gradient_that_was_cleared_by_another_call_is_not_added_to(node):
-    """p.grad = None says that the batch is left out; the daemon still has it."""
-    model = net()
-    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
-    loss_of(model, batch(0)).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
-    with pytest.raises(forebay.UsageError, match="its gradient was cleared, which the daemon has") as info:
-        loss_of(model, batch(1)).backward()
-    assert "opt.zero_grad() leaves out" in info.value.hint
-    opt.zero_grad()
-    loss_of(model, batch(1)).backward()
-    opt.step()
-    assert opt.committed_step == 1
-
-
 # --------------------------------------------------------------------------------------- what is dropped
 
 
-def test_zero_grad_drops_all_passes(node):
+@pytest.mark.parametrize("clear", ["opt", "model"])
+def test_zero_grad_drops_all_passes(node, clear):
     model, plain, plain_opt = pair(net())
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
     for step in range(3):
         for number in range(2):
             loss_of(model, batch(70 + number)).backward()
-        opt.zero_grad()
-        assert opt.delivered_groups == 0
+        (opt if clear == "opt" else model).zero_grad()
+        assert clear == "model" or opt.delivered_groups == 0
         train_passes(model, opt, 1, first=step)
         train_passes(plain, plain_opt, 1, first=step)
     assert_close(model, plain, 3)
