@@ -491,7 +491,7 @@ def test_announced_or_not_sums_of_16_bit_gradients_have_the_same_bits(node, form
     announced, unannounced = sums
     assert len(set(announced)) == 1, "from attach on"
     assert len(set(unannounced[:2])) == 1 and len(set(unannounced[2:])) == 1
-    assert unannounced[2] > unannounced[1] and announced[0] > unannounced[0]
+    assert unannounced[2] > unannounced[1]
 
 
 def sums_of(job):
