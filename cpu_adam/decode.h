@@ -1,4 +1,4 @@
-// States as float32 values, whatever a format holds them in: how they leave the daemon, and how masters
+// States as float32 values, whatever a format holds them in: how they leave the daemon, and how they
 // come in.
 #pragma once
 
@@ -32,12 +32,19 @@ struct ElementRange {
 // kInt8 says. `state` begins at a multiple of kScaleElems in kInt8, at any element otherwise. The
 // result is the value that the next update would compute with.
 //
-// The inverse (for an import): whole groups of kScaleElems at once, for one scale stands for all of
-// them.
-//
 // Shapes   float32[n]; n may be 0.
 // Threads  Pure.
 void DecodeMoment(Optimizer optimizer, StateFormat format, size_t moment, ElementRange range,
                   const StatePlanes& state, float* out);
+
+// The inverse: stores moment `moment` of n elements, rounded to nearest where an update rounds
+// stochastically (kBf16: ties away from zero; kInt8: u = 1/2, so that codes which were decoded come back
+// unless none of their group was the largest). Masters and weights stay. In kInt8 `state` begins at a
+// multiple of kScaleElems, and whole groups are written: behind element n - 1 the moment becomes 0.
+//
+// Shapes   float32[n], finite, squares not below 0; n may be 0.
+// Threads  Pure.
+void EncodeMoment(Optimizer optimizer, StateFormat format, size_t moment, size_t n,
+                  const float* values, const StatePlanes& state);
 
 }  // namespace forebay::cpu_adam

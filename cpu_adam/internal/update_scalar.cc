@@ -169,30 +169,37 @@ Element Load(const StatePlanes& from, size_t i) {
   return e;
 }
 
-// The codes of a group of moments whose first element is `begin`.
+// The codes of a group of moments whose first element is `begin`: x[i] becomes moment `index` of element
+// begin + i, rounded with the 15 bits of random(i). `x` has kScaleElems elements, 0 behind the last one.
+template <typename Random>
+void EncodeGroup(bool square, size_t index, float* x, size_t begin, const StatePlanes& to,
+                 const Random& random) {
+  float largest = 0;
+  for (size_t i = 0; i < kScaleElems; ++i) {
+    if (square) x[i] = std::min(std::sqrt(x[i]), kRootLimit);
+    largest = std::max(largest, std::fabs(x[i]));
+  }
+  float scale = largest * (square ? kRootUnit : kLinearUnit);
+  if (scale < kScaleMin) scale = 0;
+  const float inverse = scale > 0 ? 1 / scale : 0;
+  auto* const codes = static_cast<uint8_t*>(to.moments[index]);
+  for (size_t i = 0; i < kScaleElems; ++i) {
+    const uint32_t zero = (square ? kRootZeroBits : kLinearZeroBits) | random(i);
+    const auto byte = static_cast<uint8_t>(BitsOf(std::fma(x[i], inverse, FloatOf(zero))) >> 15);
+    codes[CodeAt(begin + i)] = square ? byte : byte ^ 0x80;
+  }
+  to.scales[index][begin / kScaleElems] = scale;
+}
+
 template <Optimizer kOptimizer, size_t kIndex>
 void Encode(const StepScalars& k, const Element* elements, size_t n, size_t begin,
             const StatePlanes& to) {
-  constexpr bool kSquare = kIsSquare<kOptimizer, kIndex>;
   float x[kScaleElems] = {};
-  float largest = 0;
-  for (size_t i = 0; i < n; ++i) {
-    const float moment = elements[i].moments[kIndex];
-    x[i] = kSquare ? std::min(std::sqrt(moment), kRootLimit) : moment;
-    largest = std::max(largest, std::fabs(x[i]));
-  }
-  float scale = largest * (kSquare ? kRootUnit : kLinearUnit);
-  if (scale < kScaleMin) scale = 0;
-  const float inverse = scale > 0 ? 1 / scale : 0;
-  auto* const codes = static_cast<uint8_t*>(to.moments[kIndex]);
-  for (size_t i = 0; i < kScaleElems; ++i) {
+  for (size_t i = 0; i < n; ++i) x[i] = elements[i].moments[kIndex];
+  EncodeGroup(kIsSquare<kOptimizer, kIndex>, kIndex, x, begin, to, [&](size_t i) {
     const uint32_t hash = Hash(k, static_cast<uint32_t>(to.first_elem + begin + i));
-    const uint32_t zero =
-        (kSquare ? kRootZeroBits : kLinearZeroBits) | RoundingBits(k, hash, kIndex, 15);
-    const auto byte = static_cast<uint8_t>(BitsOf(std::fma(x[i], inverse, FloatOf(zero))) >> 15);
-    codes[CodeAt(begin + i)] = kSquare ? byte : byte ^ 0x80;
-  }
-  to.scales[kIndex][begin / kScaleElems] = scale;
+    return RoundingBits(k, hash, kIndex, 15);
+  });
 }
 
 template <Optimizer kOptimizer, StateFormat kFormat>
@@ -343,6 +350,29 @@ void DecodeMoment(Optimizer optimizer, StateFormat format, size_t moment, Elemen
                   const StatePlanes& state, float* out) {
   for (size_t i = 0; i < range.n; ++i) {
     out[i] = internal::LoadMoment(optimizer, format.format, moment, state, range.first + i);
+  }
+}
+
+void EncodeMoment(Optimizer optimizer, StateFormat format, size_t moment, size_t n,
+                  const float* values, const StatePlanes& state) {
+  if (format.format == Format::kInt8) {
+    const bool square = internal::IsSquare(optimizer, moment);
+    for (size_t begin = 0; begin < n; begin += kScaleElems) {
+      float x[kScaleElems] = {};
+      std::copy_n(values + begin, std::min(kScaleElems, n - begin), x);
+      constexpr uint32_t kHalf = 1U << 14;  // of the 15 bits
+      internal::EncodeGroup(square, moment, x, begin, state, [](size_t) { return kHalf; });
+    }
+    return;
+  }
+  for (size_t i = 0; i < n; ++i) {
+    if (format.format == Format::kBf16) {
+      const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
+      static_cast<uint16_t*>(state.moments[moment])[i] =
+          static_cast<uint16_t>((bits + 0x8000) >> 16);
+    } else {
+      static_cast<float*>(state.moments[moment])[i] = values[i];
+    }
   }
 }
 

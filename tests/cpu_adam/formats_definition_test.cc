@@ -221,6 +221,87 @@ TEST(EncodeMasters, OfAFrozenParameterSetsWeightsAlone) {
   }
 }
 
+class Encoding : public ::testing::TestWithParam<Optimizer> {};
+
+// Of a state that is decoded and encoded again: every format but int8 gives back its bits; int8 the codes
+// of a group whose largest has the last code, and else what is within half a code.
+TEST_P(Encoding, IsTheInverseOfDecoding) {
+  for (const StateFormat format :
+       {StateFormat::kFp32, StateFormat::kExact, StateFormat::kBf16, StateFormat::kInt8,
+        StateFormat::kFp32Bf16, StateFormat::kFp32Fp16}) {
+    SCOPED_TRACE(NameOf(format));
+    for (size_t m = 0; m < MomentCount(GetParam()); ++m) {
+      StateArrays state(kElems, 0);
+      state.Assign(CleanData(GetParam()));
+      const auto decode = [&] {
+        std::vector<float> values(kElems);
+        DecodeMoment(GetParam(), format, m, {.first = 0, .n = kElems}, state.Planes(format),
+                     values.data());
+        return values;
+      };
+      const std::vector<float> before = decode();
+      std::vector<float> masters(kElems);
+      DecodeMasters(format, kElems, state.Planes(format), masters.data());
+      EncodeMoment(GetParam(), format, m, kElems, before.data(), state.Planes(format));
+      const std::vector<float> after = decode();
+      if (format.format != protocol::Format::kInt8) {
+        EXPECT_TRUE(testing::SameBits(after, before)) << "moment " << m;
+      }
+      for (size_t i = 0; i < kElems && format.format == protocol::Format::kInt8; ++i) {
+        const bool root = IsRoot(GetParam(), m);
+        const auto coded = [&](float value) { return root ? std::sqrt(value) : value; };
+        // A scale is 1.000001 times what its group needs; where none has the last code it is smaller.
+        const float unit = state.scales[m].data()[i / 128];
+        ASSERT_NEAR(coded(after[i]), coded(before[i]), 0.501F * unit) << i << " of moment " << m;
+      }
+      std::vector<float> same(kElems);
+      DecodeMasters(format, kElems, state.Planes(format), same.data());
+      EXPECT_TRUE(testing::SameBits(same, masters));
+      state.ExpectGuards();
+    }
+  }
+}
+
+// Float32 values that the format rounds: to nearest, and within a whole group of int8 alone.
+TEST_P(Encoding, RoundsToNearest) {
+  const AdamData data = CleanData(GetParam());
+  for (const StateFormat format : {StateFormat::kBf16, StateFormat::kInt8}) {
+    SCOPED_TRACE(NameOf(format));
+    for (size_t m = 0; m < MomentCount(GetParam()); ++m) {
+      StateArrays state(kElems, 0);
+      state.Assign(CleanData(GetParam()));
+      const std::vector<float>& values = m == 0 ? data.m : data.v;
+      // From the third group on, to the end of the last one, which is short.
+      constexpr size_t kFirst = 256;
+      std::vector<float> before(kFirst);
+      DecodeMoment(GetParam(), format, m, {.first = 0, .n = kFirst}, state.Planes(format),
+                   before.data());
+      EncodeMoment(GetParam(), format, m, kElems - kFirst, values.data() + kFirst,
+                   Advance(state.Planes(format), format, kFirst));
+      std::vector<float> after(kElems);
+      DecodeMoment(GetParam(), format, m, {.first = 0, .n = kElems}, state.Planes(format),
+                   after.data());
+      for (size_t i = 0; i < kElems; ++i) {
+        if (i < kFirst) {
+          ASSERT_EQ(after[i], before[i]) << i;
+        } else if (format.format == protocol::Format::kBf16) {
+          ASSERT_EQ(after[i], Widen(RoundToBf16(values[i]))) << i;
+        } else {
+          const bool root = IsRoot(GetParam(), m);
+          const float scale = state.scales[m].data()[i / 128];
+          const float wanted = root ? std::sqrt(values[i]) : values[i];
+          const float got = root ? std::sqrt(after[i]) : after[i];
+          // The lowest code of a root stands for 0 too.
+          ASSERT_NEAR(got, wanted, (root && wanted < 0.5F * scale ? 1.001F : 0.501F) * scale) << i;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, Encoding, ::testing::ValuesIn(kAllOptimizers),
+                         [](const auto& kind) { return NameOf(kind.param); });
+
 INSTANTIATE_TEST_SUITE_P(Optimizers, Decoding, ::testing::ValuesIn(kAllOptimizers),
                          [](const auto& kind) { return NameOf(kind.param); });
 
