@@ -25,6 +25,18 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
+absl::StatusOr<uint16_t> internal::StateNumber(const protocol::Layout& layout,
+                                               std::string_view state) {
+  const protocol::Optimizer optimizer = layout.spec().optimizer;
+  const std::vector<std::string> states = protocol::StateNames(optimizer);
+  const auto found = std::find(states.begin(), states.end(), state);
+  if (found != states.end()) return static_cast<uint16_t>(found - states.begin());
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("optimizer ", std::string(Name(optimizer)), " has no state \"",
+                                std::string(state), "\""),
+                   absl::StrCat("its states are ", absl::StrJoin(states, ", ")));
+}
+
 namespace {
 
 constexpr uint64_t kReadPieceElemsMax = uint64_t{1} << 20;
@@ -43,14 +55,7 @@ absl::StatusOr<StateIndex> IndexOf(const protocol::Layout& layout, const StateRa
   if (param == spec.params.end()) {
     return MakeError(ErrorId::kRange, absl::StrCat("the layout has no parameter ", range.param));
   }
-  const std::vector<std::string> states = protocol::StateNames(spec.optimizer);
-  const auto state = std::find(states.begin(), states.end(), range.state);
-  if (state == states.end()) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("optimizer ", std::string(Name(spec.optimizer)),
-                                  " has no state \"", range.state, "\""),
-                     absl::StrCat("its states are ", absl::StrJoin(states, ", ")));
-  }
+  ASSIGN_OR_RETURN(const uint16_t state, internal::StateNumber(layout, range.state));
   const auto index = static_cast<uint32_t>(param - spec.params.begin());
   const uint64_t param_elems = layout.params()[index].elems;
   if (elems > param_elems || range.first_elem > param_elems - elems) {
@@ -58,7 +63,7 @@ absl::StatusOr<StateIndex> IndexOf(const protocol::Layout& layout, const StateRa
                                                    range.first_elem, " on are outside parameter ",
                                                    range.param, ", which has ", param_elems));
   }
-  return StateIndex{.param = index, .state = static_cast<uint16_t>(state - states.begin())};
+  return StateIndex{.param = index, .state = state};
 }
 
 absl::Status UnknownTicket(const FetchTicket& ticket) {
@@ -84,7 +89,7 @@ absl::Status Attachment::WriteInitial(uint32_t partition, std::span<const std::b
                      absl::StrCat(s.parts.layout->is_shared() ? "group " : "partition ", partition,
                                   " has ", partition_bytes, " bytes, not ", bytes.size()));
   }
-  return s.SendElements(Op::kWriteInitial, partition, 0, bytes,
+  return s.SendElements(MakeCommand(Op::kWriteInitial, partition), bytes,
                         SizeBytes(s.parts.layout->spec().dtype), s.Limits(timeout));
 }
 

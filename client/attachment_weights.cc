@@ -217,8 +217,8 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
   return places;
 }
 
-absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,
-                                      std::span<const float> masters, Timeout timeout) {
+absl::Status Attachment::WriteState(uint32_t partition, uint64_t first_elem, std::string_view state,
+                                    std::span<const float> values, Timeout timeout) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
@@ -226,30 +226,49 @@ absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,
   RETURN_IF_ERROR(s.CheckHasRank());
   RETURN_IF_ERROR(s.CheckOwn(partition));
   const protocol::Layout& layout = *s.parts.layout;
+  ASSIGN_OR_RETURN(const uint16_t kind, internal::StateNumber(layout, state));
   const uint64_t elems = layout.partitions()[partition].elems;
-  if (first_elem > elems || masters.size() > elems - first_elem) {
+  if (first_elem > elems || values.size() > elems - first_elem) {
     return MakeError(
         ErrorId::kRange,
-        absl::StrCat(masters.size(), " elements from element ", first_elem, " on are outside ",
+        absl::StrCat(values.size(), " elements from element ", first_elem, " on are outside ",
                      layout.DescribePartition(partition), ", which has ", elems));
   }
   // Before anything is written.
-  const auto bad = std::ranges::find_if(
-      masters, [&](float master) { return !protocol::IsFiniteAs(layout.spec().dtype, master); });
-  if (bad != masters.end()) {
+  const protocol::LayoutSpec& spec = layout.spec();
+  const auto bad = std::ranges::find_if(values, [&](float value) {
+    return !protocol::IsStorable(spec.optimizer, {spec.format, spec.dtype}, kind, value);
+  });
+  if (bad != values.end()) {
     return MakeError(
         ErrorId::kNonfinite,
-        absl::StrCat("element ", first_elem + static_cast<uint64_t>(bad - masters.begin()), " of ",
-                     layout.DescribePartition(partition), " is ", *bad, ", which is no finite ",
-                     std::string(Name(layout.spec().dtype))),
+        absl::StrCat(std::string(state), " of element ",
+                     first_elem + static_cast<uint64_t>(bad - values.begin()), " of ",
+                     layout.DescribePartition(partition), " is ", *bad,
+                     ", which the job cannot hold: ",
+                     kind == 0 ? absl::StrCat("no finite ", std::string(Name(spec.dtype)))
+                               : "not finite in its format, or a square below 0"),
         "check the values that are written");
   }
   const WaitLimits limits = s.Limits(timeout);
   s.ForgetLocatedAhead();
   RETURN_IF_ERROR(s.EndWeightCopies(limits));
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
-  return s.SendElements(Op::kWriteMasters, partition, first_elem, std::as_bytes(masters),
-                        sizeof(float), limits);
+  protocol::Command command = internal::MakeCommand(Op::kWriteState, partition);
+  command.kind = kind;
+  command.element_offset = first_elem;
+  return s.SendElements(command, std::as_bytes(values), sizeof(float), limits);
+}
+
+absl::Status Attachment::WriteUpdates(uint32_t param, uint64_t updates, Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_other);
+  RETURN_IF_ERROR(s.CheckHasRank());
+  protocol::Command command = internal::MakeCommand(Op::kWriteUpdates, param);
+  command.step = updates;
+  return s.Call(command, nullptr, s.Limits(timeout)).status();
 }
 
 absl::StatusOr<size_t> Attachment::GiveBackCopied() {

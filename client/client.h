@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -236,17 +237,25 @@ class Attachment {
   absl::Status WriteInitial(uint32_t partition, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status InitialDone(Timeout timeout);
 
-  // Sets masters of a partition from `first_elem` on, and the weights, which are the masters rounded;
-  // moments stay. As initial parameters instead of WriteInitial (then every rank writes all of its
-  // partitions so), or between steps: with shared attachment by one rank, with sharded by the owner.
+  // Sets one state of a partition's elements from `first_elem` on, by name as ReadState; the others stay.
+  // "master" sets the weights too, which are the masters rounded: as initial parameters instead of
+  // WriteInitial (then every rank writes all of its partitions so), or between steps. Moments between steps
+  // alone: in format int8 whole groups of 128 elements of a parameter's part in the partition. With shared
+  // attachment any one rank writes, with sharded the owner.
   //
-  // Errors  E_NONFINITE  one is not finite, or rounds to infinite weights: nothing is written.
+  // Errors  E_NONFINITE  one is not finite, is rounded to infinity, or is a square (a second moment) below 0:
+  //                      nothing is written.
+  //         E_RANGE      no such state or elements, frozen parameters among them, a part of a group.
   //         E_STEP       this rank has called step.
   //         E_LEASE      this session holds a lease on the partition.
   //         E_SWAP_NOSPC durable steps keep what is there, and swap has no slot for another version; a part may be
   //                      written.
-  absl::Status WriteMasters(uint32_t partition, uint64_t first_elem, std::span<const float> masters,
-                            Timeout timeout);
+  absl::Status WriteState(uint32_t partition, uint64_t first_elem, std::string_view state,
+                          std::span<const float> values, Timeout timeout);
+  // Between steps: how many updates parameter `param` of the layout has had, for all ranks.
+  //
+  // Errors  E_RANGE  no such parameter, or a frozen one. E_STEP as above.
+  absl::Status WriteUpdates(uint32_t param, uint64_t updates, Timeout timeout);
 
   // Asks for a lease and returns: IsFetchDone looks, FinishFetch waits, CancelFetch gives up (a lease
   // that arrives later is given back). A ticket is used up by a FinishFetch that returns neither

@@ -206,4 +206,13 @@ uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uin
 // torch names them. State 0 is the master; the moments follow.
 std::vector<std::string> StateNames(Optimizer optimizer);
 
+// Whether a value can be written into a state (its index there): it stays finite in what holds it, and a
+// second moment is not below 0.
+constexpr bool IsStorable(Optimizer optimizer, StateFormat format, size_t state, float value) {
+  if (state == 0) return IsFiniteAs(format.weights, value);
+  const bool is_bf16 = format.format == Format::kBf16;
+  return IsFiniteAs(is_bf16 ? DType::kBFloat16 : DType::kFloat32, value) &&
+         !(IsSquare(optimizer, state - 1) && value < 0);
+}
+
 }  // namespace forebay::protocol

@@ -35,9 +35,11 @@ enum class Op : uint16_t {
   // Decodes a state of parameter `partition` (its index) into the grad arena: float32 of consecutive
   // elements
   kReadState = 7,
-  // Grad arena (float32) -> masters of a range of `partition`, which is the rank's own, and the weights,
-  // which are the masters rounded. Before kInitialDone in ranges as below, or between steps, any elements.
-  kWriteMasters = 8,
+  // Grad arena (float32) -> a state of a range of `partition`, which is the rank's own (shared attachment:
+  // any rank's). Masters set the weights too, which are the masters rounded: before kInitialDone in ranges
+  // as below, or between steps, any elements. Moments between steps, of trainable parameters; in format int8
+  // whole groups of kScaleElems, counted from the start of the box, or to its end.
+  kWriteState = 8,
   // Norm of the gradient of parameter `partition` (its index; kAllParams: of the whole gradient) in this
   // attempt. Sharded attachment: of what this rank has delivered, all passes; answered when that is
   // summed. Shared attachment: of the job's, the mean over the ranks; answered when every rank has asked
@@ -51,9 +53,13 @@ enum class Op : uint16_t {
   // gradients. The call decides: where it has other scalars, clips, or gives a parameter no gradient, or more
   // is delivered, those blocks are updated anew. Answered at once.
   kAnnounceStep = 11,
+  // Sets how many updates the parameter `partition` (its index) has had to `step`, at most kUpdatesMax;
+  // between steps, by any rank.
+  kWriteUpdates = 12,
 };
 
-inline constexpr uint32_t kAllParams = UINT32_MAX;  // of kGradNorm
+inline constexpr uint32_t kAllParams = UINT32_MAX;          // of kGradNorm
+inline constexpr uint64_t kUpdatesMax = uint64_t{1} << 53;  // which a double still counts
 
 // A gradient (and initial weights) travels in ranges of elements of a partition; with shared attachment
 // partition g is group g. A range begins at a multiple of kGradUnitElems, ends at one or at the
@@ -76,15 +82,17 @@ inline constexpr uint32_t kGradPassesMax = 65536;  // of a rank in an attempt
 struct Command {
   uint64_t tag;  // chosen by the client, unique among its commands in flight
   uint16_t op;   // Op
-  // The backward pass for kGradReady, index into StateNames() for kReadState, FetchKind for kFetch, StepAnswer
-  // for kStep, else 0
+  // The backward pass for kGradReady, index into StateNames() for kReadState and kWriteState, FetchKind for
+  // kFetch, StepAnswer for kStep, else 0
   uint16_t kind;
-  uint32_t partition;  // kReadState: the parameter
-  // t for kStep and kAnnounceStep, and the step a kGradReady belongs to (committed_step + 1)
+  uint32_t partition;  // kReadState, kWriteUpdates: the parameter
+  // t for kStep and kAnnounceStep, the step a kGradReady belongs to (committed_step + 1), the number of
+  // kWriteUpdates
   uint64_t step;
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
   uint64_t length_bytes;        // of the bytes in the grad arena; exact, see each Op
-  // First element: of the partition for kWriteInitial and kGradReady, of the parameter for kReadState.
+  // First element: of the partition for kWriteInitial, kWriteState and kGradReady, of the parameter for
+  // kReadState.
   uint64_t element_offset;
   uint64_t lease_id;  // kRelease
   uint64_t attempt;   // kGradReady, kGradNorm, kStep, kAnnounceStep; else 0

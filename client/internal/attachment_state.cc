@@ -224,17 +224,17 @@ void Attachment::State::CopyToArena(uint64_t arena_offset, std::span<const std::
   std::copy(bytes.begin(), bytes.end(), parts.grad->bytes().subspan(arena_offset).begin());
 }
 
-absl::Status Attachment::State::SendElements(protocol::Op op, uint32_t partition,
-                                             uint64_t first_elem, std::span<const std::byte> bytes,
-                                             uint64_t width, const WaitLimits& limits) {
-  const uint64_t unit =
-      width * std::min(parts.layout->partitions()[partition].elems, protocol::kGradUnitElems);
+absl::Status Attachment::State::SendElements(protocol::Command command,
+                                             std::span<const std::byte> bytes, uint64_t width,
+                                             const WaitLimits& limits) {
+  const uint64_t first_elem = command.element_offset;
+  const uint64_t elems = parts.layout->partitions()[command.partition].elems;
+  const uint64_t unit = width * std::min(elems, protocol::kGradUnitElems);
   const uint64_t piece_bytes_max = internal::PieceBytes(*parts.layout) / unit * unit;
   for (uint64_t begin = 0; begin < bytes.size(); begin += piece_bytes_max) {
     const auto piece = bytes.subspan(begin, std::min(piece_bytes_max, bytes.size() - begin));
     ASSIGN_OR_RETURN(BusyRange range, WaitForRange(piece.size(), limits));
     CopyToArena(range.offset_bytes(), piece);
-    protocol::Command command = internal::MakeCommand(op, partition);
     command.arena_offset_bytes = range.offset_bytes();
     command.length_bytes = piece.size();
     command.element_offset = first_elem + begin / width;

@@ -105,6 +105,9 @@ struct SessionParts {
 // Bytes of the largest range of a partition that travels at once.
 uint64_t PieceBytes(const protocol::Layout& layout);
 
+// As the wire numbers the optimizer's states. Errors: E_RANGE with the names that there are.
+absl::StatusOr<uint16_t> StateNumber(const protocol::Layout& layout, std::string_view state);
+
 }  // namespace forebay::client::internal
 
 namespace forebay::client {
@@ -223,11 +226,10 @@ struct Attachment::State {
   absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
                                                    const internal::WaitLimits& limits);
   void CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
-  // A partition's elements of `width` bytes from `first_elem` on, a piece a command: of whole units,
+  // A partition's elements of `width` bytes from `element_offset` on, a piece a command: of whole units,
   // in which the daemon knows what is written of the initial parameters.
-  absl::Status SendElements(protocol::Op op, uint32_t partition, uint64_t first_elem,
-                            std::span<const std::byte> bytes, uint64_t width,
-                            const internal::WaitLimits& limits);
+  absl::Status SendElements(protocol::Command command, std::span<const std::byte> bytes,
+                            uint64_t width, const internal::WaitLimits& limits);
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
   absl::Status CheckCopies(std::span<const WeightsCopy> copies);
   using Leases = std::pmr::vector<Lease>;  // by ascending partition

@@ -118,21 +118,73 @@ absl::Status CheckParam(uint32_t param, const Layout& layout) {
                                                  layout.params().size(), " parameters"));
 }
 
+// Of the commands whose `kind` is a state.
+absl::Status CheckStateKind(uint16_t kind, const Layout& layout) {
+  const size_t states = protocol::StateNames(layout.spec().optimizer).size();
+  if (kind < states) return absl::OkStatus();
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("there is no state ", kind, ": the optimizer has ", states));
+}
+
+absl::Status CheckHasStates(uint32_t param, const Layout& layout) {
+  if (layout.params()[param].trainable) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kRange,
+      absl::StrCat("parameter ", layout.spec().params[param].name, " is frozen: no states"),
+      "its weights are all there is of it");
+}
+
 absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
   RETURN_IF_ERROR(CheckParam(command.partition, layout));
-  const protocol::ParamPlace& param = layout.params()[command.partition];
-  const std::string& name = layout.spec().params[command.partition].name;
-  const size_t states = protocol::StateNames(layout.spec().optimizer).size();
-  if (command.kind >= states) {
-    return MakeError(ErrorId::kRange, absl::StrCat("there is no state ", command.kind,
-                                                   ": the optimizer has ", states));
+  RETURN_IF_ERROR(CheckStateKind(command.kind, layout));
+  RETURN_IF_ERROR(CheckHasStates(command.partition, layout));
+  return CheckFloats(command, layout.params()[command.partition].elems,
+                     absl::StrCat("parameter ", layout.spec().params[command.partition].name),
+                     gradients);
+}
+
+// A moment is written of trainable parameters alone, in whole groups of what shares a scale.
+absl::Status CheckMomentRange(const Command& command, const Layout& layout) {
+  const uint64_t begin = command.element_offset;
+  const uint64_t end = begin + command.length_bytes / sizeof(float);
+  const bool has_scales = layout.spec().format == protocol::Format::kInt8;
+  const uint64_t align = has_scales ? protocol::kScaleElems : 1;
+  for (const protocol::BoxPlace& place : layout.boxes_of(command.partition)) {
+    const uint64_t box_begin = place.partition_elem;
+    const uint64_t box_end = box_begin + place.box.elems();
+    if (box_end <= begin || end <= box_begin) continue;
+    RETURN_IF_ERROR(CheckHasStates(place.box.param, layout));
+    const bool begins_well = begin <= box_begin || (begin - box_begin) % align == 0;
+    const bool ends_well = end >= box_end || (end - box_begin) % align == 0;
+    if (begins_well && ends_well) continue;
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat("elements ", std::max(begin, box_begin) - box_begin, " to ",
+                     std::min(end, box_end) - box_begin, " of this rank's part of parameter ",
+                     layout.spec().params[place.box.param].name, " are no whole groups of ", align,
+                     " elements, which share a scale"),
+        "write from a multiple of it to a multiple of it or to the end of the part");
   }
-  if (!param.trainable) {
-    return MakeError(ErrorId::kRange, absl::StrCat("parameter ", name, " is frozen: no states"),
-                     "its weights are all there is of it");
-  }
-  return CheckFloats(command, param.elems, absl::StrCat("parameter ", name), gradients);
+  return absl::OkStatus();
+}
+
+absl::Status CheckWriteState(const Command& command, const Layout& layout,
+                             const ByteRange& gradients) {
+  RETURN_IF_ERROR(CheckStateKind(command.kind, layout));
+  RETURN_IF_ERROR(CheckFloats(command, layout.partitions()[command.partition].elems,
+                              absl::StrCat("partition ", command.partition), gradients));
+  return command.kind == 0 ? absl::OkStatus() : CheckMomentRange(command, layout);
+}
+
+absl::Status CheckWriteUpdates(const Command& command, const Layout& layout) {
+  RETURN_IF_ERROR(CheckParam(command.partition, layout));
+  RETURN_IF_ERROR(CheckHasStates(command.partition, layout));
+  if (command.step <= protocol::kUpdatesMax) return absl::OkStatus();
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat(command.step, " updates of parameter ",
+                                layout.spec().params[command.partition].name, ": at most ",
+                                protocol::kUpdatesMax, " can be counted"));
 }
 
 absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& layout) {
@@ -160,7 +212,7 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
 absl::Status CheckCommand(const Command& command, const Layout& layout,
                           const CommandLimits& limits) {
   if (command.op < static_cast<uint16_t>(Op::kWriteInitial) ||
-      command.op > static_cast<uint16_t>(Op::kAnnounceStep)) {
+      command.op > static_cast<uint16_t>(Op::kWriteUpdates)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
   }
   const Op op = static_cast<Op>(command.op);
@@ -171,7 +223,7 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
                      absl::StrCat("op ", command.op, " carries attempt ", command.attempt,
                                   "; gradients, step calls and their announcements alone do"));
   }
-  const bool writes = op == Op::kWriteInitial || op == Op::kGradReady || op == Op::kWriteMasters;
+  const bool writes = op == Op::kWriteInitial || op == Op::kGradReady || op == Op::kWriteState;
   if ((writes || op == Op::kFetch) && command.partition >= layout.partitions().size()) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("there is no partition ", command.partition, ": the job has ",
@@ -183,9 +235,10 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
     case Op::kWriteInitial:
       return CheckElemRange(command, layout.partitions()[command.partition].elems,
                             layout.spec().dtype, gradients);
-    case Op::kWriteMasters:
-      return CheckFloats(command, layout.partitions()[command.partition].elems,
-                         absl::StrCat("partition ", command.partition), gradients);
+    case Op::kWriteState:
+      return CheckWriteState(command, layout, gradients);
+    case Op::kWriteUpdates:
+      return CheckWriteUpdates(command, layout);
     case Op::kGradReady:
       RETURN_IF_ERROR(CheckTrainable(command.partition, layout));
       return CheckElemRange(command, layout.partitions()[command.partition].gradient_elems,

@@ -119,10 +119,10 @@ struct DurableNode;  // durable_job.h
 struct TaskDone {
   TaskId task = 0;
   absl::Status status;
-  // UpdateBlock: masters that overflowed. CopyInitial, SetMasters: 1 if not finite. AddGradients: 1 + the first
+  // UpdateBlock: masters that overflowed. CopyInitial, SetState: 1 if a value cannot be. AddGradients: 1 + the first
   // source that is not finite, 0 where all are.
   uint64_t count = 0;
-  // UpdateBlock, SetMasters on a staging slot, EvictBlock, SpillSums, SavePart: of the bytes.
+  // UpdateBlock, SetState on a staging slot, EvictBlock, SpillSums, SavePart: of the bytes.
   uint64_t checksum = 0;
   // ReadBlock, WriteBlock, LoadWeights, SpillSums, LoadSums, SavePart, RestorePart: when the disk had the
   // transfer; both 0: it had none.
@@ -130,7 +130,7 @@ struct TaskDone {
   uint64_t end_ns = 0;
   cpu_adam::SquareSum squares = {};           // AddGradients, SumGradient: of the sums
   std::pmr::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kNorms: by segment
-  WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
+  WeightsDigests weights_digests = {};  // UpdateBlock and SetState on a staging slot with weights
   ExtraStates extra_states = {};        // KeepExtraStates
   // CommitLedger that has failed: nvme::Volume::Doubted().
   std::vector<nvme::Slot> doubted = {};
@@ -539,10 +539,11 @@ struct DecodeState {
   uint64_t grad_offset_bytes = 0;
 };
 
-// Sets masters of consecutive elements from a grad arena (`dtype`), and the weights from them, rounded
-// as an update rounds them; the checksum of a staged block afterwards. Where one is not finite or rounds
-// to infinite weights (TaskDone::count 1), nothing is changed.
-struct SetMasters {
+// Sets one state of consecutive elements from a grad arena: masters (`dtype`), and the weights from them,
+// rounded as an update rounds them, or a moment (float32, in format int8 whole groups); the checksum of a
+// staged block afterwards. Where one is not finite, rounds to infinity, or is a square below 0
+// (TaskDone::count 1), nothing is changed.
+struct SetState {
   // Where they are, unless the parameter is frozen and its weights are in DRAM. A staged block is verified first.
   struct InBlock {
     BlockPlace place;
@@ -557,6 +558,7 @@ struct SetMasters {
   JobId job = 0;
   SessionId session = 0;
   std::optional<InBlock> in_block = {};
+  uint32_t state = 0;  // index into protocol::StateNames
   protocol::DType dtype = protocol::DType::kFloat32;
   uint64_t elems = 0;
   WeightsPlace weights = {};
@@ -720,12 +722,12 @@ struct Action
                    CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
                    AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
                    SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
-                   PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums,
-                   SavePart, RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger,
-                   RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped,
-                   StepPublished, HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged,
-                   RecordSums, RecordAttempt, RecordDecision, RecordTrust, RecordStep, RecordLease,
-                   RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked> {
+                   PromoteBlock, DecodeState, SetState, LoadWeights, SpillSums, LoadSums, SavePart,
+                   RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited,
+                   StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished,
+                   HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged, RecordSums,
+                   RecordAttempt, RecordDecision, RecordTrust, RecordStep, RecordUpdates,
+                   RecordLease, RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked> {
   using variant::variant;
   Action(const Action& other);
   Action(Action&& other) noexcept;

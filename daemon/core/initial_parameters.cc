@@ -42,7 +42,7 @@ void InitialParameters::SetWritten(uint32_t partition, uint64_t begin, uint64_t 
 }
 
 absl::Status InitialParameters::CheckKind(const protocol::Command& words) {
-  const bool masters = static_cast<protocol::Op>(words.op) == protocol::Op::kWriteMasters;
+  const bool masters = static_cast<protocol::Op>(words.op) == protocol::Op::kWriteState;
   if (has_masters_.value_or(masters) != masters) {
     return MakeError(ErrorId::kProtocol,
                      absl::StrCat("initial ", masters ? "masters" : "weights", " after initial ",

@@ -39,12 +39,12 @@ class InitialParameters {
   void Write(const CommandId& command, const protocol::Command& words);
   void OnCopied(const TaskDone& done);
 
-  // Weights (kWriteInitial) or masters (kWriteMasters): all writers write the same.
+  // Weights (kWriteInitial) or masters (kWriteState): all writers write the same.
   //
   // Errors  E_PROTOCOL  something of the other kind was written before.
   //         E_RANGE     masters that are no range of wire.h: it would not be known what is written.
   absl::Status CheckKind(const protocol::Command& words);
-  // Of a kWriteMasters that StateAccess was given (false), or has carried out.
+  // Of a kWriteState that StateAccess was given (false), or has carried out.
   void SetMasters(const StateAccess::Written& range, bool written);
   bool has_masters() const { return has_masters_.value_or(false); }
 

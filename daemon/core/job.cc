@@ -22,8 +22,8 @@ namespace {
 bool NeedsRank(const Command& command) {
   const Op op = static_cast<Op>(command.op);
   return op == Op::kWriteInitial || op == Op::kInitialDone || op == Op::kGradReady ||
-         op == Op::kStep || op == Op::kWriteMasters || op == Op::kGradNorm ||
-         op == Op::kAnnounceStep;
+         op == Op::kStep || op == Op::kWriteState || op == Op::kWriteUpdates ||
+         op == Op::kGradNorm || op == Op::kAnnounceStep;
 }
 
 }  // namespace
@@ -436,7 +436,8 @@ void Job::OnCommand(SessionId id, const Command& command) {
 
 void Job::Dispatch(Session& session, const Command& command) {
   const Op op = static_cast<Op>(command.op);
-  const bool writes_initial = op == Op::kWriteMasters && initial_.IsWriter(session.id);
+  const bool writes_initial =
+      op == Op::kWriteState && command.kind == 0 && initial_.IsWriter(session.id);
   if (op == Op::kWriteInitial || op == Op::kInitialDone || writes_initial) {
     HandleInitial(session, command);
     return;
@@ -477,7 +478,8 @@ void Job::Dispatch(Session& session, const Command& command) {
     case Op::kReadState:
       access_.AddRead(session.IdOf(command), command);
       return;
-    case Op::kWriteMasters:
+    case Op::kWriteState:
+    case Op::kWriteUpdates:
       HandleWrite(session, command);
       return;
     default:
@@ -498,8 +500,7 @@ void Job::HandleInitial(Session& session, const Command& command) {
     initial_.Done(id);
   } else if (const absl::Status kind = initial_.CheckKind(command); !kind.ok()) {
     io_.Answer(id, kind);
-  } else if (static_cast<Op>(command.op) == Op::kWriteMasters ||
-             weights_.Holds(command.partition)) {
+  } else if (static_cast<Op>(command.op) == Op::kWriteState || weights_.Holds(command.partition)) {
     initial_.SetMasters(access_.AddWrite(id, command), false);
   } else {
     initial_.Write(id, command);
@@ -517,8 +518,9 @@ void Job::HandleWrite(Session& session, const Command& command) {
                              "wait for the answer to step"));
     return;
   }
+  const bool has_elements = static_cast<Op>(command.op) == Op::kWriteState;
   for (const uint32_t partition : leases_.PartitionsOf(session.id)) {
-    if (partition != command.partition) continue;
+    if (!has_elements || partition != command.partition) continue;
     io_.Answer(id, MakeError(ErrorId::kLease,
                              absl::StrCat("rank ", session.rank, " writes parameters of ",
                                           spec_.layout->PartitionName(partition),
@@ -587,7 +589,7 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kAccessState:
       access_.OnAccessed(done);
       return;
-    case TaskKind::kWriteMasters:
+    case TaskKind::kWriteState:
       access_.OnWritten(done);
       return;
     case TaskKind::kLoadWeights:

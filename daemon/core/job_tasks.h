@@ -68,7 +68,7 @@ enum class TaskKind : uint8_t {
   kWriteBlock,
   kMoveBlock,
   kAccessState,
-  kWriteMasters,
+  kWriteState,
   kLoadWeights,
   kSpillSums,
   kLoadSums,

@@ -163,6 +163,13 @@ struct RecordStep {
   uint64_t overflowed = 0;  // masters
 };
 
+// Between two steps: how many updates a parameter has had is another number now.
+struct RecordUpdates {
+  JobId job = 0;
+  uint32_t param = 0;
+  uint64_t updates = 0;
+};
+
 // The job cannot go on: it has failed.
 struct DropRecord {
   JobId job = 0;

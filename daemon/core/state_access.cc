@@ -26,7 +26,12 @@ void StateAccess::AddRead(const CommandId& command, const protocol::Command& wor
 
 StateAccess::Written StateAccess::AddWrite(const CommandId& command,
                                            const protocol::Command& words) {
-  const bool is_weights = static_cast<protocol::Op>(words.op) == protocol::Op::kWriteInitial;
+  const auto op = static_cast<protocol::Op>(words.op);
+  if (op == protocol::Op::kWriteUpdates) {
+    queue_.push_back({.command = command, .param = words.partition, .updates = words.step});
+    return {};
+  }
+  const bool is_weights = op == protocol::Op::kWriteInitial;
   const protocol::DType dtype = is_weights ? layout_->spec().dtype : protocol::DType::kFloat32;
   const Written range{.partition = words.partition,
                       .begin = words.element_offset,
@@ -34,6 +39,7 @@ StateAccess::Written StateAccess::AddWrite(const CommandId& command,
   const std::pmr::vector<ElementRun> runs =
       pipeline_.map().LocateInPartition(range.partition, range.begin, range.end);
   queue_.push_back({.command = command,
+                    .state = is_weights ? 0U : words.kind,
                     .write = range,
                     .dtype = dtype,
                     .grad_offset_bytes = words.arena_offset_bytes,
@@ -41,14 +47,22 @@ StateAccess::Written StateAccess::AddWrite(const CommandId& command,
   return range;
 }
 
-void StateAccess::Pump() {
-  if (phase_ != Phase::kIdle && phase_ != Phase::kWaitingSlot) return;
-  if (phase_ == Phase::kIdle) {
-    if (queue_.empty()) return;
+// The next request that takes more than a moment becomes the current one.
+void StateAccess::Next() {
+  while (phase_ == Phase::kIdle && !queue_.empty()) {
     current_ = std::move(queue_.front());
     queue_.pop_front();
     phase_ = Phase::kWaitingSlot;
+    if (!current_.updates) continue;
+    pipeline_.SetUpdates(current_.param, *current_.updates);
+    End(absl::OkStatus());
   }
+}
+
+void StateAccess::Pump() {
+  if (phase_ != Phase::kIdle && phase_ != Phase::kWaitingSlot) return;
+  Next();
+  if (phase_ == Phase::kIdle) return;
   // What is read from swap meanwhile is in the block's old slot.
   if (current_.write && (leases_.IsLeased(current_.write->partition) || weights_.is_loading())) {
     return;
@@ -118,18 +132,19 @@ void StateAccess::StartDecode(const ElementRun& piece) {
 }
 
 void StateAccess::StartSet(const ElementRun& piece) {
-  SetMasters action{.session = current_.command.session,
-                    .dtype = current_.dtype,
-                    .elems = piece.elems,
-                    .weights = WeightsOf(piece),
-                    .grad_offset_bytes = current_.grad_offset_bytes};
+  SetState action{.session = current_.command.session,
+                  .state = current_.state,
+                  .dtype = current_.dtype,
+                  .elems = piece.elems,
+                  .weights = WeightsOf(piece),
+                  .grad_offset_bytes = current_.grad_offset_bytes};
   if (piece.block != ElementRun::kNoBlock) {
-    action.in_block = SetMasters::InBlock{.place = pipeline_.PlaceOf(piece.block),
-                                          .identity = pipeline_.IdentityOf(piece.block),
-                                          .checksum = pipeline_.checksum(piece.block),
-                                          .block_bytes = pipeline_.map().bytes(piece.block),
-                                          .states_elems = pipeline_.map().states_elems(piece.block),
-                                          .block_elem = piece.block_elem};
+    action.in_block = SetState::InBlock{.place = pipeline_.PlaceOf(piece.block),
+                                        .identity = pipeline_.IdentityOf(piece.block),
+                                        .checksum = pipeline_.checksum(piece.block),
+                                        .block_bytes = pipeline_.map().bytes(piece.block),
+                                        .states_elems = pipeline_.map().states_elems(piece.block),
+                                        .block_elem = piece.block_elem};
   }
   io_.Start(TaskKind::kAccessState, current_.command.session, std::move(action));
 }
@@ -144,14 +159,23 @@ void StateAccess::OnAccessed(const TaskDone& done) {
   absl::Status status = done.status;
   if (piece.block != ElementRun::kNoBlock) status = pipeline_.DescribeBlock(status, piece.block);
   if (status.ok() && done.count > 0) {
-    status =
-        MakeError(ErrorId::kNonfinite,
-                  absl::StrCat("the parameters of ", layout_->DescribePartition(piece.partition),
-                               " hold NaN, infinity or what rounds to it"),
-                  "check the initialisation or the loaded checkpoint");
+    const std::string what =
+        current_.state == 0
+            ? "the parameters"
+            : absl::StrCat("the values for ",
+                           protocol::StateNames(layout_->spec().optimizer)[current_.state]);
+    status = MakeError(
+        ErrorId::kNonfinite,
+        absl::StrCat(what, " of ", layout_->DescribePartition(piece.partition),
+                     " hold NaN, infinity", current_.state == 0 ? "" : ", a square below 0",
+                     " or what rounds to infinity"),
+        "check the initialisation or the loaded checkpoint");
   }
   const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
-  if (current_.write) pipeline_.OnMastersSet(piece);
+  if (current_.write) {
+    pipeline_.OnStateSet(piece, current_.state == 0 ? StepPipeline::StateSet::kMasters
+                                                    : StepPipeline::StateSet::kMoment);
+  }
   if (staged && current_.write && status.ok()) {
     checksum_ = done.checksum;
     weights_digests_ = done.weights_digests;
@@ -168,7 +192,7 @@ void StateAccess::OnAccessed(const TaskDone& done) {
 void StateAccess::StartWrite() {
   const uint32_t block = current_.pieces.front().block;
   phase_ = Phase::kWriting;
-  io_.Start(TaskKind::kWriteMasters, 0,
+  io_.Start(TaskKind::kWriteState, 0,
             pipeline_.BeginWrite(block, pipeline_.IdentityOf(block), checksum_));
 }
 
@@ -208,7 +232,8 @@ void StateAccess::End(const absl::Status& status) {
   phase_ = Phase::kIdle;
   if (!current_.answered) {
     protocol::Completion completion{};
-    if (!current_.write) completion.offset_bytes = pipeline_.updates_of(current_.param);
+    const bool reads = !current_.write && !current_.updates;
+    if (reads) completion.offset_bytes = pipeline_.updates_of(current_.param);
     if (current_.write && status.ok()) written_.push_back(*current_.write);
     io_.Answer(current_.command, completion, status);
   }

@@ -1,5 +1,4 @@
-// Clients' reads of optimizer states and their writes of masters, one command at a time, block by block,
-// between steps.
+// Clients' reads and writes of optimizer states, one command at a time, block by block, between steps.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +20,11 @@
 
 namespace forebay::daemon {
 
-// A write of masters sets the weights too. While it goes on nobody gets a lease on its partition, and it
-// waits for those that are given.
+// A write of masters sets the weights too, and one of moments may move the block that holds them. While it
+// goes on nobody gets a lease on its partition, and it waits for those that are given.
 class StateAccess {
  public:
-  // Masters that were set.
+  // Elements whose masters, or a moment, were set.
   struct Written {
     uint32_t partition = 0;
     uint64_t begin = 0;
@@ -40,10 +39,10 @@ class StateAccess {
         weights_(weights),
         leases_(leases) {}
 
-  // A checked kReadState, and a checked kWriteMasters or kWriteInitial.
+  // A checked kReadState, and a checked kWriteState, kWriteInitial or kWriteUpdates (which sets no elements).
   //
-  // Errors  E_NONFINITE  a master is not finite, or rounds to infinite weights: a part of the range may
-  //                      have been written.
+  // Errors  E_NONFINITE  a value is not finite, rounds to infinity or is a square below 0: a part of the
+  //                      range may have been written.
   void AddRead(const CommandId& command, const protocol::Command& words);
   Written AddWrite(const CommandId& command, const protocol::Command& words);
   // A write changes blocks, or will as soon as nothing reads them: it waits for no lease any more.
@@ -55,7 +54,7 @@ class StateAccess {
   // command in progress must end before a step begins to update.
   void Pump();
   void OnRead(const StepPipeline::ReadOutcome& outcome);
-  void OnAccessed(const TaskDone& done);  // of DecodeState and SetMasters
+  void OnAccessed(const TaskDone& done);  // of DecodeState and SetState
   void OnWritten(const TaskDone& done);   // of WriteBlock
 
   // Answers the commands of a session (0: of all, because the job failed) with `status`. A task that
@@ -77,12 +76,13 @@ class StateAccess {
   struct Request {
     CommandId command;
     bool answered = false;
-    uint32_t param = 0;                 // of a read
-    uint32_t state = 0;                 // of a read: index into protocol::StateNames
-    std::optional<Written> write = {};  // what it will have written
+    uint32_t param = 0;                                 // of a read, or of `updates`
+    uint32_t state = 0;                                 // index into protocol::StateNames
+    std::optional<Written> write = {};                  // what it will have written
+    std::optional<uint64_t> updates = {};               // of kWriteUpdates, which has no pieces
     protocol::DType dtype = protocol::DType::kFloat32;  // of the client's bytes
     uint64_t grad_offset_bytes = 0;                     // of the next piece
-    std::deque<ElementRun> pieces;                      // the first is in progress
+    std::deque<ElementRun> pieces = {};                 // the first is in progress
   };
   enum class Phase : uint8_t {
     kIdle,         // no read is in progress
@@ -92,6 +92,7 @@ class StateAccess {
     kWriting,      // the block goes back to swap
   };
 
+  void Next();
   void StartAccess();
   void StartDecode(const ElementRun& piece);
   void StartSet(const ElementRun& piece);

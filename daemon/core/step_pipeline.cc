@@ -704,10 +704,19 @@ void StepPipeline::SetWeightsChanged(uint32_t partition, uint64_t partition_elem
   }
 }
 
-void StepPipeline::OnMastersSet(const ElementRun& elems) {
+void StepPipeline::OnStateSet(const ElementRun& elems, StateSet state) {
   if (!ledger_.is_durable()) return;
   if (elems.block != ElementRun::kNoBlock) ledger_.SetChanged(elems.block);
+  if (state == StateSet::kMoment) return;
   SetWeightsChanged(elems.partition, elems.partition_elem, elems.elems);
+}
+
+void StepPipeline::SetUpdates(uint32_t param, uint64_t updates) {
+  FOREBAY_CHECK(!running_);
+  param_updates_[param] = updates;
+  if (keeps_jobs_) {
+    io_.actions().Emit(RecordUpdates{.job = io_.job(), .param = param, .updates = updates});
+  }
 }
 
 void StepPipeline::Recover(const DurableJob& job) {

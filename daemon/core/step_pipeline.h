@@ -170,8 +170,9 @@ class StepPipeline {
   BlockLedger::Target AllocateSave(uint32_t entry);
   PathTable& path_table() { return path_table_; }
   const PathTable& path_table() const { return path_table_; }
-  // Masters of these elements were set: what is in DRAM of them is not what was saved.
-  void OnMastersSet(const ElementRun& elems);
+  // A state of these elements was set: what is in DRAM of them is not what was saved.
+  enum class StateSet : uint8_t { kMasters, kMoment };
+  void OnStateSet(const ElementRun& elems, StateSet state);
   // Of a new pipeline: all is as in the job's durable step. Blocks in DRAM are going to be read back.
   void Recover(const DurableJob& job);
   const std::vector<uint64_t>& updates() const { return param_updates_; }  // by parameter
@@ -202,6 +203,8 @@ class StepPipeline {
   uint64_t checksum(uint32_t block) const { return ledger_.newest(block).checksum; }
   // Updates that a parameter has had.
   uint64_t updates_of(uint32_t param) const { return param_updates_[param]; }
+  // Between steps.
+  void SetUpdates(uint32_t param, uint64_t updates);
   void StartRead(uint32_t block, uint32_t slot, bool for_update);
 
   const PipelineCounters& counters() const { return counters_; }

@@ -498,10 +498,11 @@ void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::s
 
 namespace {
 
-constexpr uint64_t kMastersAtOnce = uint64_t{1} << 16;  // whose copies a worker holds
+constexpr uint64_t kValuesAtOnce = uint64_t{1} << 16;  // whose copies a worker holds
+static_assert(kValuesAtOnce % protocol::kScaleElems == 0);
 
 // Where elements of an action lie.
-StatePlanes PlanesOf(const SetMasters& action, ElemRange part, const StateMemory& memory) {
+StatePlanes PlanesOf(const SetState& action, ElemRange part, const StateMemory& memory) {
   StateRange range{.elems = part.end - part.begin, .weights = action.weights};
   range.weights.offset_bytes += part.begin * protocol::SizeBytes(memory.dtype);
   if (action.in_block) {
@@ -516,26 +517,33 @@ StatePlanes PlanesOf(const SetMasters& action, ElemRange part, const StateMemory
 
 }  // namespace
 
-bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
-                   std::span<const std::byte> from) {
+bool RunSetState(const SetState& action, const StateMemory& memory,
+                 std::span<const std::byte> from) {
   const StateFormat format{memory.format, memory.dtype};
-  const auto is_finite = [&](float one) { return protocol::IsFiniteAs(memory.dtype, one); };
+  const auto is_storable = [&](float one) {
+    return protocol::IsStorable(memory.optimizer, format, action.state, one);
+  };
   std::vector<std::byte> copied;
-  std::vector<float> masters;
+  std::vector<float> values;
   // All are checked before any is set.
   for (const bool sets : {false, true}) {
-    for (uint64_t begin = 0; begin < action.elems; begin += kMastersAtOnce) {
-      const ElemRange part{begin, std::min(begin + kMastersAtOnce, action.elems)};
+    for (uint64_t begin = 0; begin < action.elems; begin += kValuesAtOnce) {
+      const ElemRange part{begin, std::min(begin + kValuesAtOnce, action.elems)};
       // A private copy: the client could change its bytes behind the check.
       const std::span<const std::byte> bytes = Part(from, action.dtype, 0, part);
       copied.assign(bytes.begin(), bytes.end());
-      masters.resize(part.end - part.begin);
-      cpu_adam::AddGradient(masters.size(), GradientOf(action.dtype, copied),
-                            cpu_adam::AddMode::kSet, masters.data());
-      if (!std::ranges::all_of(masters, is_finite)) return false;
+      values.resize(part.end - part.begin);
+      cpu_adam::AddGradient(values.size(), GradientOf(action.dtype, copied),
+                            cpu_adam::AddMode::kSet, values.data());
+      if (!std::ranges::all_of(values, is_storable)) return false;
       if (!sets) continue;
-      cpu_adam::EncodeMasters(format, masters.size(), masters.data(),
-                              PlanesOf(action, part, memory));
+      const StatePlanes planes = PlanesOf(action, part, memory);
+      if (action.state == 0) {
+        cpu_adam::EncodeMasters(format, values.size(), values.data(), planes);
+      } else {
+        cpu_adam::EncodeMoment(memory.optimizer, format, action.state - 1, values.size(),
+                               values.data(), planes);
+      }
     }
   }
   return true;

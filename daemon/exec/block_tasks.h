@@ -115,11 +115,11 @@ cpu_adam::SquareSum RunSumGradient(protocol::DType sum_dtype, ElemRange range,
 // Elements of one state as float32, into the client's bytes, which may have any alignment of 4.
 void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to);
 
-// Bytes of the client, of `action.dtype` -> masters and weights, of a frozen parameter weights alone. False, and
-// nothing is changed, where one is not finite or its weights are not; a client that changes its bytes meanwhile may
-// find some of them set.
-bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
-                   std::span<const std::byte> from);
+// Bytes of the client, of `action.dtype` -> masters and weights, of a frozen parameter weights alone, or a moment.
+// False, and nothing is changed, where one is not finite, rounds to infinity or is a square below 0; a client that
+// changes its bytes meanwhile may find some of them set.
+bool RunSetState(const SetState& action, const StateMemory& memory,
+                 std::span<const std::byte> from);
 
 // The checksum of a whole block, and the digests of its plane of weights if it has one.
 TaskDone DigestBlock(const BlockIdentity& identity, uint64_t nonce, uint64_t states_elems,

@@ -208,7 +208,7 @@ class Executor {
   void Run(RestoreExtraStates& action);
   void Run(CommitLedger& action);
   void Run(DecodeState& action);
-  void Run(SetMasters& action);
+  void Run(SetState& action);
   void Run(LoadWeights& action);
   void Run(RoomAwaited& action);
   void Run(StartLeaseTimer& action);
@@ -226,6 +226,7 @@ class Executor {
   void Run(RecordDecision& action) { SetRecord(action); }
   void Run(RecordTrust& action) { SetRecord(action); }
   void Run(RecordStep& action) { SetRecord(action); }
+  void Run(RecordUpdates& action) { SetRecord(action); }
   void Run(RecordLease& action) { SetRecord(action); }
   void Run(RecordLeaseEnd& action) { SetRecord(action); }
   void Run(DropRecord& action) { EndRecord(action.job); }

@@ -496,7 +496,7 @@ void Executor::Run(DecodeState& action) {
   });
 }
 
-void Executor::Run(SetMasters& action) {
+void Executor::Run(SetState& action) {
   JobMemory& job = jobs_.at(action.job);
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from =
@@ -506,17 +506,17 @@ void Executor::Run(SetMasters& action) {
                       : WeightsOf(job);
   if (!action.in_block || action.in_block->place.resident) {
     PostTask(action.task, [action, grad, from, memory] {
-      return Counted(RunSetMasters(action, memory, from) ? 0 : 1);
+      return Counted(RunSetState(action, memory, from) ? 0 : 1);
     });
     return;
   }
-  const SetMasters::InBlock& in_block = *action.in_block;
+  const SetState::InBlock& in_block = *action.in_block;
   const auto expected = swap_->Expected(in_block.place, in_block.identity, in_block.checksum);
   PostTask(action.task, [action, grad, from, memory, expected, nonce = swap_->nonce()] {
     TaskDone done;
     done.status = VerifyBlock(expected, action.in_block->identity, memory.block);
     if (!done.status.ok()) return done;
-    const bool was_set = RunSetMasters(action, memory, from);
+    const bool was_set = RunSetState(action, memory, from);
     done = DigestBlock(action.in_block->identity, nonce, action.in_block->states_elems, memory);
     done.count = was_set ? 0 : 1;
     return done;

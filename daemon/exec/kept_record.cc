@@ -465,6 +465,11 @@ void KeptRecord::Set(const RecordStep& record) {
   header().published = record.step;
 }
 
+void KeptRecord::Set(const RecordUpdates& record) {
+  FOREBAY_CHECK(header().decided == header().published && record.param < header().params);
+  param_updates(header().published)[record.param] = record.updates;
+}
+
 void KeptRecord::Set(const RecordLease& record) {
   const auto free = std::ranges::find_if(leases(), [](const Lease& one) { return one.lease == 0; });
   FOREBAY_CHECK(free != leases().end());  // LeasesRecordedMax()

@@ -58,6 +58,7 @@ class KeptRecord {
   void Set(const RecordDecision& record);
   void Set(const RecordTrust& record);
   void Set(const RecordStep& record);
+  void Set(const RecordUpdates& record);
   void Set(const RecordLease& record);
   void Set(const RecordLeaseEnd& record);
   // The job cannot go on from it.

@@ -91,7 +91,7 @@ class Training {
     }
     Forward();
     const std::vector<float> masters(kElemsOfUnit, 1.0F);
-    Note(session_->WriteMasters(kUnits - 1, 0, masters, kTimeout), "WriteMasters");
+    Note(session_->WriteState(kUnits - 1, 0, "master", masters, kTimeout), "WriteState");
     Note(session_->Detach(), "Detach");
     return std::move(wrong_);
   }

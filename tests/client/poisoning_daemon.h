@@ -213,7 +213,7 @@ class PoisoningDaemon {
         committed_.swap(delivered_);
         delivered_.clear();
         return completion;
-      case Op::kWriteMasters:
+      case Op::kWriteState:
         for (const auto& [slot, partition] : leases_) {
           if (partition == command.partition) {
             return ScriptedDaemon::Failure(command, protocol::ErrorId::kLease);

@@ -7,7 +7,9 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <limits>
 #include <map>
+#include <string_view>
 #include <thread>
 
 #include "client/internal/attachment_state.h"
@@ -359,6 +361,43 @@ TEST_F(SessionTest, StateComesInPiecesThatFitTheArena) {
               HasError(ErrorId::kRange));
   EXPECT_THAT(refused({.param = "c", .state = "exp_avg", .first_elem = UINT64_MAX}),
               HasError(ErrorId::kRange));
+}
+
+TEST_F(SessionTest, AStateIsWrittenInPiecesOnceAllOfItCanBe) {
+  std::vector<float> arrived;
+  StartSession([&](const Command& command) {
+    if (Is(command, Op::kWriteState)) {
+      EXPECT_EQ(command.kind, 2U);
+      EXPECT_EQ(command.element_offset, 3 + arrived.size());
+      const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+      const size_t before = arrived.size();
+      arrived.resize(before + bytes.size() / sizeof(float));
+      std::memcpy(&arrived[before], bytes.data(), bytes.size());
+    }
+    return MaybeCompletion(Obeyed(command));
+  });
+  const uint64_t elems = session_->layout().partitions()[2].elems;
+  std::vector<float> values(elems - 3);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
+  const auto write = [&](std::string_view state) {
+    return session_->WriteState(2, 3, state, values, kTimeout);
+  };
+  EXPECT_THAT(write("sum"), HasError(ErrorId::kRange));
+  values.back() = -1;
+  EXPECT_THAT(write("exp_avg_sq"), HasError(ErrorId::kNonfinite));
+  values.back() = std::numeric_limits<float>::infinity();
+  EXPECT_THAT(write("exp_avg"), HasError(ErrorId::kNonfinite));
+  EXPECT_THAT(arrived, ::testing::IsEmpty()) << "before anything is written";
+  values.back() = 5;
+  EXPECT_OK(write("exp_avg_sq"));
+  EXPECT_EQ(arrived, values);
+  values.resize(elems);
+  EXPECT_THAT(write("exp_avg_sq"), HasError(ErrorId::kRange));
+  ASSERT_OK(session_->WriteUpdates(1, 77, kTimeout));
+  const std::vector<Command> counts = daemon_.Seen(Op::kWriteUpdates);
+  ASSERT_EQ(counts.size(), 1U);
+  EXPECT_EQ(counts[0].partition, 1U);
+  EXPECT_EQ(counts[0].step, 77U);
 }
 
 TEST_F(SessionTest, StateIsReadAnewWhereAStepWasAppliedBetweenItsPieces) {

@@ -476,6 +476,69 @@ TEST(DecodeStates, ReadsTheLastElementsOfAFullBlockFromAnyElementOn) {
   }
 }
 
+SetState SetAll(const std::vector<float>& values, uint64_t block_elems, uint32_t state) {
+  return {.in_block = SetState::InBlock{.place = {}, .identity = {}, .states_elems = block_elems},
+          .state = state,
+          .elems = values.size()};
+}
+
+TEST(SetStates, ReplaceOneStateAndLeaveTheOthersAsTheyAre) {
+  using protocol::Format;
+  constexpr uint64_t kElems = 5 * kTileElems + 77;
+  for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
+    SwappedBlock block(protocol::Optimizer::kAdamW, format, kElems);
+    RunUpdateForSwap(block.action, block.memory, /*nonce=*/10);
+    const auto read = [&](uint32_t state) {
+      std::vector<float> values(kElems);
+      RunDecodeState({.block_elems = kElems, .state = state, .elems = kElems}, block.memory.states,
+                     BytesOf(values));
+      return values;
+    };
+    for (uint32_t state = 0; state < 3; ++state) {
+      SCOPED_TRACE(::testing::Message() << static_cast<int>(format) << " state " << state);
+      const std::vector<std::vector<float>> before = {read(0), read(1), read(2)};
+      std::vector<float> values = before[state];
+      for (float& value : values) value = 2 * value;  // exact in every format but int8
+      ASSERT_TRUE(RunSetState(SetAll(values, kElems, state), block.memory.states, BytesOf(values)));
+      for (uint32_t other = 0; other < 3; ++other) {
+        if (other != state) {
+          EXPECT_EQ(read(other), before[other]);
+        } else if (state == 0 || format != Format::kInt8) {
+          EXPECT_EQ(read(state), values);
+        } else {
+          EXPECT_NE(read(state), before[state]);
+        }
+      }
+    }
+  }
+}
+
+TEST(SetStates, OfAValueThatCannotBeChangeNothing) {
+  using protocol::Format;
+  constexpr uint64_t kElems = 2 * kTileElems;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  struct Case {
+    Format format;
+    uint32_t state;
+    float value;
+  };
+  for (const Case& one : {Case{Format::kExact, 1, kInfinity}, Case{Format::kExact, 2, -1e-20F},
+                          Case{Format::kInt8, 1, std::nanf("")}, Case{Format::kInt8, 2, -1.0F},
+                          Case{Format::kBf16, 1, std::numeric_limits<float>::max()}}) {
+    SwappedBlock block(protocol::Optimizer::kAdamW, one.format, kElems);
+    const std::vector<std::byte> planes(block.planes.begin(), block.planes.end());
+    std::vector<float> values(kElems, 0.25F);
+    values.back() = one.value;
+    EXPECT_FALSE(
+        RunSetState(SetAll(values, kElems, one.state), block.memory.states, BytesOf(values)));
+    EXPECT_TRUE(std::ranges::equal(block.planes, planes));
+    values.back() = -0.0F;
+    EXPECT_TRUE(
+        RunSetState(SetAll(values, kElems, one.state), block.memory.states, BytesOf(values)));
+    EXPECT_FALSE(std::ranges::equal(block.planes, planes));
+  }
+}
+
 TEST(ExtraStates, ComeBackToOtherPlacesForAsManyRanksAsThereAre) {
   std::vector<std::byte> step(100);
   for (size_t i = 0; i < step.size(); ++i) step[i] = static_cast<std::byte>(i);

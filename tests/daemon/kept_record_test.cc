@@ -259,6 +259,17 @@ TEST_F(KeptRecordTest, AnAttemptIsThatOfItsStep) {
   EXPECT_EQ(other.kept->attempt, 0U);
 }
 
+TEST_F(KeptRecordTest, UpdatesThatWereSetCountUntilTheNextDecision) {
+  record_->Set(RecordUpdates{.param = 1, .updates = 1000});
+  ASSERT_OK_AND_ASSIGN(const DurableJob found, Found());
+  std::vector<uint64_t> wanted = job_.param_updates;
+  wanted[1] = 1000;
+  EXPECT_EQ(found.param_updates, wanted);
+  record_->Set(Decision(job_.step + 1));
+  ASSERT_OK_AND_ASSIGN(const DurableJob decided, Found());
+  EXPECT_EQ(decided.param_updates, wanted) << "those before the step, which is not published";
+}
+
 TEST_F(KeptRecordTest, CountsSumsInFloat32Once) {
   DurableJob job = job_;
   job.kept->session.accumulate = true;  // they are there already

@@ -350,9 +350,9 @@ TEST_P(NodeStateDrain, ReadsOfStatesAndMovesOfBlocksHaveTheirTurns) {
 TEST_P(NodeStateDrain, AWriteOfMastersWaits) {
   DeliverAll(1);
   CallAll(1);
-  const uint64_t write = node_.WriteMasters(sessions_[0], OwnedBy(0)[0]);
+  const uint64_t write = node_.WriteState(sessions_[0], OwnedBy(0)[0]);
   while (!is_published()) {
-    EXPECT_THAT(node_.Running<SetMasters>(), IsEmpty());
+    EXPECT_THAT(node_.Running<SetState>(), IsEmpty());
     FinishOne();
   }
   node_.RunTasks();

@@ -388,7 +388,7 @@ TEST(NodeStateDurableLoss, WritesBetweenStepsNeverTakeTheSlotsOfTheNext) {
         std::vector<uint64_t> writes;
         for (uint32_t i = 0; step < 5 && i < run.layout_->partitions().size(); ++i) {
           writes.push_back(
-              run.node_->WriteMasters(run.sessions_[run.layout_->partitions()[i].owner], i));
+              run.node_->WriteState(run.sessions_[run.layout_->partitions()[i].owner], i));
         }
         run.node_->RunTasks();
         for (const uint64_t write : writes) {
@@ -412,8 +412,8 @@ TEST(NodeStateDurableLoss, WritesThatAreRefusedTakeNoSlots) {
   run.node_->RunTasks();
   const uint64_t before = run.View().swap_bytes;
   for (int i = 0; i < 20; ++i) {
-    const uint64_t write = run.node_->WriteMasters(run.sessions_[0], 0);
-    TaskDone done = run.node_->model().Finish(run.node_->FinishUntil<SetMasters>().task);
+    const uint64_t write = run.node_->WriteState(run.sessions_[0], 0);
+    TaskDone done = run.node_->model().Finish(run.node_->FinishUntil<SetState>().task);
     done.count = 1;
     run.node_->Send(done);
     EXPECT_EQ(run.node_->ErrorOf(write), ErrorId::kNonfinite);
@@ -489,7 +489,7 @@ TEST_F(NodeStateDurableJob, WhatWasWrittenBetweenStepsIsSavedWithTheNext) {
   const auto owner = [&](uint32_t partition) {
     return run_.sessions_[partitions[partition].owner];
   };
-  EXPECT_EQ(node().ErrorOf(node().WriteMasters(owner(0), 0)), kUnanswered);
+  EXPECT_EQ(node().ErrorOf(node().WriteState(owner(0), 0)), kUnanswered);
   node().RunTasks();
   std::set<uint32_t> changed = {0};  // partitions
   for (uint32_t i = 0; i < partitions.size(); ++i) {

@@ -567,7 +567,7 @@ TEST_P(NodeStateEarly, AWriteOfMastersDropsWhatWasMadeOfTheOldOnes) {
   Announce(1);
   DeliverAll(1);
   for (uint32_t i = 0; i < 40; ++i) FinishOne();
-  const uint64_t write = node_.WriteMasters(sessions_[0], OwnedBy(0)[1]);
+  const uint64_t write = node_.WriteState(sessions_[0], OwnedBy(0)[1]);
   EXPECT_FALSE(Dropped().empty());
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(write), ErrorId::kNone);

@@ -78,6 +78,49 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   EXPECT_GE(steps.size(), 3U);
 }
 
+// How many updates a parameter has had is nowhere but in tables and the record.
+TEST_P(NodeStateKill, StatesThatWereWrittenBetweenStepsAreThere) {
+  const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
+  Training run(GetParam(), options);
+  run.AttachAll();
+  run.TrainTo(2);
+  run.node_->RunTasks();
+  const auto owner = [&](uint32_t partition) {
+    return run.sessions_[run.layout_->is_shared() ? 0 : run.layout_->partitions()[partition].owner];
+  };
+  for (const protocol::BoxPlace& place : run.layout_->boxes()) {
+    if (!run.layout_->params()[place.box.param].trainable) continue;
+    const uint64_t tag =
+        run.node_->WriteState(owner(place.partition), place.partition, place.partition_elem,
+                              place.partition_elem + place.box.elems(), /*state=*/1);
+    run.node_->RunTasks();
+    // Where durable steps keep what is on swap, and it is full, the block stays as it is.
+    const protocol::ErrorId met = run.node_->ErrorOf(tag);
+    const bool may_be_full = GetParam().place == Place::kSumsOnSwap &&
+                             GetParam().durability.level != protocol::DurabilityLevel::kMemory;
+    ASSERT_TRUE(met == protocol::ErrorId::kNone ||
+                (may_be_full && met == protocol::ErrorId::kSwapNospc))
+        << static_cast<int>(met);
+  }
+  const uint64_t tag = run.node_->WriteUpdates(run.sessions_[1], 0, 41);
+  run.node_->RunTasks();
+  ASSERT_EQ(run.node_->ErrorOf(tag), protocol::ErrorId::kNone);
+  const auto updates = [&] {
+    const uint64_t read = run.node_->ReadState(run.sessions_[0], 0, 0, 1);
+    run.node_->RunTasks();
+    EXPECT_EQ(run.node_->ErrorOf(read), protocol::ErrorId::kNone);
+    return run.node_->answer(read)->completion.offset_bytes;
+  };
+  ASSERT_TRUE(run.Kill());
+  run.Resume();
+  run.AttachAll(/*reattach=*/true);
+  EXPECT_EQ(updates(), 41U);
+  run.TrainTo(run.answered_ + 1);
+  run.node_->RunTasks();
+  EXPECT_EQ(updates(), 42U);
+  ASSERT_EQ(run.node_->fault(), "");
+}
+
 // The daemon that goes on with it is killed too, and so on, each a little later than the one before.
 TEST_P(NodeStateKill, AnUpdateSurvivesOneKillAfterTheOther) {
   const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);

@@ -49,7 +49,7 @@ class NodeStateProtection : public ::testing::Test {
 };
 
 TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
-  for (const int op : {0, 12, 0xffff}) {
+  for (const int op : {0, 13, 0xffff}) {
     Command command = Gradient();
     command.op = static_cast<uint16_t>(op);
     EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << op;
@@ -69,7 +69,8 @@ TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
 }
 
 TEST_F(NodeStateProtection, GroupsThatAreNotThereAreRefused) {
-  for (const Op op : {Op::kFetch, Op::kGradReady, Op::kReadState, Op::kWriteInitial}) {
+  for (const Op op : {Op::kFetch, Op::kGradReady, Op::kReadState, Op::kWriteInitial,
+                      Op::kWriteState, Op::kWriteUpdates}) {
     for (const uint32_t group : {2U, UINT32_MAX}) {
       Command command = Gradient();
       command.op = static_cast<uint16_t>(op);

@@ -228,7 +228,7 @@ TEST_F(NodeStateWeights, WhatIsFetchedAfterAWriteOfMastersIsWhatWasWritten) {
   const uint32_t partition = OwnedBy(1)[2];
   Use(1, partition);
   const size_t loads = node_.Logged<LoadWeights>().size();
-  const uint64_t tag = node_.WriteMasters(sessions_[1], partition);
+  const uint64_t tag = node_.WriteState(sessions_[1], partition);
   node_.RunTasks();
   ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
   Use(1, partition);  // the model knows the version
@@ -238,8 +238,8 @@ TEST_F(NodeStateWeights, WhatIsFetchedAfterAWriteOfMastersIsWhatWasWritten) {
 TEST_F(NodeStateWeights, AWriteOfMastersWaitsForWeightsThatAreOnTheirWay) {
   const uint64_t fetch = node_.Fetch(sessions_[0], OwnedBy(0)[0]);
   ASSERT_FALSE(node_.Running<LoadWeights>().empty());
-  const uint64_t write = node_.WriteMasters(sessions_[1], OwnedBy(1)[0]);
-  EXPECT_THAT(node_.Running<SetMasters>(), IsEmpty());
+  const uint64_t write = node_.WriteState(sessions_[1], OwnedBy(1)[0]);
+  EXPECT_THAT(node_.Running<SetState>(), IsEmpty());
   EXPECT_THAT(node_.Running<ReadBlock>(), IsEmpty());
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
@@ -329,7 +329,7 @@ TEST_F(NodeStateWeights, WhoHoldsTooManyLeasesHearsSo) {
 TEST_F(NodeStateWeights, AWriteThatWaitsForALeaseKeepsNobodyFromFetching) {
   const uint64_t held = node_.Fetch(sessions_[0], OwnedBy(1)[0]);
   node_.RunTasks();
-  const uint64_t write = node_.WriteMasters(sessions_[1], OwnedBy(1)[0]);
+  const uint64_t write = node_.WriteState(sessions_[1], OwnedBy(1)[0]);
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(write), kUnanswered);
   const uint64_t fetch = node_.Fetch(sessions_[0], OwnedBy(0)[1]);
@@ -697,7 +697,8 @@ TEST(NodeStateWeightsChaos, EveryFetchGetsTheNewestVersion) {
           // Not what this rank reads itself.
           release_some(0);
           const std::vector<uint32_t> own = job.OwnedBy(rank);
-          job.node_.WriteMasters(job.sessions_[rank], own[below(own.size())]);
+          const uint32_t written = own[below(own.size())];
+          job.node_.WriteState(job.sessions_[rank], written, 0, 0, static_cast<uint16_t>(below(3)));
         }
         while (!job.node_.model().running().empty() && below(3) != 0) finish_one();
         release_some(below(3));

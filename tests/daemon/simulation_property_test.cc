@@ -101,7 +101,7 @@ struct Words {
   void operator()(const DecodeState& a) const {
     Put({a.task, a.session, a.identity.block, a.elems});
   }
-  void operator()(const SetMasters& a) const { Put({a.task, a.session, a.elems}); }
+  void operator()(const SetState& a) const { Put({a.task, a.session, a.state, a.elems}); }
   void operator()(const LoadWeights& a) const { Put({a.task, a.partition, a.block, a.bytes}); }
   void operator()(const EvictBlock& a) const {
     Put({a.task, a.identity.block, a.place.slot->path, a.place.slot->offset_bytes});
@@ -134,6 +134,7 @@ struct Words {
   void operator()(const RecordDecision& a) const { Put({a.job, a.step}); }
   void operator()(const RecordTrust& a) const { Put({a.job, a.step, a.trust.size()}); }
   void operator()(const RecordStep& a) const { Put({a.job, a.step, a.overflowed}); }
+  void operator()(const RecordUpdates& a) const { Put({a.job, a.param, a.updates}); }
   void operator()(const RecordLease& a) const { Put({a.job, a.lease.lease, a.lease.offset_bytes}); }
   void operator()(const RecordLeaseEnd& a) const { Put({a.job, a.lease}); }
   void operator()(const UpdateNotResumed& a) const { Put({a.step}); }

@@ -37,6 +37,8 @@ void KeptRecords::Execute(const Action& action) {
     set(*trust);
   } else if (const auto* step = std::get_if<RecordStep>(&action)) {
     set(*step);
+  } else if (const auto* updates = std::get_if<RecordUpdates>(&action)) {
+    set(*updates);
   } else if (const auto* lease = std::get_if<RecordLease>(&action)) {
     set(*lease);
   } else if (const auto* ended = std::get_if<RecordLeaseEnd>(&action)) {

@@ -518,14 +518,23 @@ uint64_t NodeHarness::GradNorm(uint64_t session, uint32_t param) {
   return Command(session, command);
 }
 
-uint64_t NodeHarness::WriteMasters(uint64_t session, uint32_t partition, uint64_t begin,
-                                   uint64_t end) {
+uint64_t NodeHarness::WriteState(uint64_t session, uint32_t partition, uint64_t begin, uint64_t end,
+                                 uint16_t state) {
   if (end == 0) end = InfoOf(session).layout->partitions()[partition].elems;
   protocol::Command command{};
-  command.op = static_cast<uint16_t>(Op::kWriteMasters);
+  command.op = static_cast<uint16_t>(Op::kWriteState);
+  command.kind = state;
   command.partition = partition;
   command.element_offset = begin;
   command.length_bytes = (end - begin) * sizeof(float);
+  return Command(session, command);
+}
+
+uint64_t NodeHarness::WriteUpdates(uint64_t session, uint32_t param, uint64_t updates) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kWriteUpdates);
+  command.partition = param;
+  command.step = updates;
   return Command(session, command);
 }
 

@@ -208,7 +208,9 @@ class NodeHarness {
   // Of each session, then all tasks; the answers' errors.
   std::vector<protocol::ErrorId> StepAll(const std::vector<uint64_t>& sessions, uint64_t step);
   // Of elements [begin, end) of a partition; 0: to its end.
-  uint64_t WriteMasters(uint64_t session, uint32_t partition, uint64_t begin = 0, uint64_t end = 0);
+  uint64_t WriteState(uint64_t session, uint32_t partition, uint64_t begin = 0, uint64_t end = 0,
+                      uint16_t state = 0);
+  uint64_t WriteUpdates(uint64_t session, uint32_t param, uint64_t updates);
   uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);
   // The t that an update's scalars are of; 0: of none of the first steps, or another lr than 0.1.
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);

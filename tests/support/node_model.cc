@@ -245,7 +245,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     if (state->block_elem + state->elems > state->block_elems) {
       Fault("a read of states is outside its block");
     }
-  } else if (const auto* masters = std::get_if<SetMasters>(&action)) {
+  } else if (const auto* masters = std::get_if<SetState>(&action)) {
     const uint64_t width = protocol::SizeBytes(jobs_[masters->job].layout->spec().dtype);
     uses.push_back(GradUse(masters->session, masters->grad_offset_bytes,
                            masters->elems * protocol::SizeBytes(masters->dtype), false));
@@ -254,7 +254,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
                       masters->elems * width, true});
     }
     if (masters->in_block) {
-      const SetMasters::InBlock& block = *masters->in_block;
+      const SetState::InBlock& block = *masters->in_block;
       uses.push_back(StateUse(masters->job, block.place, block.block_bytes, true));
       const uint64_t elems =
           block.states_elems > 0 ? block.states_elems : block.block_bytes / width;
@@ -703,9 +703,9 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
   slots[a.identity.block] = *a.place.slot;
 }
 
-void NodeModel::Apply(const SetMasters& a, TaskDone& done) {
+void NodeModel::Apply(const SetState& a, TaskDone& done) {
   if (!a.in_block || a.in_block->place.resident) return;
-  const SetMasters::InBlock& block = *a.in_block;
+  const SetState::InBlock& block = *a.in_block;
   BlockToken& staged = staging_[block.place.staging_slot];
   const bool fresh = block.identity.written_step == 0 && !block.place.slot;
   if (!fresh && !(staged == TokenOf(block.identity, block.checksum))) {

@@ -268,7 +268,7 @@ class NodeModel {
   void Apply(const daemon::UpdateBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::WriteBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::DecodeState& a, daemon::TaskDone& done);
-  void Apply(const daemon::SetMasters& a, daemon::TaskDone& done);
+  void Apply(const daemon::SetState& a, daemon::TaskDone& done);
   void Apply(const daemon::LoadWeights& a, daemon::TaskDone& done);
   void Apply(const daemon::SpillSums& a, daemon::TaskDone& done);
   void Apply(const daemon::LoadSums& a, daemon::TaskDone& done);

@@ -448,7 +448,7 @@ class _Memory:
         if flat.dtype == engine.plan.dtype:
             engine.attachment.write_initial(number, flat, engine.timeout)
         else:
-            engine.attachment.write_masters(number, 0, flat, engine.timeout)
+            engine.attachment.write_state(number, 0, "master", flat, engine.timeout)
 
     def take_back(self) -> None:
         """The shards have no memory."""

@@ -30,7 +30,7 @@ class Reader(Protocol):
         """Errors: E_NONFINITE where they cannot be written."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Replaces it by values that are checked. Errors: those of Attachment.write_masters."""
+        """Replaces it by values that are checked. Errors: those of Attachment.write_state."""
 
     def padded(self) -> torch.Tensor:
         """The same for the next gather: in param_dtype, padded with zeros."""

@@ -314,17 +314,19 @@ class ShardedEngine(Engine):
         if self.plan.dtype == member.tensor.dtype or not member.trainable:
             self.copy(member.copies, weights)
             return weights.to(member.tensor.dtype)
+        return self.read_state(member, "master")
+
+    def read_state(self, member: ShardMember, state: str) -> torch.Tensor:
+        """This rank's part of a state, in float32."""
         assert self.attachment is not None
-        masters = torch.empty(member.shard.local_shape, dtype=torch.float32)
-        flat, at = masters.view(-1), 0
+        values = torch.empty(member.shard.local_shape, dtype=torch.float32)
+        flat, at = values.view(-1), 0
         for first, run, stride, runs in member.boxes:
             for begin in range(first, first + runs * stride, stride):
-                view, _ = self.attachment.read_state(
-                    member.name, "master", begin, run, self.timeout
-                )
+                view, _ = self.attachment.read_state(member.name, state, begin, run, self.timeout)
                 flat[at : at + run] = torch.from_dlpack(view)  # type: ignore[attr-defined]
                 at += run
-        return masters.to(self.device.torch_device)
+        return values.to(self.device.torch_device)
 
     def check_values(self, member: ShardMember, values: torch.Tensor) -> None:
         """Errors: E_NONFINITE where they cannot be written."""
@@ -347,7 +349,9 @@ class ShardedEngine(Engine):
             for box in member.boxes if member.is_owned else ():
                 source = self.plan.layout.places[member.name, box]
                 part = masters[at : at + source.elems]
-                self.attachment.write_masters(source.partition, source.first, part, self.timeout)
+                self.attachment.write_state(
+                    source.partition, source.first, "master", part, self.timeout
+                )
                 at += source.elems
         finally:
             member.wait_for_replicas()  # they read what the owner has written

@@ -397,12 +397,26 @@ void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, doub
   Check(WithoutGil([&] { return self->WriteInitial(group, bytes, TimeoutOf(timeout)); }));
 }
 
-void WriteMasters(PyAttachment& self, uint32_t partition, uint64_t first_elem,
-                  const Buffer& masters, double timeout) {
-  const std::span<const float> values(static_cast<const float*>(masters.data()),
-                                      masters.nbytes() / sizeof(float));
+void WriteState(PyAttachment& self, uint32_t partition, uint64_t first_elem,
+                const std::string& state, const Buffer& buffer, double timeout) {
+  const std::span<const float> values(static_cast<const float*>(buffer.data()),
+                                      buffer.nbytes() / sizeof(float));
   Check(WithoutGil(
-      [&] { return self->WriteMasters(partition, first_elem, values, TimeoutOf(timeout)); }));
+      [&] { return self->WriteState(partition, first_elem, state, values, TimeoutOf(timeout)); }));
+}
+
+void WriteUpdates(PyAttachment& self, uint32_t param, uint64_t updates, double timeout) {
+  Check(WithoutGil([&] { return self->WriteUpdates(param, updates, TimeoutOf(timeout)); }));
+}
+
+// The bytes of all ranks.
+nb::list Exchange(PyAttachment& self, const nb::bytes& bytes, double timeout) {
+  const std::string own(bytes.c_str(), bytes.size());
+  const std::vector<std::string> all =
+      ValueOrThrow(WithoutGil([&] { return self->Exchange(own, TimeoutOf(timeout)); }));
+  nb::list list;
+  for (const std::string& one : all) list.append(nb::bytes(one.data(), one.size()));
+  return list;
 }
 
 uint64_t Fetch(PyAttachment& self, uint32_t group, double timeout) {
@@ -536,6 +550,7 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("trace", &TraceGroups)
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
+      .def_prop_ro("rank", [](PyAttachment& self) { return self->rank(); })
       .def_prop_ro("boxes", &Boxes)
       .def_prop_ro("states", &States)
       .def("weights", &Weights, nb::arg("group"))
@@ -544,8 +559,11 @@ void BindAttachment(nb::module_& module) {
       .def("locate_ahead", &LocateAhead, nb::arg("partitions"), nb::arg("timeout") = kTimeout)
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
            nb::arg("timeout") = kTimeout)
-      .def("write_masters", &WriteMasters, nb::arg("partition"), nb::arg("first_elem"),
-           nb::arg("masters"), nb::arg("timeout") = kTimeout)
+      .def("write_state", &WriteState, nb::arg("partition"), nb::arg("first_elem"),
+           nb::arg("state"), nb::arg("values"), nb::arg("timeout") = kTimeout)
+      .def("write_updates", &WriteUpdates, nb::arg("param"), nb::arg("updates"),
+           nb::arg("timeout") = kTimeout)
+      .def("exchange", &Exchange, nb::arg("own"), nb::arg("timeout") = kTimeout)
       .def(
           "initial_done",
           [](PyAttachment& self, double timeout) {
