@@ -209,7 +209,10 @@ def attach_sharded(
         _shard_plan.refuse_unusable(units, model)
         source = _initial.Initial(model, units, name_prefix, initial)
         parameters = _shard_plan.parameters_of(units)
-        return units, source, parameters, _number_groups(parameters, optimizer, request.param_groups)
+        # As torch's optimizer numbers them, not unit by unit.
+        order = {id(tensor): at for at, tensor in enumerate(model.parameters())}
+        listed = sorted(parameters, key=lambda parameter: order[id(parameter.tensor)])
+        return units, source, parameters, _number_groups(listed, optimizer, request.param_groups)
 
     units, source, parameters, torch_groups = _ranks.together(check)
     _ranks.refuse_different("prefetch_bytes", prefetch_bytes)

@@ -10,7 +10,6 @@ import os
 import time
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from ._buffers import Buffers, users_part
 from ._hooks import UNBOUNDED, Backward, StepCall, profiled
 from ._progress import metrics_of
 from ._reader import parameter_named, read_elements, read_states, state_names
+from ._state_dict import DaemonState, StateDicts
 from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
@@ -49,23 +49,7 @@ class Phase(enum.Enum):
     DETACHED = enum.auto()
 
 
-class DaemonState(defaultdict[torch.Tensor, Any]):
-    """The optimizer's `state`: empty, since the daemon holds it.
-
-    torch.distributed.checkpoint.state_dict asks first whether it is empty, and then steps with
-    lr = 0 to fill it: the question is refused, before anything has changed.
-    """
-
-    def __bool__(self) -> bool:
-        raise unsupported(
-            "the state of an attached optimizer is the daemon's: get_state_dict and "
-            "set_state_dict of torch.distributed.checkpoint cannot hold it",
-            "get_model_state_dict(model) for the weights; opt.read_state(name) for one "
-            "parameter's moments",
-        )
-
-
-class ForebayOptimizer(torch.optim.Optimizer):
+class ForebayOptimizer(StateDicts):
     """A torch.optim.Optimizer whose state and arithmetic are the daemon's.
 
     step() reads lr and the other hyper-parameters from param_groups at each call, so torch's LR
@@ -101,7 +85,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._phase = Phase.CONSTRUCTING
         super().__init__(param_groups, defaults)
-        self.state = DaemonState(dict)
+        self.state = DaemonState(self)  # type: ignore[assignment]
         self._plan, self._engine, self._guards = plan, engine, guards
         self._rule = rule  # one of forebay.optimizers
         self._max_grad_norm = float(rule.max_grad_norm or 0.0)
@@ -555,36 +539,6 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 "list all groups at attach",
             )
         super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """param_groups alone, with a warning: the moments are the daemon's.
-
-        >>> opt = forebay.attach(model, forebay.AdamW(lr=0.5))
-        >>> opt.state_dict()["param_groups"][0]["lr"]
-        0.5
-        """
-        warnings.warn(
-            "state_dict() of an attached optimizer holds param_groups alone: moments are the "
-            "daemon's and come back with forebay.attach; read_state() reads them",
-            stacklevel=2,
-        )
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: the state of an attached optimizer is the daemon's.
-
-        Errors  E_UNSUPPORTED  always.
-
-        >>> opt = forebay.attach(model)
-        >>> opt.load_state_dict({})
-        Traceback (most recent call last):
-        forebay.UsageError: error[E_UNSUPPORTED]: load_state_dict on the optimizer of an attached model: its state is the daemon's
-        hint: attach again to go on at the committed step; set lr in opt.param_groups
-        """
-        raise unsupported(
-            "load_state_dict on the optimizer of an attached model: its state is the daemon's",
-            "attach again to go on at the committed step; set lr in opt.param_groups",
-        )
 
 
 def _as_bytes(value: Any) -> bytes | None:

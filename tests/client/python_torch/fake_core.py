@@ -64,6 +64,7 @@ class Job:
         self.changed = threading.Condition()
         self.sessions = {}
         self.faults = {}
+        self.exchanges = {}  # by number, what each rank has passed
         self.begin_attempt(0)
 
     def begin_attempt(self, number):
@@ -143,6 +144,7 @@ class Attachment:
         self.present = set()  # parameters that were delivered in this pass
         self.passes, self.delivered = 0, False  # that were begun; in this attempt
         self.next_lease = 1
+        self.exchanges = 0
         self.alive = True
         self.calls = {"fetch": 0, "release": 0, "add_gradient": 0, "grad_norm": 0, "step": 0}
 
@@ -304,6 +306,32 @@ class Attachment:
         if state != "master":
             plane = job.moments[group][0 if state == "exp_avg" else 1]
         return plane[begin : begin + elems].clone(), job.updates[index]
+
+    def write_state(self, group, first, state, values, _timeout):
+        self._check()
+        job = self.job
+        span = slice(first, first + len(values))
+        if state == "master":
+            job.masters[group][span] = values
+            job.weights[group][span] = values.to(job.dtype)
+        else:
+            job.moments[group][0 if state == "exp_avg" else 1][span] = values
+
+    def write_updates(self, param, updates, _timeout):
+        self._check()
+        self.job.updates[param] = updates
+
+    def exchange(self, own, timeout):
+        self._check()
+        job = self.job
+        with job.changed:
+            passed = job.exchanges.setdefault(self.exchanges, {})
+            passed[self.rank] = own
+            job.changed.notify_all()
+            if not job.changed.wait_for(lambda: len(passed) == job.world_size, timeout):
+                raise refusal("E_TIMEOUT", "exchange")
+        self.exchanges += 1
+        return [passed[rank] for rank in range(job.world_size)]
 
     def counters(self):
         return {"rpc_calls": 1, "wait_ns_total": 0, **self.calls}

@@ -260,6 +260,7 @@ def main():
     import sharded_meta  # noqa: F401
     import sharded_devices  # noqa: F401
     import sharded_gathers  # noqa: F401
+    import sharded_states  # noqa: F401
     import sharded_writes  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:

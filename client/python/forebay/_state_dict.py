@@ -1,0 +1,666 @@
+"""The optimizer's states in torch's format: state_dict() and load_state_dict() of an attached optimizer, and
+the same to and from a file, of which no process holds more than a piece."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from . import _state_file
+from ._reader import read_elements, read_states, state_names
+from .errors import ForebayError, ForebayTimeoutError, make_error, unsupported, usage_error
+
+if TYPE_CHECKING:
+    from ._core import Attachment
+    from ._hooks import Engine, Member
+    from ._plan import Parameter, Plan
+    from ._sharded import ShardedEngine, ShardMember
+    from .optimizers import Optimizer
+
+T = TypeVar("T")
+PIECE_ELEMS = 1 << 20  # of a state, that are read, checked or written at once; whole groups of int8's scales
+REPORT_BYTES_MAX = 4096  # of the wire, from one rank to the others
+# What torch's optimizers have in their parameter groups beside hyper-parameters. The daemon has one value
+# for each of the first; the others are how torch computes, and are carried along.
+FIXED_OPTIONS = {"amsgrad", "nesterov", "maximize", "decoupled_weight_decay", "differentiable"}
+TORCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "Adam": {"amsgrad": False, "capturable": False, "decoupled_weight_decay": False},
+    "AdamW": {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True},
+    "Adagrad": {},
+    "SGD": {"nesterov": False},
+}
+COMMON_OPTIONS = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+
+
+class DaemonState(Mapping[torch.Tensor, Any]):
+    """The optimizer's `state`, which the daemon holds: what is asked for is read, into memory of the
+    caller's. Its keys are the trainable parameters.
+
+    Ownership  The optimizer's; refers to it weakly.
+    """
+
+    def __init__(self, optimizer: StateDicts) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def _members(self) -> dict[torch.Tensor, Member]:
+        optimizer = self._optimizer()
+        return {} if optimizer is None else optimizer._trainable()
+
+    def __getitem__(self, tensor: torch.Tensor) -> dict[str, Any]:
+        optimizer = self._optimizer()
+        for member in () if optimizer is None else optimizer._members:
+            if member.tensor is tensor and member.trainable:
+                assert optimizer is not None
+                return _torch_state(optimizer, member)
+        raise KeyError(tensor)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._members())
+
+    def __len__(self) -> int:
+        return len(self._members())
+
+    def __setitem__(self, tensor: torch.Tensor, values: Any) -> None:
+        raise unsupported(
+            "opt.state[p] = ... on an attached optimizer: its states are the daemon's",
+            "opt.load_state_dict(...) writes them, of all parameters",
+        )
+
+    def __repr__(self) -> str:
+        return f"DaemonState({len(self)} parameters)"
+
+
+class StateDicts(torch.optim.Optimizer):
+    """What an attached optimizer has of torch's state_dict()."""
+
+    _engine: Engine
+    _plan: Plan
+    _rule: Optimizer
+    _members: list[Member]
+
+    def _live(self) -> Attachment:
+        raise NotImplementedError
+
+    def _trainable(self) -> dict[torch.Tensor, Member]:
+        """In the order of param_groups."""
+        members = {member.tensor: member for member in self._members if member.trainable}
+        tensors = chain.from_iterable(group["params"] for group in self.param_groups)
+        return {tensor: members[tensor] for tensor in tensors if tensor in members}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all parameters in torch's format: torch's optimizer of the same name loads it and
+        goes on. Shared: all states, whole, in float32, in memory of this process (8 bytes a parameter of
+        AdamW, 12 where parameters have 16 bits; save_state() takes no more than a piece). Sharded: this
+        rank's shards, as DTensors.
+
+        Parameters of 16 bits have a "master" beside what torch has, the float32 value that they are
+        rounded from. SGD has a "step" beside it.
+
+        Errors  E_TIMEOUT  a read waits for swap.
+
+        >>> opt = forebay.attach(model, forebay.AdamW(lr=0.5))
+        >>> model(inputs).sum().backward()
+        >>> opt.step()
+        >>> {index: sorted(states) for index, states in opt.state_dict()["state"].items()}
+        {0: ['exp_avg', 'exp_avg_sq', 'step'], 1: ['exp_avg', 'exp_avg_sq', 'step']}
+        """
+        self._live()
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            for key, value in _options_of(self._rule).items():
+                group.setdefault(key, value)
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes states and parameter groups over from a state_dict() of this class or of torch's optimizer
+        of the same kind: between two steps, on every rank, each with the same; it returns when all have
+        them. Shared: rank 0 writes. Sharded: each rank its shards, out of DTensors with the placements of
+        its parameters or of whole tensors.
+
+        All is checked on all ranks before anything is written. Moments are stored as docs/formats.md says
+        (format "fp32" and "exact": bit for bit), "step" counts on from what is loaded. A parameter without a
+        state has had no update. A "master" sets the parameter too; without one the parameter stays.
+        Hyper-parameters are taken over as torch does; how torch computes ("foreach", "fused") and
+        "initial_lr" are kept and not looked at. committed_step stays the job's.
+
+        state_dict  {"state": {index: {...}}, "param_groups": [...]}
+
+        Errors  E_LAYOUT     other groups, parameters or shapes.
+                E_OPTION     states of another optimizer, an option that the daemon does not have
+                             (maximize=True), a value out of its range; the ranks load different dicts.
+                E_NONFINITE  a moment is NaN, infinite, or a second moment below 0.
+                E_STEP       a step() ended without an answer and has to be repeated first.
+                E_TIMEOUT    another rank has not called it.
+                E_SWAP_NOSPC durable steps keep what is on swap, and there is no room for another version
+                             of it: a part may be written.
+
+        >>> torch.manual_seed(0)
+        >>> plain = torch.nn.Linear(4, 2)
+        >>> theirs = torch.optim.AdamW(plain.parameters(), lr=0.5)
+        >>> plain(inputs).sum().backward()
+        >>> theirs.step()
+        >>> opt = forebay.attach(model, forebay.AdamW())
+        >>> opt.load_state_dict(theirs.state_dict())
+        >>> opt.param_groups[0]["lr"], int(opt.read_state("weight")["step"])
+        (0.5, 1)
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        _load(self, lambda: _Loaded(self, state_dict))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def save_state(self, path: str | PathLike[str]) -> None:
+        """Writes what state_dict() has, of all ranks, into one safetensors file, piece by piece: on every
+        rank, between two steps. Rank 0 writes; all return when the file is whole. It can be loaded with
+        any number of ranks, shared and sharded.
+
+        Tensors  PARAMETER.STATE in float32, PARAMETER.step; the parameter groups are in the metadata.
+        Errors   OSError on rank 0, E_RANK on the others: it cannot be written.
+
+        >>> import tempfile
+        >>> opt = forebay.attach(model)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     opt.save_state(f"{folder}/optimizer.safetensors")
+        ...     opt.load_state(f"{folder}/optimizer.safetensors")
+        """
+        attachment = self._live()
+
+        def write() -> None:
+            if attachment.rank == 0:
+                _write_file(self, attachment, path)
+
+        _together(self, write, "save_state()")
+
+    def load_state(self, path: str | PathLike[str]) -> None:
+        """As load_state_dict(), of a file of save_state(): mapped, and read piece by piece.
+
+        Errors  those of load_state_dict(); E_OPTION where the file cannot be read; E_LAYOUT where it has
+                other parameters.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.load_state("no/such/file")
+        Traceback (most recent call last):
+        forebay.UsageError: error[E_OPTION]: load_state('no/such/file'): [Errno 2] No such file or directory: 'no/such/file'
+        hint: a file that opt.save_state(path) has written
+        """
+        _load(self, lambda: _Loaded(self, _read_file(self, path)))
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+def _parameter(opt: StateDicts, member: Member) -> Parameter:
+    return opt._plan.by_name[member.name]
+
+
+def _has_master(member: Member) -> bool:
+    """Whether it has masters that the parameter itself does not give."""
+    return member.tensor.dtype != torch.float32
+
+
+def _names(opt: StateDicts, attachment: Attachment, parameter: Parameter, master: bool) -> list[str]:
+    names = state_names(attachment, parameter)
+    return [name for name in names if name != "master" or master]
+
+
+def _updates(opt: StateDicts, member: Member) -> int:
+    """How many updates the parameter has had."""
+    parameter, attachment = _parameter(opt, member), opt._live()
+    state = attachment.states[0]
+    return read_elements(attachment, parameter, state, range(1), opt._engine.timeout)[1]
+
+
+def _torch_state(opt: StateDicts, member: Member) -> dict[str, Any]:
+    """As torch's optimizer has it. Before its first update the moments are 0: nothing is read."""
+    attachment, parameter, timeout = opt._live(), _parameter(opt, member), opt._engine.timeout
+    updates = _updates(opt, member)
+    moments = _names(opt, attachment, parameter, master=False)
+    if updates == 0:
+        state: dict[str, Any] = {name: _fresh(opt, member, name) for name in moments}
+    elif opt._engine.mode == "shared":
+        state = read_states(attachment, parameter, timeout)
+    else:
+        shard, engine = cast("ShardMember", member), cast("ShardedEngine", opt._engine)
+        names = _names(opt, attachment, parameter, _has_master(member))
+        state = {name: shard.shard.dtensor_of(engine.read_state(shard, name)) for name in names}
+    return {**state, "step": torch.tensor(float(updates))}
+
+
+def _fresh(opt: StateDicts, member: Member, name: str) -> torch.Tensor | None:
+    """A moment before the first update, as torch's optimizer begins with it."""
+    group = opt.param_groups[_parameter(opt, member).param_group]
+    if name == "momentum_buffer" and group["dampening"] != 0:
+        return None  # torch's first step does not dampen
+    value = float(group["initial_accumulator_value"]) if name == "sum" else 0.0
+    if opt._engine.mode == "shared":
+        return torch.full(member.tensor.shape, value) if value else torch.zeros(member.tensor.shape)
+    shard = cast("ShardMember", member)
+    return shard.shard.dtensor_of(torch.full(shard.local_shape, value))
+
+
+def _options_of(rule: Optimizer) -> dict[str, Any]:
+    """What parameter groups of torch's optimizer of this name have beside hyper-parameters."""
+    kind = type(rule).__name__
+    if kind not in TORCH_OPTIONS:
+        return {}
+    options = {**TORCH_OPTIONS[kind], **COMMON_OPTIONS}
+    return {key: getattr(rule, key, value) for key, value in options.items()}
+
+
+# --------------------------------------------------------------------------------------------- loading
+
+
+class _Loaded:
+    """A state_dict that was checked against the optimizer: nothing of it is refused for what it is."""
+
+    def __init__(self, opt: StateDicts, state_dict: Mapping[str, Any]) -> None:
+        self._opt, self._attachment = opt, opt._live()
+        opt._engine.refuse_while_under_way("load_state_dict()")
+        if not {"state", "param_groups"} <= set(state_dict):
+            raise usage_error(
+                "E_LAYOUT",
+                f"load_state_dict() of a dict with the keys {sorted(map(str, state_dict))}",
+                'what state_dict() of an optimizer returns: {"state": ..., "param_groups": ...}',
+            )
+        self.groups = _groups_of(opt, state_dict["param_groups"])
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        tensors = chain.from_iterable(group["params"] for group in opt.param_groups)
+        tensor_of: dict[Any, torch.Tensor] = dict(zip(saved, tensors))
+        members = opt._trainable()
+        self.steps = {member.name: 0 for member in members.values()}
+        # By parameter: whole tensors of its shape, or this rank's shard.
+        self.values: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.steps}
+        for key, entry in state_dict["state"].items():
+            member = members.get(tensor_of[key]) if key in tensor_of else None
+            if member is not None:
+                self._take(member, entry)
+            elif entry:
+                raise usage_error(
+                    "E_LAYOUT",
+                    f"load_state_dict(): a state of parameter {key!r}, which "
+                    + ("is frozen" if key in tensor_of else "is in no parameter group"),
+                    "load what an optimizer over the same parameters has saved",
+                )
+
+    def _take(self, member: Member, entry: Mapping[str, Any]) -> None:
+        parameter = _parameter(self._opt, member)
+        moments = _names(self._opt, self._attachment, parameter, master=False)
+        known = {*moments, "step"} | ({"master"} if _has_master(member) else set())
+        given = {name: value for name, value in entry.items() if value is not None}
+        unknown = sorted(set(map(str, given)) - known)
+        missing = [name for name in moments if name not in given] if given.keys() - {"step"} else []
+        if unknown or missing:
+            raise usage_error(
+                "E_OPTION",
+                f"load_state_dict(): the state of parameter {member.name} has "
+                f"{', '.join(map(str, given)) or 'nothing'}; {type(self._opt._rule).__name__} has "
+                f"{', '.join(moments)}",
+                "load it into the optimizer that it was saved from (amsgrad and momentum among it)",
+            )
+        self.steps[member.name] = step = _step_of(member, given)
+        for name, value in given.items():
+            if name == "step" or (step == 0 and name == "master"):
+                continue
+            tensor = _tensor_of(member, name, value)
+            if step > 0:
+                self._check(member, name, tensor)
+                self.values[member.name][name] = tensor
+            else:
+                self._check_fresh(member, name, tensor)
+
+    def _check(self, member: Member, name: str, tensor: torch.Tensor) -> None:
+        is_square = name in ("exp_avg_sq", "max_exp_avg_sq", "sum")
+        for piece in torch.split(tensor.reshape(-1), PIECE_ELEMS):
+            least, most = torch.aminmax(piece) if len(piece) else (torch.zeros(()), torch.zeros(()))
+            is_finite = bool(torch.isfinite(least) & torch.isfinite(most))
+            if not is_finite or (is_square and least < 0):
+                raise usage_error(
+                    "E_NONFINITE",
+                    f"load_state_dict(): {name} of parameter {member.name} has NaN or infinite values"
+                    + (" or some below 0" if is_square else ""),
+                    "check the checkpoint; nothing was written",
+                )
+
+    def _check_fresh(self, member: Member, name: str, tensor: torch.Tensor) -> None:
+        """Before the first update: what the first update begins with."""
+        number = _parameter(self._opt, member).param_group
+        begin = self.groups[number].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
+        if not bool((tensor == float(begin)).all()):
+            raise usage_error(
+                "E_OPTION",
+                f"load_state_dict(): {name} of parameter {member.name} is not {float(begin)}, and its "
+                "step is 0",
+                'give "step", how many updates made it',
+            )
+
+    def digest(self) -> str:
+        """What every rank has to pass alike."""
+        groups = [{k: v for k, v in g.items() if k in self._opt._rule.hyper_parameters} for g in self.groups]
+        return json.dumps([self.steps if self._opt._engine.mode == "shared" else 0, groups], default=float)
+
+    def write(self) -> None:
+        """This rank's part."""
+        engine, attachment = self._opt._engine, self._attachment
+        shared = engine.mode == "shared"
+        if shared and attachment.rank != 0:
+            return
+        for member in self._opt._trainable().values():
+            values, step = self.values[member.name], self.steps[member.name]
+            if step == 0 and _updates(self._opt, member) == 0:
+                continue  # as it is
+            parameter = _parameter(self._opt, member)
+            for name in _names(self._opt, attachment, parameter, "master" in values):
+                tensor = values.get(name)
+                places = (
+                    [(parameter.group, parameter.offset, _flat(parameter.tensor, tensor))]
+                    if shared
+                    else _places_of_shard(self._opt, cast("ShardMember", member), tensor)
+                )
+                for partition, first, flat in places:
+                    _write(attachment, (partition, first), name, flat, engine.timeout)
+            attachment.write_updates(member.index, step, engine.timeout)
+
+
+def _groups_of(opt: StateDicts, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the parameter groups without their parameters. Errors: E_LAYOUT, E_OPTION."""
+    own = [len(group["params"]) for group in opt.param_groups]
+    given = [len(group["params"]) for group in saved]
+    if own != given:
+        raise usage_error(
+            "E_LAYOUT",
+            f"load_state_dict() of parameter groups of {given} parameters; the optimizer's have {own}",
+            "attach with the param_groups of the optimizer that was saved",
+        )
+    rule = opt._rule
+    fixed = {"maximize": False, "differentiable": False, **_options_of(rule)}
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(saved):
+        for key in sorted(FIXED_OPTIONS & set(group)):
+            wanted = fixed.get(key, False)
+            if bool(group[key]) != bool(wanted):
+                raise usage_error(
+                    "E_OPTION",
+                    f"load_state_dict(): parameter group {number} has {key}={group[key]!r}, and the "
+                    f"attached {type(rule).__name__} {wanted!r}",
+                    "attach the optimizer that was saved, or train on without this option",
+                )
+        missing = [name for name in rule.hyper_parameters if name not in group]
+        if missing:
+            raise usage_error(
+                "E_OPTION",
+                f"load_state_dict(): parameter group {number} has no {missing[0]}, which "
+                f"{type(rule).__name__} has",
+                "load what an optimizer of the same kind has saved",
+            )
+        groups.append({k: copy.deepcopy(v) for k, v in group.items() if k != "params"})
+    rule._rows(groups)
+    return groups
+
+
+def _step_of(member: Member, given: Mapping[str, Any]) -> int:
+    """torch's SGD does not count: one that has a buffer has had updates, and more than the first makes no
+    difference."""
+    step = given.get("step", 1 if "momentum_buffer" in given else 0)
+    try:
+        count = float(step)
+    except (TypeError, ValueError, RuntimeError):
+        count = -1
+    if count < 0 or count != int(count) or count > 1 << 53:
+        raise usage_error(
+            "E_OPTION",
+            f"load_state_dict(): step of parameter {member.name} is {step!r}",
+            "a whole number from 0 on",
+        )
+    return int(count)
+
+
+def _tensor_of(member: Member, name: str, value: Any) -> torch.Tensor:
+    """Whole, or this rank's shard out of a DTensor with the parameter's placements."""
+    tensor = value
+    if hasattr(value, "placements") and hasattr(value, "to_local"):
+        own: Any = member.tensor
+        if getattr(own, "placements", None) != value.placements or own.shape != value.shape:
+            raise usage_error(
+                "E_LAYOUT",
+                f"load_state_dict(): {name} of parameter {member.name} is a DTensor of "
+                f"{list(value.shape)} placed {value.placements}; the parameter is "
+                f"{list(own.shape)} placed {getattr(own, 'placements', 'nowhere')}",
+                "value.full_tensor() of it, or redistribute() it",
+            )
+        return cast(torch.Tensor, value.to_local())
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != member.tensor.shape:
+        what = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise usage_error(
+            "E_LAYOUT",
+            f"load_state_dict(): {name} of parameter {member.name} is {what}, and the parameter "
+            f"{list(member.tensor.shape)}",
+            "build the model as the one whose optimizer was saved",
+        )
+    return tensor
+
+
+def _flat(shape_of: torch.Tensor, tensor: torch.Tensor | None) -> torch.Tensor:
+    """None: zeros, which take no memory."""
+    if tensor is None:
+        return torch.zeros(()).expand(shape_of.numel())
+    return tensor.detach().reshape(-1)
+
+
+def _places_of_shard(
+    opt: StateDicts, member: ShardMember, tensor: torch.Tensor | None
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(partition, first element, values) of what this rank owns of a parameter."""
+    engine = cast("ShardedEngine", opt._engine)
+    whole = tensor is not None and tensor.shape == member.tensor.shape != member.local_shape
+    flat, at = (None if tensor is None else tensor.detach().reshape(-1)), 0
+    for box in member.boxes if member.is_owned else ():
+        source = engine.plan.layout.places[member.name, box]
+        first, run, stride, runs = box
+        if flat is None:
+            part = torch.zeros(()).expand(source.elems)
+        elif whole:
+            rows = [flat[begin : begin + run] for begin in range(first, first + runs * stride, stride)]
+            part = rows[0] if runs == 1 else torch.cat(rows)
+        else:
+            part = flat[at : at + source.elems]
+        at += source.elems
+        yield source.partition, source.first, part
+
+
+def _write(
+    attachment: Attachment, place: tuple[int, int], name: str, flat: torch.Tensor, timeout: float
+) -> None:
+    partition, first = place
+    for begin in range(0, len(flat), PIECE_ELEMS):
+        piece = flat[begin : begin + PIECE_ELEMS].to("cpu", torch.float32).contiguous()
+        attachment.write_state(partition, first + begin, name, piece, timeout)
+
+
+def _load(opt: StateDicts, make: Callable[[], _Loaded]) -> None:
+    """Errors: of any rank, on all of them; before the first write, but for what the daemon meets."""
+    loaded = _together(opt, make, "load_state_dict()", lambda one: one.digest())
+    engine = opt._engine
+    if engine.mode == "shared":
+        engine.release_all()  # of a forward whose backward has not come: a write waits for leases
+    _together(opt, loaded.write, "load_state_dict()")
+    for group, new in zip(opt.param_groups, loaded.groups):
+        group.update(new)
+    engine.after_step()  # a master has set its parameter
+    if any("master" in values for values in loaded.values.values()):
+        for member in opt._members:
+            torch.autograd.graph.increment_version(member.tensor)
+
+
+# ------------------------------------------------------------------------------------------- the ranks
+
+
+def _together(
+    opt: StateDicts, work: Callable[[], T], call: str, digest: Callable[[T], str] = lambda done: ""
+) -> T:
+    """Calls work() on every rank of the job; what one of them raises all do.
+
+    digest  Of what it returned: the same on every rank.
+
+    Errors  E_TIMEOUT where a rank does not call it; E_OPTION where the digests differ.
+    """
+    met: BaseException | None = None
+    report = ""
+    try:
+        done = work()
+        report = digest(done)
+    except Exception as error:
+        met = error
+    reports = _exchange(opt, ("1" if met else "0") + (str(met) if met else report), call)
+    if met is not None:
+        raise met
+    for rank, text in enumerate(reports):
+        if text[:1] == "1":
+            raise usage_error(
+                "E_RANK", f"{call} failed on rank {rank}: {text[1:]}", "see what that rank raises"
+            )
+        if text != reports[0]:
+            raise usage_error(
+                "E_OPTION",
+                f"{call}: ranks 0 and {rank} pass different steps or parameter groups",
+                "load the same on every rank",
+            )
+    return done
+
+
+def _exchange(opt: StateDicts, text: str, call: str) -> list[str]:
+    if opt._engine.mode == "sharded":
+        from . import _ranks
+
+        return cast(list[str], _ranks.gather(text))
+    own = text.encode()
+    if len(own) > REPORT_BYTES_MAX:
+        mark = hashlib.sha256(own).hexdigest() if text[0] == "0" else "..."
+        own = own[: REPORT_BYTES_MAX - 80].decode(errors="ignore").encode() + mark.encode()
+    try:
+        answers = opt._live().exchange(own, opt._engine.timeout)
+    except ForebayError as error:
+        if error.code != "E_TIMEOUT":
+            raise
+        raise make_error(
+            ForebayTimeoutError,
+            "E_TIMEOUT",
+            f"{call}: another rank has not called it within {opt._engine.timeout} s",
+            "call it on every rank of the job",
+        ) from None
+    return [bytes(one).decode(errors="replace") for one in answers]
+
+
+# -------------------------------------------------------------------------------------------- the file
+
+
+def _params_of(opt: StateDicts) -> list[tuple[str, list[int], int]]:
+    """Name, shape and parameter group of every trainable parameter of the job."""
+    if opt._engine.mode == "sharded":
+        params = cast("ShardedEngine", opt._engine).plan.layout.params
+        return [(name, shape, number) for name, shape, _, number, trainable in params if trainable]
+    named = opt._plan.named
+    return [(p.name, list(p.tensor.shape), p.param_group) for p in named if p.trainable]
+
+
+def _file_states(opt: StateDicts, attachment: Attachment) -> list[str]:
+    member = next(iter(opt._trainable().values()), None)
+    with_master = member is not None and _has_master(member)
+    return [name for name in attachment.states if name != "master" or with_master]
+
+
+def _write_file(opt: StateDicts, attachment: Attachment, path: str | PathLike[str]) -> None:
+    params, states, timeout = _params_of(opt), _file_states(opt, attachment), opt._engine.timeout
+    groups: list[dict[str, Any]] = []
+    options = _options_of(opt._rule)
+    for number, group in enumerate(opt.param_groups):
+        names = [name for name, _, of in params if of == number]
+        plain = {key: value for key, value in {**options, **group}.items() if key != "params"}
+        groups.append({**plain, "params": names})
+    tensors: dict[str, list[int]] = {}
+    for name, shape, _ in params:
+        tensors.update({f"{name}.{state}": shape for state in states})
+        tensors[f"{name}.step"] = []
+
+    def values() -> Iterator[torch.Tensor]:
+        for name, shape, _ in params:
+            elems, updates = torch.Size(shape).numel(), 0
+            for state in states:
+                for begin in range(0, elems, PIECE_ELEMS):
+                    count = min(PIECE_ELEMS, elems - begin)
+                    view, updates = attachment.read_state(name, state, begin, count, timeout)
+                    yield torch.from_dlpack(view)  # type: ignore[attr-defined]
+            yield torch.tensor([float(updates)])
+
+    described = json.dumps({"optimizer": type(opt._rule).__name__, "param_groups": groups}, default=float)
+    _state_file.write(path, tensors, {"format": "pt", "forebay": described}, values())
+
+
+def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
+    """As a state_dict whose tensors are views of the mapped file, for this rank's parameters."""
+    tensors, metadata = _state_file.read(path)
+    try:
+        described = json.loads(metadata["forebay"])
+        kind, groups = described["optimizer"], described["param_groups"]
+        number_of = {name: at for at, group in enumerate(groups) for name in group["params"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _state_file.refusal(path, f"it does not say whose states it has: {error!r}") from None
+    if kind != type(opt._rule).__name__:
+        raise usage_error(
+            "E_OPTION",
+            f"load_state({str(path)!r}): the file has the states of {kind}, and the attached optimizer is "
+            f"{type(opt._rule).__name__}",
+            "attach the optimizer that was saved",
+        )
+    params = _params_of(opt)
+    missing = [name for name, _, _ in params if name not in number_of]
+    extra = sorted(set(number_of) - {name for name, _, _ in params})
+    moved = [name for name, _, number in params if number_of.get(name, number) != number]
+    if missing or extra or moved or len(groups) != len(opt.param_groups):
+        raise usage_error(
+            "E_LAYOUT",
+            f"load_state({str(path)!r}): the file has {len(number_of)} parameters in {len(groups)} groups, "
+            f"the job {len(params)} in {len(opt.param_groups)}; missing: {missing[:3]}, not in the model: "
+            f"{extra[:3]}, in another group: {moved[:3]}",
+            "build the model and param_groups as those whose states were saved",
+        )
+    states = _file_states(opt, opt._live())
+    entries: dict[int, dict[str, torch.Tensor]] = {}
+    indices: list[list[int]] = []
+    members = {id(member.tensor): member for member in opt._members}
+    for group in opt.param_groups:
+        indices.append([])
+        for tensor in group["params"]:
+            index = sum(map(len, indices))
+            indices[-1].append(index)
+            member = members[id(tensor)]
+            if not member.trainable:
+                continue
+            names = [f"{member.name}.{state}" for state in (*states, "step")]
+            absent = [name for name in names if name not in tensors]
+            if absent:
+                raise _state_file.refusal(path, f"it has no {absent[0]}")
+            entries[index] = dict(zip((*states, "step"), (tensors[name] for name in names)))
+            _begin_with_sum(opt, group, entries[index])
+    return {
+        "state": entries,
+        "param_groups": [
+            {**group, "params": params_of} for group, params_of in zip(groups, indices)
+        ],
+    }
+
+
+def _begin_with_sum(opt: StateDicts, group: Mapping[str, Any], entry: dict[str, torch.Tensor]) -> None:
+    """Adagrad's sum before the first update is 0 in the daemon and in its files."""
+    if "sum" in entry and float(entry["step"]) == 0:
+        value = torch.tensor(float(group["initial_accumulator_value"]))
+        entry["sum"] = value.expand(entry["sum"].shape)
