@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from forebay import _guards
 from forebay._optimizer import ForebayOptimizer
 from preloaded import preloaded
 from test_processes import environment
@@ -21,10 +20,6 @@ needs_huggingface = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {'
 # Until load_state_dict() of an attached optimizer takes moments: these pass from then on.
 needs_moments = pytest.mark.xfail(
     ForebayOptimizer.load_state_dict.__doc__.startswith("Refused"), reason="no moments yet", strict=True
-)
-# Until a shared attachment adds up several backwards.
-needs_accumulation = pytest.mark.xfail(
-    "second_gradient" in vars(_guards), reason="no accumulation yet", strict=True
 )
 
 

@@ -106,7 +106,7 @@ def arguments_of(folder, options):
 
 
 def trainer(rank, attempt, folder, options):
-    """model, arguments, resume, kill, plain, forebay, lora, calls: see test_transformers.py."""
+    """What the options are: see test_transformers.py."""
     kind = options.get("model", "gpt2")
     model = MODELS[kind](seed=1 + rank)  # DDP has all begin with rank 0's
     if options.get("lora"):
@@ -120,7 +120,7 @@ def trainer(rank, attempt, folder, options):
         attached = forebay.attach(model, forebay.AdamW(lr=1e-2), timeout=60, **room)
     given = (attached, None) if options.get("by_hand") else optimizers_of(options.get("optimizer"), model)
     own = {} if options.get("plain") else {"forebay": {"timeout": 60, **options.get("forebay", {})}}
-    maker = transformers.Trainer if options.get("plain") else forebay_transformers.Trainer
+    maker = TRAINERS[options.get("trainer", "plain")][not options.get("plain")]
     one = maker(
         model,
         arguments_of(folder, options.get("arguments", {})),
@@ -142,6 +142,31 @@ def trainer(rank, attempt, folder, options):
         opt = one.optimizer.optimizer
         found |= {"sha256": opt.state_sha256(), "committed": opt.committed_step}
     return found, model
+
+
+class Theirs(transformers.Trainer):
+    """A Trainer of another library: a loss of its own, and a number in the log."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, compute_loss_func=summed_loss, **kwargs)
+
+    def log(self, logs, *args):
+        super().log({**logs, "theirs": 1.0}, *args)
+
+
+class TheirsAttached(forebay_transformers.Trainer, Theirs):
+    pass
+
+
+def summed_loss(outputs, labels, num_items_in_batch):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+TRAINERS = {
+    "plain": (transformers.Trainer, forebay_transformers.Trainer),
+    "theirs": (Theirs, TheirsAttached),
+}
 
 
 def optimizers_of(kind, model):

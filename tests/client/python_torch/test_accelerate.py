@@ -6,7 +6,6 @@ import pytest
 from huggingface import (  # noqa: F401
     assert_same_numbers,
     assert_same_training,
-    needs_accumulation,
     needs_huggingface,
     runs,
 )
@@ -34,7 +33,6 @@ def test_a_loop_trains_to_the_numbers_of_the_plain_one(runs, ranks, by_hand):  #
     assert_is_as(runs("loop", ranks, by_hand=by_hand), plain, STEPS // ranks)
 
 
-@needs_accumulation
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_are_accumulated(runs, ranks):  # noqa: F811
     plain = runs("loop", ranks, accumulate=2, plain=True)

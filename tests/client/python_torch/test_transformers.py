@@ -7,7 +7,6 @@ import pytest
 from huggingface import (  # noqa: F401
     assert_same_numbers,
     assert_same_training,
-    needs_accumulation,
     needs_huggingface,
     needs_moments,
     runs,
@@ -51,7 +50,6 @@ def test_clipping_and_the_tokens_of_each_rank(runs, ranks, clip):  # noqa: F811
     assert_is_as(runs("trainer", ranks, arguments=arguments), plain)
 
 
-@needs_accumulation
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", ["gpt2", "bert"])
 def test_gradients_are_accumulated(runs, model, ranks):  # noqa: F811
@@ -162,6 +160,13 @@ def test_a_model_that_the_script_has_attached(runs):  # noqa: F811
     (again,) = runs("trainer", by_hand=32 << 10, arguments=arguments, kill=kill).ranks
     assert again["sha256"] == found["sha256"] and again["outputs"] == found["outputs"]
     assert again["logged"] == found["logged"][-len(again["logged"]) :] and 10 < len(again["logged"]) < 331
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trainer_of_another_library_with_a_loss_of_its_own(runs, ranks):  # noqa: F811
+    plain = runs("trainer", ranks, trainer="theirs", plain=True)
+    assert "theirs" in plain.ranks[0]["logged"][0]
+    assert_is_as(runs("trainer", ranks, trainer="theirs"), plain)
 
 
 def test_examples_run(runs):  # noqa: F811
