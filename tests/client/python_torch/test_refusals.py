@@ -164,8 +164,10 @@ def test_a_conversion_keeps_the_values_and_the_memory(attached, convert):
 def test_conversion_that_changes_nothing_is_allowed(attached, device):
     model, _ = attached
     model.register_buffer("scale", torch.ones(1))
+    random_numbers = torch.get_rng_state()
     assert model.float().to(device) is model
     assert model.layers[0].to(device, torch.float32) is model.layers[0]
+    assert torch.equal(torch.get_rng_state(), random_numbers)
 
 
 @pytest.fixture
