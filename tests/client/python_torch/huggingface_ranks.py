@@ -75,6 +75,9 @@ class Sentences(torch.utils.data.Dataset):
         labels = tokens.where(mask, -100) if self.kind == "gpt2" else tokens[0] % 2
         return {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels}
 
+    def batch(self):
+        return torch.utils.data.default_collate([self[index] for index in range(self.count)])
+
 
 class Killer(transformers.TrainerCallback):
     """SIGKILL where {"rank", "step", "event"} says: the first such event from that step on."""
@@ -268,6 +271,12 @@ def refused(rank, attempt, folder, options):
     own = forebay_accelerate.Accelerator(cpu=True, forebay={"job": "fifth", "timeout": 60})
     own.prepare(model, torch.optim.AdamW(model.parameters()))
     expect("second model", lambda: own.prepare(other, torch.optim.AdamW(other.parameters())))
+    # What the text says to write:
+    other, optimizer = own.prepare(other, forebay.attach(other, forebay.AdamW(), job="sixth", timeout=60))
+    own.backward(other(**Sentences(2, "gpt2").batch()).loss + model(**Sentences(2, "gpt2").batch()).loss)
+    optimizer.step()
+    found["two models"] = optimizer.optimizer.committed_step
+    expect("load_state", lambda: own.load_state(own.save_state(folder)))
     return found, None
 
 

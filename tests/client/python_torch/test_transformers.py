@@ -178,6 +178,7 @@ def test_examples_run(runs):  # noqa: F811
 
 def test_what_would_train_on_another_trainings_state_is_refused(runs):  # noqa: F811
     (found,) = runs("refused").ranks
+    assert found["two models"] == 1
     for name, (code, text) in {
         "another Trainer": ("E_BUSY", 'forebay={"job": "another name"}'),
         "resume after train": ("E_UNSUPPORTED", "train(resume_from_checkpoint="),
@@ -188,6 +189,7 @@ def test_what_would_train_on_another_trainings_state_is_refused(runs):  # noqa: 
         "no model": ("E_UNSUPPORTED", "0 models"),
         "no rule": ("E_UNSUPPORTED", "RMSprop"),
         "second model": ("E_UNSUPPORTED", "a second one"),
+        "load_state": ("E_UNSUPPORTED", "load before forebay.attach"),
     }.items():
         assert found[name] is not None, name
         assert found[name].startswith(f"error[{code}]") and text in found[name], found[name]
