@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import optimizers
 from .errors import unsupported, usage_error
 from .optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from ._optimizer import ForebayOptimizer
 
 # By the very class: one that inherits from it may step in another way.
 KINDS: dict[type, type[Optimizer]] = {
@@ -24,14 +27,15 @@ class Groups(list[dict[str, Any]]):
     there is what step() reads."""
 
 
-def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any]:
-    """The description of an optimizer of torch's, and its groups; what is none stays as it is.
+def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any, dict[str, Any] | None]:
+    """The description of an optimizer of torch's, its groups, and its state_dict where it has stepped; what
+    is none stays as it is.
 
     Errors  E_UNSUPPORTED  no optimizer of ours steps as it does.
             E_OPTION       there are other groups beside it.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or getattr(optimizer, "is_forebay", False):
-        return optimizer, param_groups
+        return optimizer, param_groups, None
     kind = KINDS.get(type(optimizer))
     if kind is None:
         name = type(optimizer).__name__
@@ -52,14 +56,20 @@ def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any]:
         kind = optimizers.AdamW
     known = [name for name in kind.__dataclass_fields__ if name in defaults]
     optimizer._opt_called = True  # type: ignore[attr-defined]  # its schedulers ask whether it steps
-    return kind(**{name: defaults[name] for name in known}), Groups(optimizer.param_groups)
+    has_moved = any(_has_moved(state) for state in optimizer.state.values())
+    states = optimizer.state_dict() if has_moved else None
+    return kind(**{name: defaults[name] for name in known}), Groups(optimizer.param_groups), states
 
 
-def has_state(optimizer: Any) -> bool:
-    """Whether it is one of torch's that has stepped."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return False
-    return any(_has_moved(state) for state in optimizer.state.values())
+def load(opt: ForebayOptimizer, states: dict[str, Any] | None) -> ForebayOptimizer:
+    """The states of a new job; those of one that has steps are newer."""
+    if states is not None and opt.committed_step == 0:
+        try:
+            opt.load_state_dict(states)
+        except BaseException:
+            opt.detach()
+            raise
+    return opt
 
 
 def _has_moved(state: dict[str, Any]) -> bool:

@@ -314,8 +314,8 @@ class ForebayOptimizer(StateDicts):
             if tensor.requires_grad and not member.trainable:
                 raise unsupported(
                     f"parameter {member.name} was frozen at attach and has no states: it would not train",
-                    "freeze it after attach, so that it has states; or opt.detach(), and attach with it as "
-                    "another job",
+                    "freeze it after attach, so that it has states; or go on in another job with the states of "
+                    "this one (docs/calls.md)",
                 )
             if tensor.grad is None and member.arrived:
                 for other in self._members:  # as they were: the next call applies them
@@ -531,12 +531,12 @@ class ForebayOptimizer(StateDicts):
         >>> opt.add_param_group({"params": []})
         Traceback (most recent call last):
         forebay.UsageError: error[E_UNSUPPORTED]: add_param_group on an attached model: its layout is fixed
-        hint: list all groups at attach
+        hint: list all groups at attach, or go on in another job with the states of this one (docs/calls.md)
         """
         if self._phase != Phase.CONSTRUCTING:
             raise unsupported(
                 "add_param_group on an attached model: its layout is fixed",
-                "list all groups at attach",
+                "list all groups at attach, or go on in another job with the states of this one (docs/calls.md)",
             )
         super().add_param_group(param_group)
 

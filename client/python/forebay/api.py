@@ -59,7 +59,8 @@ def attach(
                        called on it, its shards are fetched from that memory when FSDP2 gathers them. On
                        the meta device: sharded; see `initial`.
     optimizer          AdamW(...) or another of forebay.optimizers; or one of torch.optim's AdamW, Adam,
-                       Adagrad and SGD, whose groups it takes over; None: AdamW().
+                       Adagrad and SGD, whose groups it takes over, and whose states, where it has
+                       stepped and the job has not; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
     world_size         RANK or 0, WORLD_SIZE or 1.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
@@ -154,7 +155,7 @@ def attach(
     """
     from . import _adopt, _attach
 
-    rule, param_groups = _adopt.adopt(optimizer, param_groups)
+    rule, param_groups, states = _adopt.adopt(optimizer, param_groups)
     fsdp = {
         "mesh": mesh,
         "mp_policy": mp_policy,
@@ -196,9 +197,9 @@ def attach(
     activation_bytes = _size_bytes("activation_bytes", activation_bytes)
     rule = rule or AdamW()
     if not is_sharded:
-        return _attach.attach(model, rule, request, passes=passes)
+        return _adopt.load(_attach.attach(model, rule, request, passes=passes), states)
     request = _attach.shard(model, fsdp, rule, request)
-    return _attach.attach_sharded(
+    opt = _attach.attach_sharded(
         model,
         rule,
         request,
@@ -210,6 +211,7 @@ def attach(
         early_updates=bool(early_updates),
         initial=initial,
     )
+    return _adopt.load(opt, states)
 
 
 def attach_reader(
@@ -240,7 +242,7 @@ def attach_reader(
     """
     from . import _adopt, _attach
 
-    rule, param_groups = _adopt.adopt(optimizer, param_groups)
+    rule, param_groups, _ = _adopt.adopt(optimizer, param_groups)
     return _attach.attach_reader(
         model,
         rule or AdamW(),

@@ -2,7 +2,7 @@
 
 import forebay
 import torch
-from models import loss_of
+from models import batch, loss_of
 from sharded_ranks import LR, Twins, case, small_net
 from torch.distributed.fsdp import fully_shard
 
@@ -31,11 +31,15 @@ def an_instance_of_torchs_optimizers(ranks):
 
 @case(2)
 def an_instance_of_torchs_optimizers_over_a_plain_model(ranks):
-    model = small_net()
-    opt = ranks.attach(model, torchs(model), mode="sharded", mesh=ranks.mesh)
-    plain = small_net()
+    """That has stepped before, on every rank in the same way."""
+    model, plain = small_net(), small_net()
     fully_shard(plain, mesh=ranks.mesh)
-    plain_opt = torchs(plain)
+    ours, plain_opt = torchs(model), torchs(plain)
+    for which, optimizer in ((model, ours), (plain, plain_opt)):
+        loss_of(which, batch(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    opt = ranks.attach(model, ours, mode="sharded", mesh=ranks.mesh)
     for step in range(3):
         for which, optimizer in ((model, opt), (plain, plain_opt)):
             loss_of(which, ranks.batch(step)).backward()

@@ -95,6 +95,27 @@ def test_groups_and_a_scheduler_that_was_made_for_it(node, made):
 
 
 @on_the_daemon
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_that_has_stepped_goes_on(node, kind):
+    model = net()
+    plain = copy.deepcopy(model)
+    torchs, plain_opt = kind(model.parameters(), lr=LR), kind(plain.parameters(), lr=LR)
+    train(model, torchs, 2)
+    opt = forebay.attach(model, torchs)
+    assert opt.read_state("norm.bias")["step"] == 2 and opt.committed_step == 0
+    train(model, opt, 2, first=2)
+    train(plain, plain_opt, 4)
+    assert_close(model, plain, 4)
+    opt.detach()
+    again = net()
+    torchs = kind(again.parameters(), lr=LR)
+    train(again, torchs, 1)
+    opt = forebay.attach(again, torchs)  # the job's states are newer
+    assert opt.read_state("norm.bias")["step"] == 4 and opt.committed_step == 2
+    opt.detach()
+
+
+@on_the_daemon
 def test_a_reader_takes_the_same_optimizer(node):
     model, other = net(), net(seed=2)
     opt = forebay.attach(model, torch.optim.AdamW(model.parameters(), lr=LR))
