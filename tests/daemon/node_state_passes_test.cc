@@ -487,6 +487,39 @@ TEST_F(NodeStatePassesNarrow, AreInThePlan) {
   EXPECT_EQ(sums_of(2, true), sums_of(2, false)) << "they have 4 bytes anyway";
 }
 
+TEST(NodeStatePassesKill, AnUpdateFromSumsThatBecameFloat32LateGoesOn) {
+  NodeState::Options options = RoomyOptions();
+  options.keeps_jobs = true;
+  const auto layout = MakeLayoutOfParams({{9000, 100}}, protocol::DType::kBFloat16);
+  const auto call_step = [](NodeHarness& node, uint64_t session, uint64_t step) {
+    node.EndPasses(session);
+    node.Gradient(session, 0, step);
+    node.BeginPass(session);
+    node.Gradient(session, 0, step);
+    node.RunTasks();
+    return node.Step(session, step);
+  };
+  NodeHarness node(options, 1);
+  const uint64_t session = node.Attach(layout, {});
+  call_step(node, session, 1);
+  node.RunTasks();
+  call_step(node, session, 2);
+  EXPECT_EQ(node.FinishUntil<UpdateBlock>().sum_dtype, protocol::DType::kFloat32);
+  const std::unique_ptr<NodeHarness> next = NodeHarness::AfterKill(node, options);
+  ASSERT_NE(next, nullptr);
+  next->RunTasks();
+  const uint64_t again = next->Attach(layout, {.reattach = true});
+  ASSERT_OK(next->attached(again)->status);
+  EXPECT_EQ(next->FindJob("job")->committed_step, 2U);
+  ASSERT_FALSE(next->Logged<UpdateBlock>().empty()) << "the update was to be resumed";
+  EXPECT_EQ(next->Logged<UpdateBlock>()[0].sum_dtype, protocol::DType::kFloat32);
+  const uint64_t tag = call_step(*next, again, 3);
+  next->RunTasks();
+  EXPECT_EQ(next->ErrorOf(tag), ErrorId::kNone);
+  EXPECT_TRUE(next->Logged<PopulateStepArena>().empty());
+  EXPECT_EQ(next->fault(), "");
+}
+
 class NodeStatePassesTight : public NodeStatePassesNarrow {
  protected:
   NodeStatePassesTight() : NodeStatePassesNarrow(Tight()) {}

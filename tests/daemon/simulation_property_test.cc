@@ -1,6 +1,6 @@
 // Goal    Whatever three jobs, their readers, their deaths, bad words and failing disks do, in any order,
 //         and however blocks move between DRAM and swap and off failing paths: invariants hold after each event, each
-//         committed step has used exactly what its ranks had delivered, in rank order, and has updated
+//         committed step has used exactly what its ranks had delivered, by passes and ranks, and has updated
 //         each block once; a block is in one place, and the DRAM of states is what jobs account for;
 //         nothing of a step is published before all of it is written, however many writes fail; a
 //         step never waits for the readers of another job; when the faults end, every client trains
