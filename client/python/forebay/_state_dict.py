@@ -142,7 +142,6 @@ class StateDicts(torch.optim.Optimizer):
                 E_SWAP_NOSPC durable steps keep what is on swap, and there is no room for another version
                              of it: a part may be written.
 
-        >>> torch.manual_seed(0)
         >>> plain = torch.nn.Linear(4, 2)
         >>> theirs = torch.optim.AdamW(plain.parameters(), lr=0.5)
         >>> plain(inputs).sum().backward()
