@@ -290,6 +290,9 @@ class _Loaded:
                     + ("is frozen" if key in tensor_of else "is in no parameter group"),
                     "load what an optimizer over the same parameters has saved",
                 )
+        # Found before any rank writes: sharded, each rank sets the count that the others read here.
+        fresh = [member for member in members.values() if self.steps[member.name] == 0]
+        self._stay = {member.name for member in fresh if _updates(opt, member) == 0}
 
     def _take(self, member: Member, entry: Mapping[str, Any]) -> None:
         parameter = _parameter(self._opt, member)
@@ -355,8 +358,8 @@ class _Loaded:
             return
         for member in self._opt._trainable().values():
             values, step = self.values[member.name], self.steps[member.name]
-            if step == 0 and _updates(self._opt, member) == 0:
-                continue  # as it is
+            if member.name in self._stay:
+                continue
             parameter = _parameter(self._opt, member)
             for name in _names(self._opt, attachment, parameter, "master" in values):
                 tensor = values.get(name)
