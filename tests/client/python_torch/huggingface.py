@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from forebay._optimizer import ForebayOptimizer
 from preloaded import preloaded
 from test_processes import environment
 
@@ -17,10 +16,6 @@ PACKAGES = ("accelerate", "peft", "transformers")
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 needs_huggingface = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-# Until load_state_dict() of an attached optimizer takes moments: these pass from then on.
-needs_moments = pytest.mark.xfail(
-    ForebayOptimizer.load_state_dict.__doc__.startswith("Refused"), reason="no moments yet", strict=True
-)
 
 
 def start(arguments, variables):

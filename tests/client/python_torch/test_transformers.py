@@ -8,7 +8,6 @@ from huggingface import (  # noqa: F401
     assert_same_numbers,
     assert_same_training,
     needs_huggingface,
-    needs_moments,
     runs,
 )
 from safetensors.torch import load_file
@@ -62,13 +61,13 @@ def test_gradients_are_accumulated(runs, model, ranks):  # noqa: F811
     assert_goes_on(again, ours)
 
 
-@needs_moments
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_is_resumed_from(runs, ranks):  # noqa: F811
-    whole = runs.once("trainer", ranks)
-    folder = whole.folder / "out" / "checkpoint-8"
-    for plain in (False, True):
-        resumed = runs("trainer", ranks, resume=str(folder), plain=plain)
+    """Each Trainer's by the other too."""
+    whole, plain = (runs.once("trainer", ranks, model="gpt2", **more) for more in ({}, {"plain": True}))
+    for source, options in ((whole, {}), (plain, {}), (whole, {"plain": True})):
+        folder = str(source.folder / "out" / "checkpoint-8")
+        resumed = runs("trainer", ranks, model="gpt2", resume=folder, **options)
         for own, theirs in zip(resumed.ranks, whole.ranks):
             assert_same_numbers(own["logged"][:-1], theirs["logged"][:-1])  # the last has the mean loss of the call
         assert_same_training(resumed, whole, whole.ranks[0]["outputs"][0][0])
