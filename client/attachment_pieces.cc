@@ -147,11 +147,12 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
 }
 
 // With shared attachment the other ranks may have their norms: nothing is delivered any more.
-absl::Status Attachment::State::CheckAskedNoNorm(std::string_view what) const {
+absl::Status Attachment::State::CheckAskedNoNorm(std::string_view what,
+                                                 std::string_view name) const {
   if (!has_asked_norm) return absl::OkStatus();
   return MakeError(ErrorId::kStep,
-                   absl::StrCat(std::string(what), " in step ", committed_step() + 1,
-                                " after this rank has asked for a norm"),
+                   absl::StrCat(std::string(what), std::string(name), " in step ",
+                                committed_step() + 1, " after this rank has asked for a norm"),
                    "ask for norms after the last backward of a step, or drop the gradients");
 }
 
@@ -186,7 +187,7 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
   }
   RETURN_IF_ERROR(waiter.PollAlive(limits));
   RETURN_IF_ERROR(KeptErrors(limits));
-  RETURN_IF_ERROR(CheckAskedNoNorm(absl::StrCat("a gradient of parameter ", name)));
+  RETURN_IF_ERROR(CheckAskedNoNorm("a gradient of parameter ", name));
   const auto is_open = [&](uint32_t index) {
     return open.contains(layout.boxes()[index].partition);
   };

@@ -277,7 +277,7 @@ struct Attachment::State {
                             internal::BusyRange range, std::shared_ptr<const gpu::Event> copied,
                             const internal::WaitLimits& limits);
   internal::CommandPort::OnDone OnGradientDone(uint64_t arena_offset);
-  absl::Status CheckAskedNoNorm(std::string_view what) const;
+  absl::Status CheckAskedNoNorm(std::string_view what, std::string_view name = {}) const;
   absl::Status CheckGradient(uint32_t param, std::span<const std::byte> bytes,
                              const internal::WaitLimits& limits);
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes,

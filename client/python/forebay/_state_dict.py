@@ -79,7 +79,11 @@ class DaemonState(Mapping[torch.Tensor, Any]):
 
 
 class StateDicts(torch.optim.Optimizer):
-    """What an attached optimizer has of torch's state_dict()."""
+    """What an attached optimizer has of torch's state_dict().
+
+    >>> opt = forebay.attach(model)
+    >>> opt.load_state_dict(opt.state_dict())
+    """
 
     _engine: Engine
     _plan: Plan

@@ -85,5 +85,5 @@ def assert_same_numbers(ours, theirs, bound=1e-5):
     for own, other in zip(ours, theirs):
         if isinstance(own, dict):
             assert own.keys() == other.keys()
-            own, other = list(own.values()), list(other.values())
+            own, other = ([one[key] for key in sorted(one)] for one in (own, other))
         assert own == pytest.approx(other, rel=bound), (own, other)

@@ -369,6 +369,8 @@ class Run:
         for name, parameter in named:
             states = {key: torch.as_tensor(value).clone() for key, value in self.states(parameter).items()}
             gradient = None if parameter.grad is None else parameter.grad.detach() * scale
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient.to_dense()
             before[name] = parameter.detach().clone(), states, gradient
         self.both(f"call {call}", lambda side: side.do_step(call))
         if self.break_update is not None:
@@ -388,7 +390,7 @@ class Run:
     def gradients_are_finite(self):
         """Of the reference."""
         gradients = (one.grad for one in self.plain.model.parameters() if one.grad is not None)
-        return all(gradient.isfinite().all() for gradient in gradients)
+        return all(gradient.to_dense().isfinite().all() for gradient in gradients)
 
     def states(self, parameter):
         """Of the reference; None for a momentum that there is not yet."""

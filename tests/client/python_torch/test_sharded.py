@@ -108,7 +108,7 @@ def launches(items):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """By launch and case, the errors of its ranks."""
-    daemon = Daemon(tmp_path_factory.mktemp("sharded"))
+    daemon = Daemon(tmp_path_factory.mktemp("sharded"), "dram.limit=2GiB")  # a job for each case
     items = [item for item in request.session.items if item.path == request.path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREBAY_SOCKET", daemon.socket)
