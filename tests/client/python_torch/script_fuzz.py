@@ -322,8 +322,9 @@ class Run:
 
     def compare_observed(self):
         for plain, ours in zip(self.plain.observed, self.ours.observed, strict=True):
-            alike = (plain[1] == ours[1]) | (plain[1].isnan() & ours[1].isnan())
-            if plain[0] != ours[0] or plain[1].shape != ours[1].shape or not alike.all():
+            theirs, own = plain[1].to_dense(), ours[1].to_dense()
+            alike = (theirs == own) | (theirs.isnan() & own.isnan())
+            if plain[0] != ours[0] or theirs.shape != own.shape or not alike.all():
                 self.differ(f"{plain[0]}: {plain[1]} with torch, {ours[1]} attached")
         for plain, ours in zip(self.plain.near, self.ours.near, strict=True):
             bound = NORM_ROUNDINGS * UNIT * plain[1].abs() + 1e-40
