@@ -75,12 +75,9 @@ void SayWhatIsNotPinned(const Config& config, uint64_t dram_limit_bytes) {
   (void)::getrlimit(RLIMIT_MEMLOCK, &limit);
   spdlog::warn(
       "memory is not pinned: RLIMIT_MEMLOCK (ulimit -l) is {}, below the {} that jobs may take. "
-      "Results are the "
-      "same; where the machine runs short of memory its kernel may move what Forebay holds to its "
-      "own swap, and "
-      "steps wait for it. To pin it add the line \"* - memlock unlimited\" to "
-      "/etc/security/limits.conf and log "
-      "in again",
+      "Results are the same; where the machine runs short of memory its kernel may move what "
+      "Forebay holds to its own swap, and steps wait for it. To pin it add the line "
+      "\"* - memlock unlimited\" to /etc/security/limits.conf and log in again",
       protocol::FormatBytes(limit.rlim_cur), protocol::FormatBytes(dram_limit_bytes));
 }
 

@@ -11,9 +11,9 @@
 #include <climits>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "absl/strings/numbers.h"
+#include "protocol/os/send_descriptor.h"
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
@@ -34,28 +34,14 @@ int Notifier::Send(std::string_view message, int fd) const {
   }
 
   iovec text{.iov_base = const_cast<char*>(message.data()), .iov_len = message.size()};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr header{};
   header.msg_name = &address;
   header.msg_namelen = static_cast<socklen_t>(address_bytes);
   header.msg_iov = &text;
   header.msg_iovlen = 1;
-  if (fd >= 0) {
-    header.msg_control = control.data();
-    header.msg_controllen = control.size();
-    cmsghdr* const rights = CMSG_FIRSTHDR(&header);
-    rights->cmsg_level = SOL_SOCKET;
-    rights->cmsg_type = SCM_RIGHTS;
-    rights->cmsg_len = CMSG_LEN(sizeof(fd));
-    std::memcpy(CMSG_DATA(rights), &fd, sizeof(fd));
-  }
   const UniqueFd socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (!socket.valid()) return errno;
-  ssize_t sent = 0;
-  do {
-    sent = ::sendmsg(socket.get(), &header, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
-  return sent < 0 ? errno : 0;
+  return protocol::SendWithDescriptor(socket.get(), header, fd, MSG_NOSIGNAL) < 0 ? errno : 0;
 }
 
 int Notifier::Barrier(std::chrono::microseconds timeout) const {

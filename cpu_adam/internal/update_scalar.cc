@@ -23,6 +23,9 @@ float LoadGrad(Gradient g, size_t i) {
   return FloatOf(uint32_t{bits} << 16);
 }
 
+// To nearest, ties away from zero.
+uint16_t RoundToBf16(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000) >> 16); }
+
 // ----------------------------------------------------------------------------------------- the rules
 
 struct Element {
@@ -111,7 +114,7 @@ uint64_t StoreMaster(const StatePlanes& to, size_t i, uint32_t bits) {
     static_cast<uint16_t*>(to.weights)[i] = protocol::RoundToFp16(bits);
     return magnitude >= kFp16NonFiniteBits ? 1 : 0;
   }
-  const auto weights = static_cast<uint16_t>((bits + 0x8000) >> 16);
+  const uint16_t weights = RoundToBf16(bits);
   static_cast<uint16_t*>(to.weights)[i] = weights;
   if (kHasRemainder<kFormat>)
     to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{weights} << 16));
@@ -337,7 +340,7 @@ void EncodeMasters(StateFormat format, size_t n, const float* masters, const Sta
     } else if (format.weights == DType::kFloat16) {
       static_cast<uint16_t*>(state.weights)[i] = protocol::RoundToFp16(bits);
     } else {
-      static_cast<uint16_t*>(state.weights)[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
+      static_cast<uint16_t*>(state.weights)[i] = internal::RoundToBf16(bits);
     }
     if (state.master != nullptr) state.master[i] = masters[i];
     if (state.remainder == nullptr) continue;
@@ -367,9 +370,8 @@ void EncodeMoment(Optimizer optimizer, StateFormat format, size_t moment, size_t
   }
   for (size_t i = 0; i < n; ++i) {
     if (format.format == Format::kBf16) {
-      const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
       static_cast<uint16_t*>(state.moments[moment])[i] =
-          static_cast<uint16_t>((bits + 0x8000) >> 16);
+          internal::RoundToBf16(std::bit_cast<uint32_t>(values[i]));
     } else {
       static_cast<float*>(state.moments[moment])[i] = values[i];
     }

@@ -22,6 +22,7 @@
 #include "protocol/layout.h"
 #include "protocol/layout_codec.h"
 #include "protocol/os/memfd.h"
+#include "protocol/os/send_descriptor.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -150,24 +151,11 @@ class Direction {
   // False where nobody is left to read.
   bool Write() {
     iovec piece{.iov_base = buffer_.data() + written_, .iov_len = size_ - written_};
-    alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> control{};
     msghdr message{};
     message.msg_iov = &piece;
     message.msg_iovlen = 1;
-    if (fd_.valid()) {
-      message.msg_control = control.data();
-      message.msg_controllen = control.size();
-      cmsghdr* one = CMSG_FIRSTHDR(&message);
-      one->cmsg_level = SOL_SOCKET;
-      one->cmsg_type = SCM_RIGHTS;
-      one->cmsg_len = CMSG_LEN(sizeof(int));
-      const int fd = fd_.get();
-      std::memcpy(CMSG_DATA(one), &fd, sizeof(fd));
-    }
-    ssize_t wrote = 0;
-    do {
-      wrote = ::sendmsg(to_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    } while (wrote < 0 && errno == EINTR);
+    const ssize_t wrote =
+        protocol::SendWithDescriptor(to_, message, fd_.get(), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (wrote < 0) return errno == EAGAIN;
     fd_.Reset();
     written_ += static_cast<size_t>(wrote);
