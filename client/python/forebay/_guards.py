@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import reduce_storage
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -294,22 +293,22 @@ class CopyForProcesses:
     owns stays where it is."""
 
     def __init__(self) -> None:
-        self._before = ForkingPickler._extra_reducers.get(torch.UntypedStorage)  # type: ignore[attr-defined]
+        # torch's reduce_storage, or what took its place.
+        self._before = ForkingPickler._extra_reducers[torch.UntypedStorage]  # type: ignore[attr-defined]
         ForkingPickler.register(torch.UntypedStorage, self._reduce)
 
     def _reduce(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.data_ptr() not in _windows:
-            return reduce_storage(storage)  # type: ignore[no-untyped-call]
+            return self._before(storage)
         copy = storage.clone()  # type: ignore[no-untyped-call]
-        reduced = reduce_storage(copy)  # type: ignore[no-untyped-call]
+        reduced = self._before(copy)
         process = get_spawning_popen()
         if process is not None:  # the new process gets the copy's descriptor when it starts
             vars(process).setdefault("forebay_copies", []).append(copy)
         return reduced
 
     def remove(self) -> None:
-        if self._before is not None:
-            ForkingPickler.register(torch.UntypedStorage, self._before)
+        ForkingPickler.register(torch.UntypedStorage, self._before)
 
 
 def _own(parameter: Parameter) -> None:

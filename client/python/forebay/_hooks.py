@@ -539,9 +539,9 @@ def raise_unless_step_raises(error: ForebayError) -> None:
 
 
 def dense(member: Member, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient, contiguous."""
+    """The gradient; one that is sparse with zeros in its rows."""
     if gradient.layout is torch.strided:
-        return gradient.contiguous()
+        return gradient
     warnings.warn(
         f"the gradient of parameter {member.name} is sparse: it is made dense, and rows without a "
         "gradient get the update of a zero (decay and momentum)",

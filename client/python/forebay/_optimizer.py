@@ -504,14 +504,6 @@ class ForebayOptimizer(StateDicts):
         _attached.discard(self)
         attachment.detach()
 
-    def _live(self) -> Attachment:
-        attachment = self._engine.attachment
-        if attachment is None:
-            raise usage_error(
-                "E_NOT_READY", "this optimizer is detached", "forebay.attach(model, ...) again"
-            )
-        return attachment
-
     def _leave(self) -> None:
         """Ends the session as the process ends."""
         if self._phase == Phase.STEPPING:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,6 +18,7 @@ import torch
 from . import _state_file
 from ._reader import read_elements, read_states, state_names
 from .errors import ForebayError, ForebayTimeoutError, make_error, unsupported, usage_error
+from .optimizers import RULE_OPTIONS
 
 if TYPE_CHECKING:
     from ._core import Attachment
@@ -28,16 +30,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PIECE_ELEMS = 1 << 20  # of a state, that are read, checked or written at once; whole groups of int8's scales
 REPORT_BYTES_MAX = 4096  # of the wire, from one rank to the others
-# What torch's optimizers have in their parameter groups beside hyper-parameters. The daemon has one value
-# for each of the first; the others are how torch computes, and are carried along.
-FIXED_OPTIONS = {"amsgrad", "nesterov", "maximize", "decoupled_weight_decay", "differentiable"}
-TORCH_OPTIONS: dict[str, dict[str, Any]] = {
-    "Adam": {"amsgrad": False, "capturable": False, "decoupled_weight_decay": False},
-    "AdamW": {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True},
-    "Adagrad": {},
-    "SGD": {"nesterov": False},
+# Of them the daemon has one value; what else torch has in parameter groups is carried along.
+FIXED_OPTIONS = {*RULE_OPTIONS, "maximize", "differentiable"}
+# What torch's optimizers have in their parameter groups beside hyper-parameters.
+GROUP_OPTIONS = {
+    "Adam": ("amsgrad", "capturable", "decoupled_weight_decay"),
+    "AdamW": ("amsgrad", "capturable", "decoupled_weight_decay"),
+    "Adagrad": (),
+    "SGD": ("nesterov",),
 }
-COMMON_OPTIONS = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+COMMON_OPTIONS = ("maximize", "foreach", "differentiable", "fused")
 
 
 class DaemonState(Mapping[torch.Tensor, Any]):
@@ -52,15 +54,13 @@ class DaemonState(Mapping[torch.Tensor, Any]):
 
     def _members(self) -> dict[torch.Tensor, Member]:
         optimizer = self._optimizer()
-        return {} if optimizer is None else optimizer._trainable()
+        return {} if optimizer is None else optimizer._trainable
 
     def __getitem__(self, tensor: torch.Tensor) -> dict[str, Any]:
         optimizer = self._optimizer()
-        for member in () if optimizer is None else optimizer._members:
-            if member.tensor is tensor and member.trainable:
-                assert optimizer is not None
-                return _torch_state(optimizer, member)
-        raise KeyError(tensor)
+        if optimizer is None:
+            raise KeyError(tensor)
+        return _torch_state(optimizer, optimizer._trainable[tensor])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._members())
@@ -91,8 +91,14 @@ class StateDicts(torch.optim.Optimizer):
     _members: list[Member]
 
     def _live(self) -> Attachment:
-        raise NotImplementedError
+        attachment = self._engine.attachment
+        if attachment is None:
+            raise usage_error(
+                "E_NOT_READY", "this optimizer is detached", "forebay.attach(model, ...) again"
+            )
+        return attachment
 
+    @cached_property
     def _trainable(self) -> dict[torch.Tensor, Member]:
         """In the order of param_groups."""
         members = {member.tensor: member for member in self._members if member.trainable}
@@ -254,10 +260,9 @@ def _fresh(opt: StateDicts, member: Member, name: str) -> torch.Tensor | None:
 def _options_of(rule: Optimizer) -> dict[str, Any]:
     """What parameter groups of torch's optimizer of this name have beside hyper-parameters."""
     kind = type(rule).__name__
-    if kind not in TORCH_OPTIONS:
+    if kind not in GROUP_OPTIONS:
         return {}
-    options = {**TORCH_OPTIONS[kind], **COMMON_OPTIONS}
-    return {key: getattr(rule, key, value) for key, value in options.items()}
+    return {key: getattr(rule, key) for key in (*GROUP_OPTIONS[kind], *COMMON_OPTIONS)}
 
 
 # --------------------------------------------------------------------------------------------- loading
@@ -279,7 +284,7 @@ class _Loaded:
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         tensors = chain.from_iterable(group["params"] for group in opt.param_groups)
         tensor_of: dict[Any, torch.Tensor] = dict(zip(saved, tensors))
-        members = opt._trainable()
+        members = opt._trainable
         self.steps = {member.name: 0 for member in members.values()}
         # By parameter: whole tensors of its shape, or this rank's shard.
         self.values: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.steps}
@@ -360,7 +365,7 @@ class _Loaded:
         shared = engine.mode == "shared"
         if shared and attachment.rank != 0:
             return
-        for member in self._opt._trainable().values():
+        for member in self._opt._trainable.values():
             values, step = self.values[member.name], self.steps[member.name]
             if member.name in self._stay:
                 continue
@@ -579,7 +584,7 @@ def _params_of(opt: StateDicts) -> list[tuple[str, list[int], int]]:
 
 
 def _file_states(opt: StateDicts, attachment: Attachment) -> list[str]:
-    member = next(iter(opt._trainable().values()), None)
+    member = next(iter(opt._trainable.values()), None)
     with_master = member is not None and _has_master(member)
     return [name for name in attachment.states if name != "master" or with_master]
 

@@ -40,6 +40,16 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class TwiceNet(Net):
+    """Its layers are used twice."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(layer(x))
+        return self.head(self.norm(x))
+
+
 class CheckpointedNet(Net):
     """Backward computes its layers again."""
 
@@ -168,3 +178,17 @@ class HealthyJob:
         assert_trains_one_more_step(model, opt)
         self.steps, self.sha256 = self.steps + 1, opt.state_sha256()
         opt.detach()
+
+
+class Scored(torch.utils.data.Dataset):
+    """Batches, and what the model made of them in the process that loads them."""
+
+    def __init__(self, model, batches):
+        self.model, self.batches = model, batches
+
+    def __len__(self):
+        return self.batches
+
+    def __getitem__(self, number):
+        with torch.no_grad():
+            return batch(number), loss_of(self.model, batch(number))

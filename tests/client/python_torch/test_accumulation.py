@@ -12,7 +12,7 @@ import forebay
 import pytest
 import torch
 from daemon_process import Daemon, missing, on_the_daemon
-from models import CheckpointedNet, Net, assert_close, batch, loss_of, net, pair, scaled_step
+from models import CheckpointedNet, TwiceNet, assert_close, batch, loss_of, net, pair, scaled_step
 from test_attempts import moe
 from test_clipping import assert_same_norm
 from test_daemon_restart import Service
@@ -110,16 +110,6 @@ class Counting:
         self._attachment.begin_pass()
 
 
-class Twice(Net):
-    """Its layers are used twice."""
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(layer(x))
-        return self.head(self.norm(x))
-
-
 class TwiceCheckpointed(CheckpointedNet):
     """Each use of a layer is a backward of its own within the backward, where checkpoints are reentrant."""
 
@@ -133,7 +123,7 @@ class TwiceCheckpointed(CheckpointedNet):
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_layers_used_twice_and_checkpointed(node, reentrant):
     torch.manual_seed(4)
-    compare(Twice() if reentrant is None else TwiceCheckpointed(reentrant))
+    compare(TwiceNet() if reentrant is None else TwiceCheckpointed(reentrant))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -155,31 +145,35 @@ def test_experts_that_have_a_gradient_in_some_passes(node):
     assert_close(model, plain, 3)
 
 
-def test_a_second_backward_over_a_retained_graph(node):
+def compare_steps(backwards):
+    """Of a model attached and in plain torch, by the backwards that `backwards` makes of a step."""
     model, plain, plain_opt = pair(net())
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
     for module, optimizer in ((model, opt), (plain, plain_opt)):
         for step in range(3):
-            loss = loss_of(module, batch(step))
-            loss.backward(retain_graph=True)
-            (0.5 * loss).backward(retain_graph=True)
-            loss.backward()
+            backwards(module, batch(step))
             optimizer.step()
             optimizer.zero_grad()
     assert_close(model, plain, 3)
+
+
+def test_a_second_backward_over_a_retained_graph(node):
+    def backwards(module, tokens):
+        loss = loss_of(module, tokens)
+        loss.backward(retain_graph=True)
+        (0.5 * loss).backward(retain_graph=True)
+        loss.backward()
+
+    compare_steps(backwards)
 
 
 def test_two_losses_of_one_forward(node):
-    model, plain, plain_opt = pair(net())
-    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
-    for module, optimizer in ((model, opt), (plain, plain_opt)):
-        for step in range(3):
-            logits = module(batch(step))
-            logits.square().mean().backward(retain_graph=True)
-            logits.float().logsumexp(-1).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close(model, plain, 3)
+    def backwards(module, tokens):
+        logits = module(tokens)
+        logits.square().mean().backward(retain_graph=True)
+        logits.float().logsumexp(-1).mean().backward()
+
+    compare_steps(backwards)
 
 
 def test_what_is_added_to_a_gradient_by_hand(node):

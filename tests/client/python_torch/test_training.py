@@ -8,7 +8,7 @@ import copy
 import forebay
 import pytest
 import torch
-from models import Block, CheckpointedNet, Net, assert_close, batch, loss_of, net, pair, train
+from models import Block, CheckpointedNet, Net, TwiceNet, assert_close, batch, loss_of, net, pair, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -86,15 +86,8 @@ def test_autocast(node):
 
 
 def test_module_used_twice(node):
-    class Twice(Net):
-        def forward(self, tokens):
-            x = self.embedding(tokens)
-            for layer in self.layers:
-                x = layer(layer(x))
-            return self.head(self.norm(x))
-
     torch.manual_seed(4)
-    compare(node, Twice())
+    compare(node, TwiceNet())
 
 
 def test_compiled_block(node):

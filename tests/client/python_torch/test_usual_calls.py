@@ -15,7 +15,7 @@ import forebay
 import pytest
 import torch
 from daemon_process import on_the_daemon
-from models import assert_close, batch, loss_of, net, pair, train
+from models import Scored, assert_close, batch, loss_of, net, pair, train
 from test_processes import environment
 from torch import nn
 from torch.nn import functional
@@ -466,25 +466,11 @@ def test_cells_of_a_notebook(node):
 # ------------------------------------------------------------------------ processes of the loader
 
 
-class Scored(torch.utils.data.Dataset):
-    """Batches, and what the model made of them in the worker."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, number):
-        with torch.no_grad():
-            return batch(number), loss_of(self.model, batch(number))
-
-
 @on_the_daemon
 def test_a_forked_worker_of_a_data_loader_holds_the_model(node):
     model, plain, plain_opt = pair(net())
     opt = forebay.attach(model, forebay.AdamW(lr=LR))
-    for tokens, _ in torch.utils.data.DataLoader(Scored(model), num_workers=1, batch_size=None):
+    for tokens, _ in torch.utils.data.DataLoader(Scored(model, 3), num_workers=1, batch_size=None):
         for which, optimizer in ((model, opt), (plain, plain_opt)):
             train(which, optimizer, 1, loss=lambda model, _, tokens=tokens: loss_of(model, tokens))
     assert opt.committed_step == 3  # the worker has ended, and the session goes on
@@ -494,16 +480,7 @@ def test_a_forked_worker_of_a_data_loader_holds_the_model(node):
 
 SPAWNED = """
 import forebay, torch
-from models import net, batch, loss_of, train
-
-class Scored(torch.utils.data.Dataset):
-    def __init__(self, model):
-        self.model = model
-    def __len__(self):
-        return 2
-    def __getitem__(self, number):
-        with torch.no_grad():
-            return batch(number), loss_of(self.model, batch(number))
+from models import Scored, net, batch, loss_of, train
 
 if __name__ == "__main__":
     model = net()
@@ -511,7 +488,7 @@ if __name__ == "__main__":
     for start in ("spawn", "forkserver"):
         before = [loss_of(model, batch(number)).item() for number in range(2)]
         loader = torch.utils.data.DataLoader(
-            Scored(model), num_workers=1, batch_size=None, multiprocessing_context=start
+            Scored(model, 2), num_workers=1, batch_size=None, multiprocessing_context=start
         )
         for number, (tokens, score) in enumerate(loader):
             assert abs(score.item() - before[number]) < 1e-5  # of the copy that was pickled
