@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """With the FSDP2 plugin, which shards within prepare(): attach is after it. It has never run: accelerate has
         this plugin on GPUs alone."""
         prepared = super().prepare(*args)
-        for one in prepared if isinstance(prepared, tuple) else (prepared,):
+        for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(one, accelerate.optimizer.AcceleratedOptimizer) and not _is_forebay(one):
                 (model,) = (other for other in prepared if isinstance(other, nn.Module))
                 one.optimizer = api.attach(model, one.optimizer, **self._options())
