@@ -4,6 +4,7 @@ streams it works; the core copies there."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,20 @@ class HostDevice:
         """The handle of the stream that torch works on now."""
         return 0
 
+    # Of GPUs alone; streams as torch.cuda.Stream.
+
+    def torch_stream(self) -> Any:
+        """The stream that torch works on now."""
+        raise AssertionError("the processor has no streams")
+
+    def new_stream(self) -> Any:
+        """One of our own."""
+        raise AssertionError("the processor has no streams")
+
+    def on(self, _stream: Any) -> AbstractContextManager[Any]:
+        """What torch begins within it, and the memory that it makes, are of that stream."""
+        raise AssertionError("the processor has no streams")
+
 
 class CudaDevice(HostDevice):
     """One GPU."""
@@ -45,7 +60,16 @@ class CudaDevice(HostDevice):
         return {"cuda_device": ordinal, "cuda_driver": DRIVER}
 
     def stream(self) -> int:
-        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+        return int(self.torch_stream().cuda_stream)
+
+    def torch_stream(self) -> Any:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
 
 
 def of_units(units: Sequence[Unit]) -> HostDevice:

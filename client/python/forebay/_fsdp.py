@@ -264,6 +264,11 @@ class Unit:
         return device
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this rank holds its parameters whole: FSDP2 gathers nothing."""
+        return int(getattr(self._group.mesh_info, "shard_mesh_size", 1)) == 1
+
+    @property
     def is_idle(self) -> bool:
         """Whether no forward or backward is running, nor has failed."""
         return bool(self._group._training_state == TrainingState.IDLE)

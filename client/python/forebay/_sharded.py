@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _fsdp
 from ._boxes import Source
+from ._copy_ahead import CopyAhead
 from ._fsdp import Shard, Unit
 from ._gradient import GradientProxy
 from ._guards import Guards, InertOnCopy, late_gradient
@@ -167,6 +168,7 @@ class ShardedEngine(Engine):
         self._copy_list = _core.copy_list
         self.plan, self._width, self.device = plan, plan.dtype.itemsize, plan.device
         self._reads_in_place = plan.device.is_host and not attachment.weights_on_swap
+        self._ahead = None if plan.device.is_host else CopyAhead(plan.device)
         of_name = {parameter.name: parameter for parameter in plan.parameters}
         self._process_groups = _fsdp.process_groups_of(plan.units)
         self.shard_groups = []
@@ -248,11 +250,11 @@ class ShardedEngine(Engine):
                 at += size
         return self._copy_list(copies)
 
-    def copy(self, copies: Any, to: torch.Tensor) -> None:
-        """Copies weights into a new tensor of the device's, on the stream that torch works on now."""
+    def copy(self, copies: Any, to: torch.Tensor, stream: int | None = None) -> None:
+        """Copies weights into a new tensor of the device's, on the stream that torch works on now, or on another one."""
         assert self.attachment is not None
         size_bytes = to.numel() * to.element_size()
-        stream = self.device.stream()
+        stream = self.device.stream() if stream is None else stream
         self.attachment.copy_weights(copies, to.data_ptr(), size_bytes, self.timeout, stream)
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
@@ -273,11 +275,7 @@ class ShardedEngine(Engine):
             began = time.monotonic_ns()
             group.forget_copy()
             with profiled("forebay.fetch", group.name):
-                buffer = self._empty([group.elems])
-                for padding in group.paddings:
-                    buffer[padding] = 0
-                self.copy(group.copies, buffer)
-            group.buffer = buffer
+                group.buffer = self._copied(group)
             self.clock.add("fetch", group.name, began)
         group.taken.add(member.index)
         count = member.padded_shape.numel()
@@ -285,6 +283,21 @@ class ShardedEngine(Engine):
         if len(group.taken) == len(group.copied):
             group.forget_copy()
         return part
+
+    def _copied(self, group: ShardGroup) -> torch.Tensor:
+        """Its shards in a buffer, for the work that torch begins from now on."""
+
+        def make() -> torch.Tensor:
+            buffer = self._empty([group.elems])
+            for padding in group.paddings:
+                buffer[padding] = 0
+            return buffer
+
+        if self._ahead is not None and group.unit.is_alone:
+            return self._ahead.copy(make, lambda buffer, stream: self.copy(group.copies, buffer, stream))
+        buffer = make()
+        self.copy(group.copies, buffer)
+        return buffer
 
     def _locate(self, group: ShardGroup) -> None:
         """Finds the weights of the committed step; waits while the daemon updates this group. They stay as
@@ -319,7 +332,7 @@ class ShardedEngine(Engine):
     def read_state(self, member: ShardMember, state: str) -> torch.Tensor:
         """This rank's part of a state, in float32."""
         assert self.attachment is not None
-        values = torch.empty(member.shard.local_shape, dtype=torch.float32)
+        values = torch.empty(member.shard.local_shape, dtype=torch.float32, device="cpu")
         flat, at = values.view(-1), 0
         for first, run, stride, runs in member.boxes:
             for begin in range(first, first + runs * stride, stride):
@@ -366,7 +379,7 @@ class ShardedEngine(Engine):
     def values_of(self, parameter: Parameter) -> torch.Tensor:
         """The whole parameter, from all owners, on the CPU."""
         layout = self.plan.layout
-        whole = torch.empty(parameter.tensor.shape, dtype=self.plan.dtype).view(-1)
+        whole = torch.empty(parameter.tensor.shape, dtype=self.plan.dtype, device="cpu").view(-1)
         for (name, box), source in layout.places.items():
             if name != parameter.name:
                 continue
@@ -398,6 +411,8 @@ class ShardedEngine(Engine):
     def after_step(self) -> None:
         for group in self.shard_groups:
             self.forget_weights(group)
+        if self._ahead is not None:
+            self._ahead.release()
 
     # ------------------------------------------------------------------------------- the gradients
 

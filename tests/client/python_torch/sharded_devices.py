@@ -40,6 +40,33 @@ def weights_and_gradients_are_copied(ranks):
 
 
 @case()
+def a_rank_alone_waits_for_what_is_copied_ahead(ranks):
+    """FSDP2 asks for a group's weights on the stream that it computes on, the copies are on another one. Without the waits
+    between the two torch computes with what has not come."""
+
+    def losses(name, left_out):
+        late_device.LEFT_OUT[:] = left_out
+        model = ranks.shard(small_net())
+        opt = ranks.attach(model, job=f"{ranks.job}.{name}")
+        found = []
+        try:
+            for step in range(1, 4):
+                loss = loss_of(model, ranks.batch(step))
+                loss.backward()
+                opt.step()
+                found.append(loss.item())
+        except forebay.ForebayError as error:  # the driver's memory is full of NaN until it is written
+            assert error.code == "E_NONFINITE"
+        late_device.LEFT_OUT.clear()
+        opt.detach()
+        return found
+
+    right = losses("right", [])
+    assert len(right) == 3 and right == losses("again", [])
+    assert right != losses("wrong", ["every wait"])
+
+
+@case()
 def a_machine_without_a_gpu(ranks):
     """Says so, and the model is as it was."""
     before = late_device.LIBRARY

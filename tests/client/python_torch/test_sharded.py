@@ -47,6 +47,11 @@ ALONE = [
 ON_A_DEVICE = [
     (1, "uneven_and_empty_shards"),
     (1, "clip_grad_norm_of_torch"),
+    (1, "tied_embedding"),
+    (1, "checkpointing_that_is_not_reentrant"),
+    (1, "passes_are_added"),
+    (1, "evaluation_between_steps_without_reshard_after_forward"),
+    (1, "a_rank_alone_waits_for_what_is_copied_ahead"),
     *[
         (2, case)
         for case in (
