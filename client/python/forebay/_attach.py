@@ -229,9 +229,10 @@ def attach_sharded(
             return prepared, _layout(plan, optimizer, plan.layout.params)
 
         prepared, layout = _ranks.together(prepare)
+        sized = replace(request, grad_arena_bytes=request.grad_arena_bytes or plan.grad_arena_bytes)
 
         def send() -> Attachment:
-            undo.attachment = request.send(
+            undo.attachment = sized.send(
                 layout,
                 prepared.room_bytes,
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
@@ -565,7 +566,7 @@ def _write_initial(
     """The values of this process become the job's."""
     for group in groups:
         elems = attachment.groups[group.number][1]
-        flat = torch.zeros(elems, dtype=plan.dtype)
+        flat = torch.zeros(elems, dtype=plan.dtype, device="cpu")
         for parameter in plan.parameters:
             if parameter.group != group.number:
                 continue

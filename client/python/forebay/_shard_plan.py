@@ -16,6 +16,9 @@ from ._fsdp import Shard, Unit
 from ._plan import FORMATS, Parameter, Plan, layers_of
 from .errors import UsageError, unsupported, usage_error
 
+GROUPS_ON_THEIR_WAY = 3
+USUAL_GRAD_ARENA_BYTES = 2 * 32 << 20  # at most: two pieces
+
 
 def shard(
     model: nn.Module,
@@ -157,6 +160,17 @@ class ShardedPlan(Plan):
     def grad_dtype(self) -> torch.dtype:
         """In which gradients travel."""
         return _typical(self.units).grad_dtype
+
+    @property
+    def grad_arena_bytes(self) -> int:
+        """Room that keeps a GPU at work, equal on all ranks; 0: what attach gives is enough. The processor asks for room ahead
+        of the GPU, which computes one layer while the gradients of one are copied and those of one are added up."""
+        elems = (
+            sum(run * runs for param, _, run, _, runs in boxes if self.layout.params[param][4])
+            for _, _, boxes in self.layout.partitions
+        )
+        size_bytes = GROUPS_ON_THEIR_WAY * max(elems, default=0) * self.grad_dtype.itemsize
+        return 0 if self.device.is_host or size_bytes <= USUAL_GRAD_ARENA_BYTES else size_bytes
 
     @property
     def master_dtype(self) -> torch.dtype:
