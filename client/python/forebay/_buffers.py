@@ -95,7 +95,7 @@ class Buffers:
         with torch.no_grad():
             for _, tensor in self.named():
                 end = begin + _size_bytes(tensor)
-                committed = torch.empty(tensor.shape, dtype=tensor.dtype)
+                committed = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 ctypes.memmove(committed.data_ptr(), values[begin:end], end - begin)
                 tensor.copy_(committed)
                 begin = end

@@ -569,7 +569,8 @@ def _end_session(engine: Engine, process: int) -> None:
 
 
 def _hash(digest: hashlib._Hash, tensor: torch.Tensor) -> None:
-    """Adds the bytes of a contiguous tensor, without a copy and without numpy."""
+    """Adds the bytes of a contiguous tensor of the processor's, without a copy and without numpy."""
+    assert tensor.device.type == "cpu", tensor.device
     size = tensor.numel() * tensor.element_size()
     digest.update((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
 

@@ -158,7 +158,7 @@ def read_states(
         _check_time(f"read of the states of {parameter.name}", deadline, timeout)
     shape = parameter.tensor.shape
     states = {name: values.view(shape) for name, (values, _) in zip(names, read)}
-    return {**states, "step": torch.tensor(float(updates.pop()))}
+    return {**states, "step": torch.tensor(float(updates.pop()), device="cpu")}
 
 
 def _check_time(what: str, deadline: float, timeout: float) -> None:

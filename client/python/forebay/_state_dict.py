@@ -39,6 +39,7 @@ GROUP_OPTIONS = {
     "Adagrad": (),
     "SGD": ("nesterov",),
 }
+ZERO = torch.zeros((), dtype=torch.float32, device="cpu")
 COMMON_OPTIONS = ("maximize", "foreach", "differentiable", "fused")
 
 
@@ -242,7 +243,7 @@ def _torch_state(opt: StateDicts, member: Member) -> dict[str, Any]:
         shard, engine = cast("ShardMember", member), cast("ShardedEngine", opt._engine)
         names = _names(opt, attachment, parameter, _has_master(member))
         state = {name: shard.shard.dtensor_of(engine.read_state(shard, name)) for name in names}
-    return {**state, "step": torch.tensor(float(updates))}
+    return {**state, "step": torch.tensor(float(updates), device="cpu")}
 
 
 def _fresh(opt: StateDicts, member: Member, name: str) -> torch.Tensor | None:
@@ -252,9 +253,9 @@ def _fresh(opt: StateDicts, member: Member, name: str) -> torch.Tensor | None:
         return None  # torch's first step does not dampen
     value = float(group["initial_accumulator_value"]) if name == "sum" else 0.0
     if opt._engine.mode == "shared":
-        return torch.full(member.tensor.shape, value) if value else torch.zeros(member.tensor.shape)
+        return torch.full(member.tensor.shape, value, device="cpu")
     shard = cast("ShardMember", member)
-    return shard.shard.dtensor_of(torch.full(shard.local_shape, value))
+    return shard.shard.dtensor_of(torch.full(shard.local_shape, value, device="cpu"))
 
 
 def _options_of(rule: Optimizer) -> dict[str, Any]:
@@ -332,7 +333,7 @@ class _Loaded:
     def _check(self, member: Member, name: str, tensor: torch.Tensor) -> None:
         is_square = name in ("exp_avg_sq", "max_exp_avg_sq", "sum")
         for piece in torch.split(tensor.reshape(-1), PIECE_ELEMS):
-            least, most = torch.aminmax(piece) if len(piece) else (torch.zeros(()), torch.zeros(()))
+            least, most = torch.aminmax(piece) if len(piece) else (ZERO, ZERO)
             is_finite = bool(torch.isfinite(least) & torch.isfinite(most))
             if not is_finite or (is_square and least < 0):
                 raise usage_error(
@@ -463,7 +464,7 @@ def _tensor_of(member: Member, name: str, value: Any) -> torch.Tensor:
 def _flat(shape_of: torch.Tensor, tensor: torch.Tensor | None) -> torch.Tensor:
     """None: zeros, which take no memory."""
     if tensor is None:
-        return torch.zeros(()).expand(shape_of.numel())
+        return ZERO.expand(shape_of.numel())
     return tensor.detach().reshape(-1)
 
 
@@ -478,7 +479,7 @@ def _places_of_shard(
         source = engine.plan.layout.places[member.name, box]
         first, run, stride, runs = box
         if flat is None:
-            part = torch.zeros(()).expand(source.elems)
+            part = ZERO.expand(source.elems)
         elif whole:
             rows = [flat[begin : begin + run] for begin in range(first, first + runs * stride, stride)]
             part = rows[0] if runs == 1 else torch.cat(rows)
@@ -610,7 +611,7 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str | PathLike[st
                     count = min(PIECE_ELEMS, elems - begin)
                     view, updates = attachment.read_state(name, state, begin, count, timeout)
                     yield torch.from_dlpack(view)  # type: ignore[attr-defined]
-            yield torch.tensor([float(updates)])
+            yield torch.tensor([float(updates)], device="cpu")
 
     described = json.dumps({"optimizer": type(opt._rule).__name__, "param_groups": groups}, default=float)
     _state_file.write(path, tensors, {"format": "pt", "forebay": described}, values())
@@ -673,5 +674,5 @@ def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
 def _begin_with_sum(opt: StateDicts, group: Mapping[str, Any], entry: dict[str, torch.Tensor]) -> None:
     """Adagrad's sum before the first update is 0 in the daemon and in its files."""
     if "sum" in entry and float(entry["step"]) == 0:
-        value = torch.tensor(float(group["initial_accumulator_value"]))
+        value = torch.tensor(float(group["initial_accumulator_value"]), device="cpu")
         entry["sum"] = value.expand(entry["sum"].shape)

@@ -51,6 +51,26 @@ def an_instance_of_torchs_optimizers_over_a_plain_model(ranks):
 
 
 @case(1, 2)
+def a_default_device_that_is_not_the_processor(ranks):
+    """What the client makes for itself stays on the processor."""
+    twins = Twins(ranks).attach().train(2)
+    plain = twins.opt.state_sha256(), twins.opt.read_state("embedding.weight")["exp_avg"], twins.opt.state_dict()
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        sha256 = twins.opt.state_sha256()
+        moment = twins.opt.read_state("embedding.weight")["exp_avg"]
+        state = twins.opt.state_dict()
+    finally:
+        torch.set_default_device(before)
+    assert sha256 == plain[0] and torch.equal(moment, plain[1])
+    assert str(state["param_groups"]) == str(plain[2]["param_groups"])
+    twins.opt.load_state_dict(state)
+    twins.train(1).assert_close()
+    twins.opt.detach()
+
+
+@case(1, 2)
 def a_closure(ranks):
     twins = Twins(ranks).attach()
 
