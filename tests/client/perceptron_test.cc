@@ -163,9 +163,9 @@ class Loop {
   // A group's weights now, as compute sees them.
   absl::StatusOr<std::vector<float>> Weights(uint32_t group) {
     ASSIGN_OR_RETURN(const auto bytes, own.pipeline->Gather(group, *own.compute));
-    RETURN_IF_ERROR(own.compute->Synchronize());
     std::vector<float> weights(bytes.size() / sizeof(float));
-    std::memcpy(weights.data(), bytes.data(), bytes.size());
+    RETURN_IF_ERROR(own.compute->Copy(std::as_writable_bytes(std::span(weights)), bytes));
+    RETURN_IF_ERROR(own.compute->Synchronize());
     RETURN_IF_ERROR(own.pipeline->Release(group, *own.compute));
     return weights;
   }

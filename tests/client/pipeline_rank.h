@@ -77,7 +77,8 @@ struct PipelineRank {
     if (cuda != nullptr) {
       gpu::NcclCommunicator::Options nccl{
           .rank = options.rank, .size = options.ranks, .time_limit = options.time_limit};
-      if (options.kind == Kind::kCuda) nccl.soname = testing::FakeNccl::Library();
+      nccl.soname = options.kind == Kind::kCuda ? testing::FakeNccl::Library()
+                                                : testing::FakeNccl::RealLibrary();
       ASSIGN_OR_RETURN(made.communicator, gpu::NcclCommunicator::Create(nccl, cuda, exchange));
     } else {
       ASSIGN_OR_RETURN(

@@ -92,7 +92,8 @@ absl::StatusOr<Rank> MakeFakeNccl(const Options& options, const Exchange& exchan
 
 // NCCL wants a GPU for each rank.
 absl::StatusOr<Rank> MakeNcclOnGpus(const Options& options, const Exchange& exchange) {
-  return MakeNccl(options, exchange, {.ordinal = static_cast<int>(options.rank)}, "libnccl.so.2");
+  return MakeNccl(options, exchange, {.ordinal = static_cast<int>(options.rank)},
+                  FakeNccl::RealLibrary());
 }
 
 uint32_t GpuCount() {

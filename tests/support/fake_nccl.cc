@@ -18,6 +18,7 @@
 #include "gpu/internal/nccl_types.h"
 #include "protocol/float16.h"
 #include "tests/support/fake_cuda.h"
+#include "tests/support/sanitized.h"
 
 namespace forebay::testing {
 namespace {
@@ -208,6 +209,12 @@ std::string FakeNccl::Library() {
   Dl_info info{};
   ::dladdr(reinterpret_cast<void*>(&FakeNccl::Library), &info);
   return info.dli_fname;
+}
+std::string FakeNccl::RealLibrary() {
+  const std::string library = "libnccl.so.2";
+  // The address sanitizer refuses RTLD_DEEPBIND. Whoever opens the library later gets this one.
+  if (!kSanitized) ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
+  return library;
 }
 void FakeNccl::Start() {
   FakeCuda::Change([] { state = State(); });

@@ -12,6 +12,10 @@ class FakeNccl {
  public:
   static std::string Library();  // for dlopen(3)
 
+  // For dlopen(3): NVIDIA's, loaded so that what it calls of itself is its own and not of the names that this library has
+  // given to the process.
+  static std::string RealLibrary();
+
   // Forgets everything. Behind FakeCuda::Start().
   static void Start();
   static void set_version(int version);  // 22105: 2.21.5

@@ -302,7 +302,7 @@ def a_buffer_that_is_filled_again(ranks):
                 return one(), two()
 
         plain = functools.partial(torch.mul, factor)
-        for fill in (by_numpy, by_data):
+        for fill in (by_data,) if factor.is_cuda else (by_numpy, by_data):
             for forward, order in (
                 (plain, entered_again),
                 (plain, nested),
@@ -342,7 +342,7 @@ def room_for_activations_is_refused(ranks):
         ranks.attach(plain, activation_bytes=True, mode="sharded", mesh=ranks.mesh)
     assert not any(isinstance(module, FSDPModule) for module in plain.modules())
     with refused("E_OPTION", "activation_bytes without mode", 'mode="sharded"'):
-        ranks.attach(small_net(), activation_bytes=1 << 20)
+        ranks.attach(small_net().cpu(), activation_bytes=1 << 20)
     opt = ranks.attach(model)
     with refused("E_OPTION", r"offload_activations\(\) of an attachment without room", "activation_bytes="):
         opt.offload_activations()

@@ -40,7 +40,8 @@ class Positions(nn.Module):
 
     def reset_parameters(self):
         self.offset.fill_(0.25)
-        self.table = torch.cos(torch.arange(48.0, device="cpu").view(6, 8))
+        # Of the processor's, which then goes where the model is: cos() of a GPU has other bits.
+        self.table = torch.cos(torch.arange(48.0, device="cpu").view(6, 8)).to(self.table.device)
 
     def forward(self, x):
         return (x + self.table[: x.shape[1]] + self.offset).to(x.dtype)

@@ -13,6 +13,7 @@ go on with the next case.
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import json
 import os
@@ -189,6 +190,9 @@ def run_rank(launch, rank, size, names, store, out):
     if launch.startswith("cuda"):
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
+        # Both models of a pair have to get the same gradients: sums by atomics have another order each time.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group(
         "gloo" if computes_on() == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{store}",
@@ -218,6 +222,8 @@ def start_rank(*args):
     pid = os.fork()
     if pid == 0:
         os.dup2(2, 1)  # gloo of some versions of torch prints
+        faults = open(f"{args[-1]}.faults", "w", encoding="utf-8")
+        faulthandler.enable(faults)
         try:
             run_rank(*args)
         finally:
@@ -239,13 +245,15 @@ def run_launch(launch, size, names, folder):
             lines = [
                 out.read_text(encoding="utf-8").splitlines() if out.exists() else [] for out in outs
             ]
+            faults = [out.with_suffix(".faults").read_text(encoding="utf-8") for out in outs]
         done = min(len(of_rank) for of_rank in lines)
         failed = next(
             (at for at in range(done) if any(json.loads(of_rank[at])[3] for of_rank in lines)), done
         )
         for at, name in enumerate(names[: failed + 1]):
             for rank, of_rank in enumerate(lines):
-                gone = json.dumps([launch, name, rank, f"the process ended: {codes[rank]}"])
+                text = f"the process ended: {codes[rank]}\n{faults[rank]}"
+                gone = json.dumps([launch, name, rank, text])
                 print(of_rank[at] if at < len(of_rank) else gone, flush=True)
         names = names[failed + 1 :]
 
