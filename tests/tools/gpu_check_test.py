@@ -44,10 +44,12 @@ def unpacked(tmp_path_factory):
         "bin": programs,
         "python": [package],
         "tests": [*cases, ROOT / "tools" / "train_support.py", BUILT_TESTS / "libfake_cuda.so"],
-        ".": [ROOT / "tools" / "gpu_check" / "train.py"],
+        ".": [ROOT / "tools" / "gpu_check" / name for name in ("train.py", "accelerate_loop.py")],
     }.items():
         for file in files:
             (folder / place / file.name).symlink_to(file)
+    guide = [sys.executable, ROOT / "tools" / "gpu_check" / "apply_guide.py", ROOT / "docs"]
+    subprocess.run([*guide, folder / "examples"], check=True)
     script = (ROOT / "tools" / "gpu_check" / "gpu_check.py").read_text(encoding="utf-8")
     (folder / "gpu_check").write_text(script, encoding="utf-8")
     return folder
@@ -93,7 +95,7 @@ def test_on_an_old_kernel_every_item_goes_on_and_names_what_is_missing(unpacked)
 def test_the_items_about_speed_print_both_sides(unpacked):
     done, items = gpu_check(unpacked, "--rehearse", "--only", "exposed", "peer", "largest")
     assert done.returncode == 0, done.stdout + done.stderr
-    bare, ours = items["exposed time, 256 tokens"]["figures"]
+    bare, ours = items["exposed time, small, 256 tokens"]["figures"]
     assert (bare["who"], ours["who"]) == ("compute", "forebay")
     assert bare["params"] == ours["params"] and bare["tokens"] == ours["tokens"] == 256
     ours, theirs = items["beside FSDP2's offload, 256 tokens"]["figures"]
@@ -106,6 +108,16 @@ def test_the_items_about_speed_print_both_sides(unpacked):
         assert theirs["who"] == "deepspeed" and theirs["params"] == ours["params"]
         assert theirs["losses"][-1] < theirs["losses"][0]
     assert items["largest model"]["figures"]["format"] == "int8"
+
+
+def test_the_loop_for_accelerate_and_the_script_of_the_page_train(unpacked):
+    done, items = gpu_check(unpacked, "--rehearse", "--only", "accelerate", "page")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert items["script of docs/one-gpu.md"]["result"] == "PASS"
+    if all(importlib.util.find_spec(name) for name in ("accelerate", "transformers")):
+        ours, theirs = items["FSDP2 through Accelerate"]["figures"]
+        assert (ours["mode"], ours["optimizer"]) == ("sharded", "ForebayOptimizer")
+        assert theirs["optimizer"] == "AdamW"
 
 
 def test_without_time_or_gpu_it_says_so(unpacked):

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""One rank of gpu_check: trains a Llama-shaped model on one device and prints a JSON line of figures.
+"""One rank of gpu_check: trains a Llama-shaped model on one device and prints a JSON line of figures for each number of
+sequences a step.
 
 --who  compute    forward and backward alone, weights and gradients on the device: what nothing can beat
        forebay    FSDP2 with Forebay: states in the daemon of FOREBAY_SOCKET
@@ -102,12 +103,13 @@ def parse_args():
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", required=True, help="LAYERS,WIDTH,HEADS,HIDDEN,VOCAB")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=2, help="of a step")
-    parser.add_argument("--steps", type=int, default=6, help="the first two are not timed")
+    parser.add_argument("--sequences", default="2", help="of a step: of the first steps, of the next, ...")
+    parser.add_argument("--steps", type=int, default=6, help="of each; the first two are not timed")
     parser.add_argument("--format", default="exact", help="of the daemon's states")
     parser.add_argument(
         "--initial", help="a safetensors file: offload writes its first values there, forebay reads them"
     )
+    parser.add_argument("--trace", metavar="FILE", help="of torch.profiler: the last step of each size")
     return parser.parse_args()
 
 
@@ -118,7 +120,7 @@ class DeepSpeed:
         import deepspeed
 
         config = {
-            "train_micro_batch_size_per_gpu": args.sequences,
+            "train_micro_batch_size_per_gpu": args.sequences[0],
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
             "steps_per_print": 10**9,
@@ -206,50 +208,60 @@ def params_of(model):
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
-def train(args):
-    shape = [int(part) for part in args.shape.split(",")]
-    model, opt = prepare(args, shape)
+def train(args, sequences, model, opt, vocabulary):
+    """Figures of some steps of one size."""
     is_cuda = args.device == "cuda"
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(shape[-1], (args.sequences, args.seq + 1), generator=generator)
+    tokens = torch.randint(vocabulary, (sequences, args.seq + 1), generator=generator)
     tokens = tokens.to(args.device)  # the same in each step: the loss has to fall
-    losses, step_s = [], []
-    for _ in range(args.steps):
+    losses, step_s, parts = [], [], []
+    for number in range(args.steps):
+        if args.trace and number == args.steps - 1:
+            profiler = torch.profiler.profile()
+            profiler.start()
         began = time.monotonic()
         loss = loss_of(model, tokens)
+        forward = time.monotonic()
         if args.who == "deepspeed":
             opt.backward(loss)
         else:
             loss.backward()
+        backward = time.monotonic()
         if opt is None:
             model.zero_grad(set_to_none=True)
         else:
             opt.step()
             opt.zero_grad()
+        stepped = time.monotonic()
         losses.append(loss.item())
         if is_cuda:
             torch.cuda.synchronize()
         step_s.append(time.monotonic() - began)
+        parts.append([forward - began, backward - forward, stepped - backward])
+    if args.trace:
+        profiler.stop()
+        profiler.export_chrome_trace(f"{args.trace}.{sequences}.json.gz")
     timed = step_s[2:] or step_s[-1:]
     figures = {
         "who": args.who,
         "format": args.format if args.who == "forebay" else None,
         "params": params_of(model),
-        "tokens": args.sequences * args.seq,
+        "tokens": sequences * args.seq,
         "losses": losses,
         "step_s": step_s,
         "median_s": statistics.median(timed),
-        "tokens_per_s": args.sequences * args.seq / statistics.median(timed),
+        "tokens_per_s": sequences * args.seq / statistics.median(timed),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else None,
+        "until_forward_backward_step_returned_s": parts,  # by the processor, which is ahead of the device
     }
     if args.who == "forebay":
-        figures["exposed_wait_s"] = opt.stats()["exposed_wait_s"] / args.steps
-        opt.detach()
+        figures["stats"] = {name: value for name, value in opt.stats().items() if isinstance(value, (int, float))}
     return figures
 
 
 def main():
     args = parse_args()
+    args.sequences = [int(part) for part in args.sequences.split(",")]
     if args.device == "cuda":
         torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +270,15 @@ def main():
         distributed.init_process_group(
             backend, init_method=f"file://{folder}/store", rank=0, world_size=1
         )
-        print(json.dumps(train(args)), flush=True)
+        shape = [int(part) for part in args.shape.split(",")]
+        began = time.monotonic()
+        model, opt = prepare(args, shape)
+        prepared_s = time.monotonic() - began
+        for sequences in args.sequences:
+            figures = train(args, sequences, model, opt, shape[-1])
+            print(json.dumps({**figures, "prepared_s": prepared_s}), flush=True)
+        if args.who == "forebay":
+            opt.detach()
         distributed.destroy_process_group()
 
 
