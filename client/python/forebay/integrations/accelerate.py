@@ -117,8 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return {**({"accumulate": count} if count > 1 else {}), **self.forebay_options}
 
     def _prepare_sharded(self, *args: Any) -> Any:
-        """With the FSDP2 plugin, which shards within prepare(): attach is after it. It has never run: accelerate has
-        this plugin on GPUs alone."""
+        """With the FSDP2 plugin, which shards within prepare(): attach is after it. accelerate has this plugin on GPUs alone."""
         prepared = super().prepare(*args)
         for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(one, accelerate.optimizer.AcceleratedOptimizer) and not _is_forebay(one):
