@@ -146,6 +146,15 @@ def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
     text = plan(folders, *model, "--dram", "3GiB", "--swap-size", "1TiB", *rates).stdout
     seconds = found["step_read"] / 10e9 + found["step_written"] / 5e9
     assert f"the disk works {seconds:.2f} s a step, at 10 GB/s read and 5 written" in text
+    # On GPUs there is room for the gradients of three layers, on CPUs for two pieces of 32 MiB.
+    large = ("--layers", "32", "--width", "4096", "--format", "int8", "--dram", "64GiB")
+    on_cpu, on_gpu = (
+        json.loads(plan(folders, *large, "--json", *flag).stdout)["sessions"] for flag in ((), ("--gpu",))
+    )
+    of_layer = 2 * 12 * 4096**2  # its matrices in bfloat16
+    assert 3 * of_layer - (64 << 20) <= on_gpu - on_cpu <= 3.01 * of_layer
+    refused = plan(folders, *large, "--gpu", "--shared")
+    assert refused.returncode != 0 and "--shared excludes --gpu" in refused.stderr
     # Where all weights are in DRAM, new ones have places beside them, or the states have more.
     early, late = (
         json.loads(plan(folders, *model, "--dram", "8GiB", "--swap-size", "1TiB", "--json", *flag).stdout)

@@ -275,7 +275,7 @@ def attach_sharded(
         for line in _report.costs(plan, request.job, status, takes, passes > 1):
             _report.say(line)
         staying = _fsdp.staying_gathered(model, units)
-        _report.say(_report.gathered(units, staying, prefetch_bytes))
+        _report.say(_report.gathered(units, staying, prefetch_bytes, plan.device.is_host))
     return opt
 
 

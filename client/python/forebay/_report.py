@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ._copy_ahead import HELD
 from ._plan import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -93,18 +94,23 @@ def _dram(takes: Mapping[str, Any], world_size: int) -> str:
     )
 
 
-def gathered(units: Sequence[Unit], staying: Sequence[Unit], prefetch_bytes: int) -> str:
+def gathered(
+    units: Sequence[Unit], staying: Sequence[Unit], prefetch_bytes: int, is_host: bool
+) -> str:
     """What FSDP2 holds of whole groups in each process, at most. `staying`: those that stay gathered
     from forward to backward; `prefetch_bytes`: of attach. Rank 0's, where ranks have other groups."""
     moving = sorted((one.gathered_bytes for one in units if one not in staying), reverse=True)
     in_use, ahead = (*moving, 0, 0)[:2]
-    ahead = max(ahead, min(prefetch_bytes, sum(moving[1:])))
+    ahead, how = max(ahead, min(prefetch_bytes, sum(moving[1:]))), "gathered"
+    if not is_host and all(one.is_alone for one in units):  # CopyAhead's buffers
+        copied = sorted((one.gathered_bytes for one in units), reverse=True)[:HELD]
+        ahead, how = sum(copied), "copied"
     stay = sum(one.gathered_bytes for one in staying)
     kept = f", and {size(stay)} that stay from forward to backward" if stay else ""
     dtypes = " and ".join(sorted({DTYPE_NAMES[one.param_dtype] for unit in units for one in unit.shards}))
     return (
         f"beside that each trainer holds FSDP2's gathered groups itself, of rank 0 at most "
-        f"{size(in_use + ahead + stay)} in {dtypes}: {size(in_use)} in use, {size(ahead)} gathered "
+        f"{size(in_use + ahead + stay)} in {dtypes}: {size(in_use)} in use, {size(ahead)} {how} "
         f"ahead{kept}"
     )
 

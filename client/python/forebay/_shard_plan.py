@@ -164,12 +164,14 @@ class ShardedPlan(Plan):
     @property
     def grad_arena_bytes(self) -> int:
         """Room that keeps a GPU at work, equal on all ranks; 0: what attach gives is enough. The processor asks for room ahead
-        of the GPU, which computes one layer while the gradients of one are copied and those of one are added up."""
-        elems = (
-            sum(run * runs for param, _, run, _, runs in boxes if self.layout.params[param][4])
-            for _, _, boxes in self.layout.partitions
-        )
-        size_bytes = GROUPS_ON_THEIR_WAY * max(elems, default=0) * self.grad_dtype.itemsize
+        of the GPU, which computes one layer while the gradients of one are copied and those of one are added up. The
+        largest group is the embedding's as a rule, whose gradients come last."""
+        elems: dict[int, int] = {}  # of the largest shard, by group
+        for group, _, boxes in self.layout.partitions:
+            count = sum(run * runs for param, _, run, _, runs in boxes if self.layout.params[param][4])
+            elems[group] = max(elems.get(group, 0), count)
+        largest, second = sorted((*elems.values(), 0, 0), reverse=True)[:2]
+        size_bytes = max(largest, GROUPS_ON_THEIR_WAY * second) * self.grad_dtype.itemsize
         return 0 if self.device.is_host or size_bytes <= USUAL_GRAD_ARENA_BYTES else size_bytes
 
     @property

@@ -69,7 +69,7 @@ def attach(
                        buffers, at most 16 MiB less 16 bytes. None: what the buffers need, rounded
                        up to 64 KiB, and 64 KiB.
     grad_arena_bytes   Room for gradients on their way; 0: four pieces of at most 32 MiB, sharded two,
-                       on GPUs at least those of the largest group three times.
+                       on GPUs also those of three layers.
     timeout            Seconds that this call and each later one may wait; float("inf"): no limit.
     run                The run that this process belongs to: its processes replace each other and
                        continue its job. At most 200 printable ASCII characters without spaces.

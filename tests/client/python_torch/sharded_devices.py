@@ -3,7 +3,7 @@
 import forebay
 import late_device
 import torch
-from forebay import _device
+from forebay import _device, _report
 from models import loss_of
 from sharded_ranks import Twins, assert_same, case, full, refused, small_net
 
@@ -61,6 +61,12 @@ def a_rank_alone_waits_for_what_is_copied_ahead(ranks):
         opt.detach()
         return found
 
+    model = ranks.shard(small_net())
+    opt = ranks.attach(model, job=f"{ranks.job}.said")
+    sizes = sorted((one.gathered_bytes for one in opt._plan.units), reverse=True)
+    said = _report.gathered(opt._plan.units, [], 0, is_host=False)
+    assert f"{_report.size(sizes[0] + sizes[1])} copied ahead" in said, said
+    opt.detach()
     right = losses("right", [])
     assert len(right) == 3 and right == losses("again", [])
     assert right != losses("wrong", ["every wait"])
