@@ -50,9 +50,10 @@ class ShardTensor(torch.Tensor):
     def __new__(
         cls, reader: Reader, like: Any, views: tuple[View, ...] = ()
     ) -> ShardTensor:
-        tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+        with torch.inference_mode(False):  # a view of a parameter is no inference tensor
+            tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
+                cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
+            )
         tensor.__dict__["reader"], tensor.__dict__["views"] = reader, views
         return tensor
 

@@ -3,7 +3,7 @@
 import forebay
 import torch
 from models import batch, loss_of
-from sharded_ranks import LR, Twins, case, small_net
+from sharded_ranks import LR, Twins, assert_same, case, full, small_net
 from torch.distributed.fsdp import fully_shard
 
 
@@ -67,6 +67,18 @@ def a_default_device_that_is_not_the_processor(ranks):
     assert str(state["param_groups"]) == str(plain[2]["param_groups"])
     twins.opt.load_state_dict(state)
     twins.train(1).assert_close()
+    twins.opt.detach()
+
+
+@case(1, 2, 3)
+def a_first_forward_in_inference_mode(ranks):
+    """After it FSDP2 can evaluate, not train."""
+    twins = Twins(ranks).attach()
+    for step in range(2):
+        with torch.inference_mode():
+            ours, theirs = (loss_of(model, ranks.batch(step)) for model in (twins.ours, twins.theirs))
+            assert torch.equal(ours, theirs)
+            assert_same(full(twins.ours), full(twins.theirs))
     twins.opt.detach()
 
 
