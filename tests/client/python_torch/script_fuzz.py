@@ -1,4 +1,5 @@
-"""Training scripts of script_grammar.py, each run with an optimizer of torch's and attached.
+"""Training scripts of script_grammar.py, each run with an optimizer of torch's and attached; with sharded_ranks.Ranks both
+over a model of FSDP2.
 
 Both sides compute each step from the same bits: after a step was compared, the reference takes over weights and states.
 So losses and gradients are equal bit by bit, and what is left is the arithmetic of one update, in float32 on both sides;
@@ -11,8 +12,11 @@ from dataclasses import dataclass, field
 
 import forebay
 import torch
-from script_grammar import ROWS, VOCAB, WIDTH, Script, Stack, script_of
+from script_grammar import ROWS, VOCAB, WIDTH, Script, Stack, script_of, sharded_form
+from sharded_ranks import reshard
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from update_bound import NORM_ROUNDINGS, UNIT, bounds
 
 INITIAL_SCALE = 1024.0
@@ -46,6 +50,17 @@ def grouped(model, script):
     return [{"params": params, **more} for params, more in zip(lists, extra) if params]
 
 
+def whole(tensor):
+    """The values; a DTensor's from all ranks."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor):
+    """What can be written into."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @dataclass
 class Side:
     """A model that trains with its optimizer."""
@@ -67,6 +82,10 @@ class Side:
             self.schedule = schedulers.StepLR(self.opt, 1, 0.5)
         elif self.script.schedule == "cosine":
             self.schedule = schedulers.CosineAnnealingLR(self.opt, 5)
+
+    @property
+    def is_attached(self):
+        return getattr(self.opt, "is_forebay", False)
 
     def batch(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -143,7 +162,7 @@ class Side:
         one.requires_grad_(False)
 
     def _read_state(self, _value, _step):
-        if not getattr(self.opt, "is_forebay", False):
+        if not self.is_attached:
             return  # compared after each step
         for name, _ in self.model.named_parameters():
             self.opt.read_state(name)
@@ -213,10 +232,15 @@ class Side:
             inputs[0].register_hook(fail)
 
         hook = self.model.head.register_forward_pre_hook(watch)
-        try:
-            self.loss(seed, 1.0, step.branch).backward()
-        except Broken:
-            pass
+        loss = self.loss(seed, 1.0, step.branch)
+        seen, is_sharded = len(self.observed), isinstance(self.model, FSDPModule)
+        if is_sharded and not self.is_attached:  # torch's FSDP2 could not go on after it
+            reshard(self.model)
+        else:
+            with contextlib.suppress(Broken):
+                loss.backward()
+        if is_sharded:
+            del self.observed[seen:]
         hook.remove()
         self.opt.zero_grad()
 
@@ -278,16 +302,22 @@ class Result:
 class Run:
     """One script on both sides."""
 
-    def __init__(self, seed, job, break_update=None, script=None):
-        self.script, self.seed = script or script_of(seed), seed
+    def __init__(self, seed, job, break_update=None, script=None, ranks=None):
+        self.script, self.seed = script or (sharded_form(seed) if ranks else script_of(seed)), seed
         torch.manual_seed(self.script.model.seed)
         model = Stack(self.script.model)
         twin = copy.deepcopy(model)
+        for one in (model, twin) if ranks else ():
+            # Layers that share a weight are in the group of the model.
+            ranks.shard(one, () if self.script.model.ties == "layers" else one.layers)
         torch_rule = getattr(torch.optim, self.script.rule)
         options = self.script.options
         self.plain = Side(self.script, model, torch_rule(grouped(model, self.script), **options, foreach=False))
         rule = getattr(forebay, self.script.rule)
+        named = zip(model.named_parameters(), twin.parameters(), strict=True)
+        self.parameters = {name: (plain, ours) for (name, plain), ours in named}
         opt = forebay.attach(twin, rule(params=grouped(twin, self.script), **options), job=job)
+        assert opt.mode == ("sharded" if ranks else "shared")
         self.ours = Side(self.script, twin, opt)
         self.operation, self.done = "attach", []
         self.break_update = break_update  # of the reference, for the test of the test
@@ -297,15 +327,17 @@ class Run:
 
     def remember(self):
         """What a refusal has to leave as it is."""
-        weights = self.ours.model.named_parameters()
-        self.committed = self.ours.opt.committed_step, {name: one.detach().clone() for name, one in weights}
+        self.committed = self.ours.opt.committed_step, self.weights()
+
+    def weights(self):
+        return {name: whole(ours).clone() for name, (_, ours) in self.parameters.items()}
 
     def check_refusal(self, error):
         """It says what to do, and nothing was applied."""
         if not error.hint:
             self.differ(f"no hint: {error}")
         step, weights = self.committed
-        now = dict(self.ours.model.named_parameters())
+        now = self.weights()
         if self.ours.opt.committed_step != step or any(not torch.equal(now[name], weights[name]) for name in now):
             self.differ(f"refused, and applied nevertheless: {error}")
 
@@ -322,16 +354,17 @@ class Run:
 
     def compare_observed(self):
         for plain, ours in zip(self.plain.observed, self.ours.observed, strict=True):
-            theirs, own = plain[1].to_dense(), ours[1].to_dense()
+            theirs, own = whole(plain[1]).to_dense(), whole(ours[1]).to_dense()
             alike = (theirs == own) | (theirs.isnan() & own.isnan())
             if plain[0] != ours[0] or theirs.shape != own.shape or not alike.all():
                 self.differ(f"{plain[0]}: {plain[1]} with torch, {ours[1]} attached")
         for plain, ours in zip(self.plain.near, self.ours.near, strict=True):
-            bound = NORM_ROUNDINGS * UNIT * plain[1].abs() + 1e-40
-            if ours[1].isnan() and not self.gradients_are_finite():
+            theirs, own = whole(plain[1]), whole(ours[1])
+            bound = NORM_ROUNDINGS * UNIT * theirs.abs() + 1e-40
+            if own.isnan() and not self.gradients_are_finite():
                 continue  # each norm is, where any gradient is not finite
-            if not (plain[1] - ours[1]).abs() <= bound:
-                self.differ(f"{plain[0]}: {plain[1]} with torch, {ours[1]} attached")
+            if not (theirs - own).abs() <= bound:
+                self.differ(f"{plain[0]}: {theirs} with torch, {own} attached")
         for side in (self.plain, self.ours):
             side.observed.clear()
             side.near.clear()
@@ -363,21 +396,18 @@ class Run:
         self.both(f"zero {step.zero}", lambda side: side.after_step(step.zero))
 
     def one_step(self, call):
-        named = list(self.plain.model.named_parameters())
         scale = self._unscaled_by(call)
         self.is_skipped = self.script.scaler and not self.gradients_are_finite()
         before = {}
-        for name, parameter in named:
-            states = {key: torch.as_tensor(value).clone() for key, value in self.states(parameter).items()}
-            gradient = None if parameter.grad is None else parameter.grad.detach() * scale
-            if gradient is not None and gradient.is_sparse:
-                gradient = gradient.to_dense()
-            before[name] = parameter.detach().clone(), states, gradient
+        for name, (parameter, _) in self.parameters.items():
+            states = {key: whole(torch.as_tensor(value)).clone() for key, value in self.states(parameter).items()}
+            gradient = None if parameter.grad is None else whole(parameter.grad).to_dense() * scale
+            before[name] = whole(parameter).clone(), states, gradient
         self.both(f"call {call}", lambda side: side.do_step(call))
         if self.break_update is not None:
             self.break_update(self.plain)
-        for name, parameter in named:
-            self.compare(name, parameter, before[name])
+        for name, (parameter, ours) in self.parameters.items():
+            self.compare(name, parameter, whole(ours), before[name])
         self.take_over()
 
     def _unscaled_by(self, call):
@@ -390,17 +420,16 @@ class Run:
 
     def gradients_are_finite(self):
         """Of the reference."""
-        gradients = (one.grad for one in self.plain.model.parameters() if one.grad is not None)
-        return all(gradient.to_dense().isfinite().all() for gradient in gradients)
+        gradients = (plain.grad for plain, _ in self.parameters.values() if plain.grad is not None)
+        return all(whole(gradient).to_dense().isfinite().all() for gradient in gradients)
 
     def states(self, parameter):
         """Of the reference; None for a momentum that there is not yet."""
         found = self.plain.opt.state.get(parameter, {})
         return {key: value for key, value in found.items() if value is not None}
 
-    def compare(self, name, parameter, before):
+    def compare(self, name, parameter, ours, before):
         old, old_states, gradient = before
-        ours = dict(self.ours.model.named_parameters())[name]
         (group,) = (
             group for group in self.plain.opt.param_groups if any(one is parameter for one in group["params"])
         )
@@ -415,13 +444,13 @@ class Run:
         else:
             relative = NORM_ROUNDINGS * UNIT if self.norm_clipped else 0.0
             bound = bounds(self.script.rule, group, (old, old_states), gradient, relative)
-        self.near_enough(name, parameter.detach(), ours.detach(), bound[""])
+        self.near_enough(name, whole(parameter), ours, bound[""])
         for key, value in states.items():
             if key == "step":
                 if float(value) != float(read["step"]):
                     self.differ(f"{name}: step is {value} with torch, {read['step']} attached")
             else:
-                self.near_enough(f"{name}, {key}", value, read[key], bound.get(key, torch.zeros_like(value)))
+                self.near_enough(f"{name}, {key}", whole(value), read[key], bound.get(key, torch.zeros_like(old)))
 
     def near_enough(self, what, plain, ours, bound):
         wrong = ~((plain - ours).abs() <= bound + 1e-40)
@@ -436,19 +465,20 @@ class Run:
     def take_over(self):
         """The reference goes on with the bits of the other side."""
         self.remember()
-        own = dict(self.ours.model.named_parameters())
+        _, own = self.committed
         with torch.no_grad():
-            for name, parameter in self.plain.model.named_parameters():
-                parameter.copy_(own[name])
+            for name, (parameter, _) in self.parameters.items():
+                local(parameter).copy_(own[name])
                 read = self.read[name]
                 for key, value in self.states(parameter).items():
                     if key != "step" and read.get("step", 0) > 0:
-                        value.copy_(read[key])
+                        local(value).copy_(read[key])
+        reshard(self.plain.model)  # what a forward without a backward has left gathered
 
 
-def run(seed, job, break_update=None):
-    """Errors: Difference; ForebayError is a result."""
-    one = Run(seed, job, break_update)
+def run(seed, job, break_update=None, ranks=None):
+    """Errors: Difference; ForebayError is a result. With `ranks` of sharded_ranks.py both sides are sharded."""
+    one = Run(seed, job, break_update, ranks=ranks)
     try:
         one.run()
         return Result("equal", operations=one.done)

@@ -5,7 +5,7 @@ its zero_grad. `script_of(seed)` chooses one.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -139,6 +139,10 @@ BACKWARDS = {"once": 20, "sum": 2, "accumulate": 2, "retain": 1, "dropped": 2, "
 BACKWARDS |= {"broken": 1, "infinite": 1, "penalty": 1}
 GRADIENT = {"nothing": 8, "clip_norm": 3, "clip_value": 2, "norm_of_one": 1, "one_to_none": 0.3, "read": 0.3}
 GRADIENT |= {"autograd_grad": 0.3}
+NOT_SHARDED = {
+    "deepcopy",  # FSDP2 refuses it
+    "penalty",  # torch.autograd.grad() frees what the backward after it has to read
+}
 CALLS = {"step": 40, "closure": 1, "twice": 0.5}
 ZERO = {"opt": 8, "opt_false": 2, "model": 4, "model_false": 2, "nothing": 1}
 
@@ -180,3 +184,17 @@ def script_of(seed):
         schedule=weighted(rng, {None: 4, "step": 1, "cosine": 1}),
         steps=tuple(random_step(rng) for _ in range(rng.randint(2, 4))),
     )
+
+
+def sharded_form(seed):
+    """The script without what torch's FSDP2 cannot do: NOT_SHARDED, sparse gradients, and training after a first forward in
+    inference mode, whose memory the next gather cannot write into."""
+    script = script_of(seed)
+
+    def kept(pairs):
+        return tuple(one for one in pairs if one[0] not in NOT_SHARDED)
+
+    steps = [replace(one, before=kept(one.before), backwards=kept(one.backwards)) for one in script.steps]
+    without_gradients = ((name, value / 2 if name == "evaluate" else value) for name, value in steps[0].before)
+    steps[0] = replace(steps[0], before=tuple(without_gradients))
+    return replace(script, model=replace(script.model, sparse=False), steps=tuple(steps))
