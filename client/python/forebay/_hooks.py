@@ -285,6 +285,8 @@ class Engine:
         for group in self.groups:
             group.in_backward, group.forwards = False, 0
             self.release_unused(group)
+        if self.attachment is not None:  # also what an interrupt has kept from `lease`
+            self.attachment.release_all()
 
     # ------------------------------------------------------------------------------- the backward
 
@@ -376,7 +378,8 @@ class Engine:
         if self.attachment is None or member.is_proxied:
             return  # torch has added to it: GradientProxy has brought it here
         gradient, tensor.grad = tensor.grad, None
-        assert gradient is not None
+        if gradient is None:  # frozen since the forward
+            return
         if gradient.requires_grad:
             raise unsupported(
                 f"backward(create_graph=True) reached parameter {member.name}",
@@ -397,10 +400,21 @@ class Engine:
                     "opt.zero_grad() first, then set p.grad of all parameters; or change it in a hook: "
                     "p.register_hook",
                 )
+        if not assigned and self._arrived() == 0:
+            self._refuse_old_gradients()
         for member in assigned:
             self.collect_gradient(member)
         if assigned:
             self.finish_backward()
+
+    def _refuse_old_gradients(self) -> None:
+        """Errors: E_UNSUPPORTED where the caller has put back what zero_grad() or step() dropped."""
+        for member in self.members():
+            if member.trainable and member.is_proxied:
+                raise unsupported(
+                    f"p.grad of parameter {member.name} is that of an earlier backward, which the daemon has dropped",
+                    "keep values instead: a copy made in p.register_hook, then p.grad = copy for each parameter",
+                )
 
     def deliver(self, member: Member, gradient: torch.Tensor) -> None:
         """The client delivers each piece that is complete. A second gradient of a parameter begins a

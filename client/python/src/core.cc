@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <tuple>
@@ -160,6 +161,8 @@ class PyAttachment {
     return EndedObjects::Keep(ended_, std::move(object));
   }
   void GiveUpEnded() { ended_->GiveUp(); }
+
+  std::set<uint64_t> leases;  // that fetch() has given and nobody has released
 
  private:
   std::shared_ptr<gpu::Device> device_;
@@ -420,7 +423,20 @@ nb::list Exchange(PyAttachment& self, const nb::bytes& bytes, double timeout) {
 }
 
 uint64_t Fetch(PyAttachment& self, uint32_t group, double timeout) {
-  return ValueOrThrow(WithoutGil([&] { return self->Fetch(group, TimeoutOf(timeout)); })).id;
+  const uint64_t lease =
+      ValueOrThrow(WithoutGil([&] { return self->Fetch(group, TimeoutOf(timeout)); })).id;
+  self.leases.insert(lease);
+  return lease;
+}
+
+void Release(PyAttachment& self, uint64_t lease) {
+  self.leases.erase(lease);
+  Check(WithoutGil([&] { return self->Release({.id = lease, .partition = 0, .bytes = {}}); }));
+}
+
+// Also those whose number Python has lost to an exception between the call and its result.
+void ReleaseAll(PyAttachment& self) {
+  while (!self.leases.empty()) Release(self, *self.leases.begin());
 }
 
 // Errors  E_OPTION  names what the optimizer does not have, or lacks, or a value outside its range.
@@ -573,13 +589,8 @@ void BindAttachment(nb::module_& module) {
       .def("copy_weights", &CopyWeights, nb::arg("copies"), nb::arg("address"),
            nb::arg("size_bytes"), nb::arg("timeout") = kTimeout, nb::arg("stream") = 0)
       .def("fetch", &Fetch, nb::arg("group"), nb::arg("timeout") = kTimeout)
-      .def(
-          "release",
-          [](PyAttachment& self, uint64_t lease) {
-            Check(WithoutGil(
-                [&] { return self->Release({.id = lease, .partition = 0, .bytes = {}}); }));
-          },
-          nb::arg("lease"))
+      .def("release", &Release, nb::arg("lease"))
+      .def("release_all", &ReleaseAll)
       .def("grad_slot", &GradSlot, nb::arg("group"), nb::arg("timeout") = kTimeout,
            nb::arg("zero") = true)
       .def(

@@ -181,6 +181,10 @@ class Attachment:
         if self.leases.pop(lease, None) is None:
             raise refusal("E_LEASE", f"lease {lease} is not open")
 
+    def release_all(self):
+        for lease in list(self.leases):
+            self.release(lease)
+
     def add_gradient(self, param, values, _timeout):
         self._check("add_gradient")
         job = self.job

@@ -237,3 +237,27 @@ def test_a_rank_whose_partner_began_anew_brings_its_gradients_again(node):
     assert done[0] == 1 and done[1] in (0, 1), done
     assert [opt.committed_step for opt in opts] == [1, 1]
     assert opts[0].state_sha256() == opts[1].state_sha256()
+
+
+def test_an_interrupt_as_the_lease_of_weights_comes(node):
+    """Python raises it between the call's return and the place that keeps its result."""
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    attachment = opt._engine.attachment
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(attachment, name)
+
+        def fetch(self, *args):
+            attachment.fetch(*args)
+            raise KeyboardInterrupt
+
+    opt._engine.attachment = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model, batch(0))
+    opt._engine.attachment = attachment
+    train(model, opt, 2)
+    train(plain, plain_opt, 2)
+    assert_close(model, plain, 2)
+    opt.detach()
