@@ -266,6 +266,8 @@ def refused(rank, attempt, folder, options):
     expect("another transformers", lambda: make("fourth"))
     own = forebay_accelerate.Accelerator(cpu=True)
     expect("no model", lambda: own.prepare(torch.optim.AdamW(gpt2().parameters())))
+    pairs = [(one, torch.optim.AdamW(one.parameters())) for one in (gpt2(), gpt2())]
+    expect("two pairs", lambda: own.prepare(*pairs[0], *pairs[1]))
     expect("no rule", lambda: own.prepare(model := gpt2(), torch.optim.RMSprop(model.parameters())))
     model, other = gpt2(), gpt2()
     own = forebay_accelerate.Accelerator(cpu=True, forebay={"job": "fifth", "timeout": 60})

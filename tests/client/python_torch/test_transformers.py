@@ -188,6 +188,7 @@ def test_what_would_train_on_another_trainings_state_is_refused(runs):  # noqa: 
         "no model": ("E_UNSUPPORTED", "0 models"),
         "no rule": ("E_UNSUPPORTED", "RMSprop"),
         "second model": ("E_UNSUPPORTED", "a second one"),
+        "two pairs": ("E_UNSUPPORTED", 'forebay.attach(model, optimizer, job="...") for each'),
         "load_state": ("E_UNSUPPORTED", "load before forebay.attach"),
     }.items():
         assert found[name] is not None, name

@@ -104,7 +104,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(one, torch.optim.Optimizer):
             own = {id(tensor) for group in one.param_groups for tensor in group["params"]}
             models = [model for model in models if any(id(tensor) in own for tensor in model.parameters())]
-        if len(set(map(id, models))) != 1 or any(_is_forebay(other) for other in (*prepared, *self._optimizers)):
+        rivals = [other for other in prepared if isinstance(other, (torch.optim.Optimizer, optimizers.Optimizer))]
+        attached = any(_is_forebay(other) for other in (*prepared, *self._optimizers))
+        if len(set(map(id, models))) != 1 or len(rivals) > 1 or attached:
             raise unsupported(
                 f"prepare() of {type(one).__name__} with {len(models)} models that it may train, or of a second one: "
                 "this Accelerator attaches one model to one optimizer",
