@@ -22,6 +22,13 @@ KINDS: dict[type, type[Optimizer]] = {
 }
 
 
+HOOKS = [
+    f"_optimizer_{call}_{when}_hooks"
+    for call in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
+
+
 class Groups(list[dict[str, Any]]):
     """The groups of an optimizer of torch's, its own dicts: what a scheduler that was made for it sets
     there is what step() reads."""
@@ -61,8 +68,11 @@ def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any, dict[str, Any] |
     return kind(**{name: defaults[name] for name in known}), Groups(optimizer.param_groups), states
 
 
-def load(opt: ForebayOptimizer, states: dict[str, Any] | None) -> ForebayOptimizer:
-    """The states of a new job; those of one that has steps are newer."""
+def take_over(opt: ForebayOptimizer, theirs: Any, states: dict[str, Any] | None) -> ForebayOptimizer:
+    """The hooks of an optimizer of torch's, and its states in a new job; those of one that has steps are newer."""
+    if isinstance(theirs, torch.optim.Optimizer) and theirs is not opt:
+        for name in HOOKS:  # the very dicts: a handle that the caller has removes there
+            setattr(opt, name, getattr(theirs, name))
     if states is not None and opt.committed_step == 0:
         try:
             opt.load_state_dict(states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import _report
 from ._adopt import Groups
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
 from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
@@ -19,7 +21,7 @@ from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
 from ._progress import Node
 from ._reader import Reader
-from .errors import ForebayError, usage_error
+from .errors import ForebayError, unsupported, usage_error
 from .optimizers import RULE_OPTIONS, TORCH_IMPLEMENTATIONS, TORCH_OPTIONS, Optimizer
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ._initial import Initial
     from ._sharded import ShardMember
 
+_trained_here: set[tuple[str, str]] = set()  # socket and job
 PARAM_GROUPS_MAX = 64  # of the wire
 # Of a group, beside the optimizer's hyper-parameters; "initial_lr" is a scheduler's.
 KNOWN_OPTIONS = {
@@ -105,6 +108,30 @@ def attach(
     undo.private.clear()  # the last reference to the private values
     return_free_memory()
     return opt
+
+
+def refuse_inference_mode() -> None:
+    """Errors: E_UNSUPPORTED."""
+    if torch.is_inference_mode_enabled():
+        raise unsupported(
+            "attach within torch.inference_mode(): what it makes of the parameters could not be trained",
+            "attach outside of it",
+        )
+
+
+def say_what_goes_on(request: Request, opt: ForebayOptimizer) -> None:
+    """Of a job that has steps. A second training of one process has another job as a rule."""
+    if opt.committed_step > 0:
+        if request.rank == 0:
+            _report.say(f"job {request.job} goes on behind step {opt.committed_step}, with its weights and states")
+        if (request.socket, request.job) in _trained_here:
+            warnings.warn(
+                f"this process has trained job {request.job} before, and goes on with its weights, states and step "
+                f"{opt.committed_step} in the place of the model's own: another training needs another name, as "
+                f'forebay.attach(..., job="{request.job}-2")',
+                stacklevel=3,
+            )
+    _trained_here.add((request.socket, request.job))
 
 
 def mode_of(
@@ -200,7 +227,7 @@ def attach_sharded(
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _activations, _core, _fsdp, _initial, _ranks, _report, _shard_plan, _sharded
+    from . import _activations, _core, _fsdp, _initial, _ranks, _shard_plan, _sharded
 
     def check() -> tuple[list[Unit], _initial.Initial, list[Parameter], TorchGroups]:
         _check_arguments(model, optimizer)

@@ -62,6 +62,18 @@ class GradientProxy(torch.Tensor):
     def __init__(self, delivered: Delivered, like: Any) -> None:
         pass
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """As torch has it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _values: Any) -> None:
+        raise unsupported(
+            f"p.grad.data = ... of parameter {self.delivered.name}: its gradient has been delivered to the daemon",
+            "opt.zero_grad() first, then set p.grad of all parameters; or change it in a hook: p.register_hook",
+        )
+
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"<gradient of {self.delivered.name}: delivered to forebay>"
 
@@ -86,7 +98,8 @@ class GradientProxy(torch.Tensor):
                 proxy.delivered.multiply(float(args[1]))
                 return proxy
             if function in (aten.div_.Tensor, aten.div_.Scalar):
-                proxy.delivered.multiply(1 / float(args[1]))
+                divisor = float(args[1])
+                proxy.delivered.multiply(1 / divisor if divisor else math.copysign(math.inf, divisor))
                 return proxy
             if function is _ZEROS:
                 proxy.delivered.clear()

@@ -102,6 +102,20 @@ class ForebayOptimizer(StateDicts):
         self._phase = Phase.TRAINING
         _attached.add(self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "state" and getattr(self, "_phase", None) not in (None, Phase.CONSTRUCTING):
+            raise unsupported(
+                "opt.state = ...: the states are the daemon's",
+                "opt.load_state_dict(...) sets them; detach() and attach as another job to begin with none",
+            )
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise unsupported(
+            "a copy of the optimizer of an attached model (copy.deepcopy, pickle): there is one for each rank of the job",
+            "opt.state_dict(), which another optimizer loads",
+        )
+
     # ---------------------------------------------------------------------------------- the step
 
     @property
@@ -497,8 +511,9 @@ class ForebayOptimizer(StateDicts):
         >>> model = model.half()
         """
         attachment = self._live()
-        for member in self._members:
-            member.make_private()
+        with torch.inference_mode(False):
+            for member in self._members:
+                member.make_private()
         self._phase, self._engine.attachment = Phase.DETACHED, None
         self._finalizer()
         _attached.discard(self)

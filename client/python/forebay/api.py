@@ -156,6 +156,7 @@ def attach(
     """
     from . import _adopt, _attach
 
+    _attach.refuse_inference_mode()
     rule, param_groups, states = _adopt.adopt(optimizer, param_groups)
     fsdp = {
         "mesh": mesh,
@@ -198,7 +199,9 @@ def attach(
     activation_bytes = _size_bytes("activation_bytes", activation_bytes)
     rule = rule or AdamW()
     if not is_sharded:
-        return _adopt.load(_attach.attach(model, rule, request, passes=passes), states)
+        opt = _attach.attach(model, rule, request, passes=passes)
+        _attach.say_what_goes_on(request, opt)
+        return _adopt.take_over(opt, optimizer, states)
     request = _attach.shard(model, fsdp, rule, request)
     opt = _attach.attach_sharded(
         model,
@@ -212,7 +215,8 @@ def attach(
         early_updates=bool(early_updates),
         initial=initial,
     )
-    return _adopt.load(opt, states)
+    _attach.say_what_goes_on(request, opt)
+    return _adopt.take_over(opt, optimizer, states)
 
 
 def attach_reader(

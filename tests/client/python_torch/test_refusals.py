@@ -5,6 +5,7 @@
 
 import copy
 import io
+import pickle
 
 import forebay
 import pytest
@@ -533,3 +534,47 @@ def test_what_torch_would_be_given(node, make, words):
     with refused("E_OPTION", match=words) as info:
         make(net())
     assert "forebay.attach(model, forebay." in info.value.hint
+
+
+def test_gradients_of_an_earlier_backward_that_are_put_back(attached):
+    """As code that projects gradients keeps them: they are references to what the daemon has dropped."""
+    model, opt = attached
+    loss_of(model, batch(0)).backward()
+    kept = [one.grad for one in model.parameters()]
+    opt.zero_grad()
+    for parameter, gradient in zip(model.parameters(), kept):
+        parameter.grad = gradient
+    with refused(match="is that of an earlier backward, which the daemon has dropped"):
+        opt.step()
+    opt.zero_grad()
+
+
+def test_data_of_a_gradient(attached):
+    model, opt = attached
+    loss_of(model, batch(0)).backward()
+    with refused(match="p.grad.data = ... of parameter norm.bias"):
+        model.norm.bias.grad.data = torch.zeros(8)
+    opt.zero_grad()
+
+
+def test_states_that_are_replaced(attached):
+    _, opt = attached
+    with refused(match="opt.state = ...: the states are the daemon's"):
+        opt.state = {}
+
+
+@pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_of_the_optimizer(attached, call):
+    _, opt = attached
+    with refused(match="a copy of the optimizer of an attached model"):
+        call(opt)
+
+
+def test_attach_in_inference_mode(node):
+    model = net()
+    with torch.inference_mode(), pytest.raises(forebay.UsageError, match="attach within torch.inference_mode"):
+        forebay.attach(model)
+    opt = forebay.attach(model)
+    with torch.inference_mode():
+        opt.detach()
+    assert not any(one.is_inference() for one in model.parameters())

@@ -56,6 +56,24 @@ def test_an_instance_of_torchs_optimizers(node, make):
 
 
 @on_the_daemon
+def test_hooks_of_an_instance_of_torchs_optimizers(node):
+    """They are called, and a handle that the script has removes its own."""
+    model, calls = net(), []
+    plain = torch.optim.AdamW(model.parameters(), lr=LR)
+    handle = plain.register_step_pre_hook(lambda *_: calls.append("removed"))
+    plain.register_step_pre_hook(lambda *_: calls.append("before the step"))
+    plain.register_step_post_hook(lambda *_: calls.append("after the step"))
+    plain.register_state_dict_post_hook(lambda *_: calls.append("state_dict"))
+    plain.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    opt = forebay.attach(model, plain)
+    handle.remove()
+    train(model, opt, 1)
+    opt.load_state_dict(opt.state_dict())
+    assert calls == ["before the step", "after the step", "state_dict", "load"]
+    opt.detach()
+
+
+@on_the_daemon
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
 @pytest.mark.parametrize("of", ["parameters", "named_parameters"])
 def test_the_signature_is_torchs(node, kind, of):
@@ -526,3 +544,41 @@ def test_what_goes_to_another_process_leaves_the_memory_of_the_daemon(node, stra
     opt.detach()
     assert pickle.loads(ForkingPickler.dumps(model.norm.weight)).is_shared()  # as before attach
     assert model.norm.weight.is_shared()
+
+
+# ------------------------------------------------------------------- between forward and backward
+
+
+def test_a_parameter_that_is_frozen_between_forward_and_backward(node):
+    """It has no gradient then, as with torch."""
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=LR))
+    for one, optimizer in ((model, opt), (plain, plain_opt)):
+        for step in range(3):
+            loss = loss_of(one, batch(step))
+            one.norm.weight.requires_grad_(step != 1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            one.norm.weight.requires_grad_(True)
+    assert_close(model, plain, 3)
+    assert int(opt.read_state("norm.weight")["step"]) == 2
+    opt.detach()
+
+
+# ------------------------------------------------------------------------ several trainings
+
+
+def test_a_second_training_of_one_process_is_warned_of(node, capfd, recwarn):
+    """It goes on with the job of the first one, whatever its model has."""
+    first = net()
+    opt = forebay.attach(first, forebay.AdamW(lr=LR))
+    train(first, opt, 2)
+    opt.detach()
+    second = net(seed=5)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="this process has trained job .* before, and goes on .* step 2"):
+        opt = forebay.attach(second, forebay.AdamW(lr=LR))
+    assert torch.equal(second.head.weight, first.head.weight)
+    assert "goes on behind step 2" in capfd.readouterr().err
+    opt.detach()
