@@ -63,7 +63,7 @@ class GradientProxy(torch.Tensor):
         pass
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """As torch has it."""
         return self.detach()
 

@@ -53,6 +53,21 @@ def test_states_equal_torch_adamw(node):
             assert (values - want).abs().max() <= 64 * 2**-23 * want.abs().max(), (name, plane)
 
 
+def test_a_step_forgets_its_gradients(node):
+    """Without zero_grad() a loop trains as one that has it; a second step() has nothing to apply."""
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    for step in range(3):
+        loss_of(model, batch(step)).backward()
+        opt.step()
+    train(plain, plain_opt, 3)
+    assert_close(model, plain, 3)
+    before = model.head.weight.clone()
+    opt.step()
+    assert torch.equal(model.head.weight, before) and opt.committed_step == 4
+    opt.detach()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(node, reentrant):
     def loss(model, tokens):
