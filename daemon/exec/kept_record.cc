@@ -40,7 +40,7 @@ constexpr int kStagedBits = 16;
 constexpr int kAttemptBits = 16;
 constexpr uint64_t kAttemptMax = (uint64_t{1} << kAttemptBits) - 1;
 
-absl::Status Corrupt(const std::string& what) {
+absl::Status CorruptRecord(const std::string& what) {
   return MakeError(ErrorId::kCorrupt, absl::StrCat("the record of a job: ", what));
 }
 
@@ -330,12 +330,12 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
 
 absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd fd) {
   struct stat info = {};
-  if (::fstat(fd.get(), &info) != 0) return Corrupt(protocol::ErrnoText("fstat", errno));
+  if (::fstat(fd.get(), &info) != 0) return CorruptRecord(protocol::ErrnoText("fstat", errno));
   const auto bytes = static_cast<uint64_t>(info.st_size);
-  if (bytes < sizeof(Header)) return Corrupt(absl::StrCat("only ", bytes, " bytes"));
+  if (bytes < sizeof(Header)) return CorruptRecord(absl::StrCat("only ", bytes, " bytes"));
   void* const mapped =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), /*offset=*/0);
-  if (mapped == MAP_FAILED) return Corrupt(protocol::ErrnoText("mmap", errno));
+  if (mapped == MAP_FAILED) return CorruptRecord(protocol::ErrnoText("mmap", errno));
   const auto* const header = static_cast<const Header*>(mapped);
   const bool is_ours = header->magic == kMagic && header->version == kRecordVersion;
   const bool is_whole =
@@ -347,10 +347,10 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd
         new KeptRecord(std::move(fd), {static_cast<std::byte*>(mapped), bytes}));
   }
   const absl::Status status =
-      is_ours ? Corrupt(absl::StrCat("it is damaged, or cut: ", bytes, " bytes of ",
-                                     header->file_bytes))
-              : Corrupt(absl::StrCat("version ", header->version, "; this forebayd reads version ",
-                                     kRecordVersion));
+      is_ours ? CorruptRecord(absl::StrCat("it is damaged, or cut: ", bytes, " bytes of ",
+                                           header->file_bytes))
+              : CorruptRecord(absl::StrCat("version ", header->version,
+                                           "; this forebayd reads version ", kRecordVersion));
   ::munmap(mapped, bytes);  // whoever wrote it may still read it
   return status;
 }
@@ -551,26 +551,26 @@ absl::Status KeptRecord::CheckChanging() const {
   const Header& at = header();
   const uint64_t published = at.published;
   const uint64_t decided = at.decided;
-  if (decided != published && decided != published + 1) return Corrupt("its steps");
+  if (decided != published && decided != published + 1) return CorruptRecord("its steps");
   const Values& of_step = values(decided);
   if (of_step.step != decided || values(published).step != published || of_step.ranks > at.ranks ||
       of_step.traced > at.partitions) {
-    return Corrupt("values of a step");
+    return CorruptRecord("values of a step");
   }
   for (uint64_t i = 0; i < of_step.traced; ++i) {
-    if (trace(decided)[i] >= at.partitions) return Corrupt("its trace");
+    if (trace(decided)[i] >= at.partitions) return CorruptRecord("its trace");
   }
   for (uint64_t rank = 0; rank < of_step.ranks; ++rank) {
     if (extra_states(decided)[rank].bytes > protocol::kExtraStateBytesMax) {
-      return Corrupt("extra_state");
+      return CorruptRecord("extra_state");
     }
   }
   if (decided > published && order().param_groups > protocol::kParamGroupsMax) {
-    return Corrupt("the order of its update");
+    return CorruptRecord("the order of its update");
   }
   for (uint32_t i = 0; i < at.blocks; ++i) {
     for (const Version& version : block(i).versions) {
-      if (version.digests > at.digests) return Corrupt("digests of a block");
+      if (version.digests > at.digests) return CorruptRecord("digests of a block");
     }
   }
   return absl::OkStatus();
@@ -580,11 +580,13 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   const Header& at = header();
   ASSIGN_OR_RETURN(const DecodedLedger decoded,
                    DecodeLedger(bytes_.subspan(at.job_offset, at.job_bytes)));
-  if (decoded.node.jobs.size() != 1 || !decoded.node.jobs[0]->kept) return Corrupt("of no job");
+  if (decoded.node.jobs.size() != 1 || !decoded.node.jobs[0]->kept)
+    return CorruptRecord("of no job");
   DurableJob job = *decoded.node.jobs[0];
   std::vector<nvme::Slot> slots = job.BlockSlots();
   KeptMemory kept = *std::exchange(job.kept, std::nullopt);
-  if (job.blocks.size() != at.blocks || job.world_size != at.ranks) return Corrupt("other sizes");
+  if (job.blocks.size() != at.blocks || job.world_size != at.ranks)
+    return CorruptRecord("other sizes");
   const uint64_t published = at.published;
   const uint64_t decided = at.decided;
   const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
@@ -609,7 +611,8 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
     if (part.bytes == 0) continue;
     const ssize_t got =
         ::pread(step_arena, bytes.data(), part.bytes, static_cast<off_t>(part.offset_bytes));
-    if (got != static_cast<ssize_t>(part.bytes)) return Corrupt("its step arena is cut short");
+    if (got != static_cast<ssize_t>(part.bytes))
+      return CorruptRecord("its step arena is cut short");
   }
   job.extra_states = std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(extra));
   for (uint32_t i = 0; i < at.blocks; ++i) {
