@@ -158,7 +158,12 @@ def read_states(
         _check_time(f"read of the states of {parameter.name}", deadline, timeout)
     shape = parameter.tensor.shape
     states = {name: values.view(shape) for name, (values, _) in zip(names, read)}
-    return {**states, "step": torch.tensor(float(updates.pop()), device="cpu")}
+    return {**states, "step": step_tensor(updates.pop())}
+
+
+def step_tensor(updates: int) -> torch.Tensor:
+    """A number of updates as torch's optimizers have it, also where the default dtype is another."""
+    return torch.tensor(float(updates), dtype=torch.float32, device="cpu")
 
 
 def _check_time(what: str, deadline: float, timeout: float) -> None:

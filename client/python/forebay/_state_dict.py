@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from . import _state_file
-from ._reader import read_elements, read_states, state_names
+from ._reader import read_elements, read_states, state_names, step_tensor
 from .errors import ForebayError, ForebayTimeoutError, make_error, unsupported, usage_error
 from .optimizers import RULE_OPTIONS
 
@@ -243,7 +243,7 @@ def _torch_state(opt: StateDicts, member: Member) -> dict[str, Any]:
         shard, engine = cast("ShardMember", member), cast("ShardedEngine", opt._engine)
         names = _names(opt, attachment, parameter, _has_master(member))
         state = {name: shard.shard.dtensor_of(engine.read_state(shard, name)) for name in names}
-    return {**state, "step": torch.tensor(float(updates), device="cpu")}
+    return {**state, "step": step_tensor(updates)}
 
 
 def _fresh(opt: StateDicts, member: Member, name: str) -> torch.Tensor | None:
@@ -253,9 +253,9 @@ def _fresh(opt: StateDicts, member: Member, name: str) -> torch.Tensor | None:
         return None  # torch's first step does not dampen
     value = float(group["initial_accumulator_value"]) if name == "sum" else 0.0
     if opt._engine.mode == "shared":
-        return torch.full(member.tensor.shape, value, device="cpu")
+        return ZERO.new_full(member.tensor.shape, value)
     shard = cast("ShardMember", member)
-    return shard.shard.dtensor_of(torch.full(shard.local_shape, value, device="cpu"))
+    return shard.shard.dtensor_of(ZERO.new_full(shard.local_shape, value))
 
 
 def _options_of(rule: Optimizer) -> dict[str, Any]:
@@ -611,7 +611,7 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str | PathLike[st
                     count = min(PIECE_ELEMS, elems - begin)
                     view, updates = attachment.read_state(name, state, begin, count, timeout)
                     yield torch.from_dlpack(view)  # type: ignore[attr-defined]
-            yield torch.tensor([float(updates)], device="cpu")
+            yield step_tensor(updates)
 
     described = json.dumps({"optimizer": type(opt._rule).__name__, "param_groups": groups}, default=float)
     _state_file.write(path, tensors, {"format": "pt", "forebay": described}, values())
@@ -674,5 +674,5 @@ def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
 def _begin_with_sum(opt: StateDicts, group: Mapping[str, Any], entry: dict[str, torch.Tensor]) -> None:
     """Adagrad's sum before the first update is 0 in the daemon and in its files."""
     if "sum" in entry and float(entry["step"]) == 0:
-        value = torch.tensor(float(group["initial_accumulator_value"]), device="cpu")
-        entry["sum"] = value.expand(entry["sum"].shape)
+        value = float(group["initial_accumulator_value"])
+        entry["sum"] = ZERO.new_full((), value).expand(entry["sum"].shape)

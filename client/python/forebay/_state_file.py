@@ -41,6 +41,7 @@ def write(
             file.write(len(text).to_bytes(8, "little") + text)
             written = 0
             for piece in pieces:
+                assert piece.dtype == torch.float32, piece.dtype
                 size = piece.numel() * 4
                 file.write((ctypes.c_ubyte * size).from_address(piece.data_ptr()))
                 written += size

@@ -460,6 +460,32 @@ def test_a_file_holds_the_states(node, folder, dtype):
     assert stored["embedding.weight.exp_avg"].shape == first.embedding.weight.shape
 
 
+@on_daemon
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("optimizer", [forebay.AdamW(lr=1e-3), forebay.Adagrad(lr=1e-3)], ids=label)
+def test_the_default_dtype_is_another(node, folder, dtype, optimizer):
+    """Moments and steps are float32; 70001 is none of 16 bits."""
+    model = net(seed=1)
+    opt = attach(model, "job", optimizer)
+    torch.set_default_dtype(dtype)
+    try:
+        opt.save_state(f"{folder}/fresh")
+        fresh = opt.state_dict()
+        opt.load_state(f"{folder}/fresh")
+        loaded = copy.deepcopy(fresh)
+        for states in loaded["state"].values():
+            states["step"] = torch.tensor(70001, dtype=torch.int64)
+        opt.load_state_dict(loaded)
+        opt.save_state(f"{folder}/file")
+        opt.load_state(f"{folder}/file")
+        for states in (opt.state_dict()["state"][0], opt.read_state("norm.weight")):
+            assert states["step"] == 70001
+        for states in (*fresh["state"].values(), opt.state_dict()["state"][0]):
+            assert {values.dtype for values in states.values()} == {torch.float32}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_file_that_does_not_fit_is_refused(node, folder):
     model = net(seed=1)
     opt = attach(model, "first")
