@@ -199,11 +199,13 @@ class ForebayOptimizer(StateDicts):
                                that rank again and call step again.
                 E_STEP         the step under way has other scalars (lr, ...) or extra_state.
                 E_EXTRA_STATE  extra_state has no room (extra_state_bytes of attach).
+                E_NOT_READY    a load of states did not end: load again.
 
         >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
         >>> model(inputs).sum().backward()
         >>> opt.step(extra_state=b"batch 7")
         """
+        self._refuse_half_loaded("step()")
         attachment = self._live()
         if self._engine.under_way is None:
             self._loss = None

@@ -6,8 +6,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from os import PathLike
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PIECE_ELEMS = 1 << 20  # of a state, that are read, checked or written at once; whole groups of int8's scales
 REPORT_BYTES_MAX = 4096  # of the wire, from one rank to the others
+# While states are written, how many updates the first trainable parameter has had: kUpdatesMax of the wire,
+# which no training reaches.
+LOADING = 1 << 53
 # Of them the daemon has one value; what else torch has in parameter groups is carried along.
 FIXED_OPTIONS = {*RULE_OPTIONS, "maximize", "differentiable"}
 # What torch's optimizers have in their parameter groups beside hyper-parameters.
@@ -90,6 +96,7 @@ class StateDicts(torch.optim.Optimizer):
     _plan: Plan
     _rule: Optimizer
     _members: list[Member]
+    _may_be_half_loaded = True  # whether to look: after attach, and where a load has failed
 
     def _live(self) -> Attachment:
         attachment = self._engine.attachment
@@ -115,7 +122,8 @@ class StateDicts(torch.optim.Optimizer):
         Parameters of 16 bits have a "master" beside what torch has, the float32 value that they are
         rounded from. SGD has a "step" beside it.
 
-        Errors  E_TIMEOUT  a read waits for swap.
+        Errors  E_TIMEOUT    a read waits for swap.
+                E_NOT_READY  a load of states did not end.
 
         >>> opt = forebay.attach(model, forebay.AdamW(lr=0.5))
         >>> model(inputs).sum().backward()
@@ -141,6 +149,10 @@ class StateDicts(torch.optim.Optimizer):
         state has had no update. A "master" sets the parameter too; without one the parameter stays.
         Hyper-parameters are taken over as torch does; how torch computes ("foreach", "fused") and
         "initial_lr" are kept and not looked at. committed_step stays the job's.
+
+        Ctrl-C that comes while states are written is raised when all are. Where a process ends or meets
+        an error there, a part is loaded: step(), state_dict() and save_state() raise E_NOT_READY, in later
+        attachments too, until a load ends.
 
         state_dict  {"state": {index: {...}}, "param_groups": [...]}
 
@@ -176,6 +188,7 @@ class StateDicts(torch.optim.Optimizer):
 
         Tensors  PARAMETER.STATE in float32, PARAMETER.step; the parameter groups are in the metadata.
         Errors   OSError on rank 0, E_RANK on the others: it cannot be written.
+                 E_NOT_READY  a load of states did not end.
 
         >>> import tempfile
         >>> opt = forebay.attach(model)
@@ -186,6 +199,7 @@ class StateDicts(torch.optim.Optimizer):
         attachment = self._live()
 
         def write() -> None:
+            self._refuse_half_loaded("save_state()")
             if attachment.rank == 0:
                 _write_file(self, attachment, path)
 
@@ -204,6 +218,18 @@ class StateDicts(torch.optim.Optimizer):
         hint: a file that opt.save_state(path) has written
         """
         _load(self, lambda: _Loaded(self, _read_file(self, path)))
+
+    def _refuse_half_loaded(self, call: str) -> None:
+        """Errors: E_NOT_READY where a load of states did not end, in whichever process; what _live() raises."""
+        self._live()
+        if self._may_be_half_loaded and _is_half_loaded(self):
+            raise usage_error(
+                "E_NOT_READY",
+                f"{call}: a load_state_dict() or load_state() of this job did not end, and a part of the "
+                "states is loaded",
+                "load the same states again, on every rank; or forebay jobs --delete NAME",
+            )
+        self._may_be_half_loaded = False
 
 
 # --------------------------------------------------------------------------------------------- reading
@@ -230,8 +256,19 @@ def _updates(opt: StateDicts, member: Member) -> int:
     return read_elements(attachment, parameter, state, range(1), opt._engine.timeout)[1]
 
 
+def _first(opt: StateDicts) -> Member | None:
+    """Whose number of updates says that states are being written: the same on every rank."""
+    return min(opt._trainable.values(), key=lambda member: member.index, default=None)
+
+
+def _is_half_loaded(opt: StateDicts) -> bool:
+    first = _first(opt)
+    return first is not None and _updates(opt, first) == LOADING
+
+
 def _torch_state(opt: StateDicts, member: Member) -> dict[str, Any]:
     """As torch's optimizer has it. Before its first update the moments are 0: nothing is read."""
+    opt._refuse_half_loaded("state_dict() and opt.state")
     attachment, parameter, timeout = opt._live(), _parameter(opt, member), opt._engine.timeout
     updates = _updates(opt, member)
     moments = _names(opt, attachment, parameter, master=False)
@@ -301,7 +338,8 @@ class _Loaded:
                     "load what an optimizer over the same parameters has saved",
                 )
         # Found before any rank writes: sharded, each rank sets the count that the others read here.
-        fresh = [member for member in members.values() if self.steps[member.name] == 0]
+        half = opt._may_be_half_loaded and _is_half_loaded(opt)  # moments may be there before their count
+        fresh = [member for member in members.values() if self.steps[member.name] == 0 and not half]
         self._stay = {member.name for member in fresh if _updates(opt, member) == 0}
 
     def _take(self, member: Member, entry: Mapping[str, Any]) -> None:
@@ -361,11 +399,12 @@ class _Loaded:
         return json.dumps([self.steps if self._opt._engine.mode == "shared" else 0, groups], default=float)
 
     def write(self) -> None:
-        """This rank's part."""
+        """This rank's part, after the mark that states are being written."""
         engine, attachment = self._opt._engine, self._attachment
-        shared = engine.mode == "shared"
-        if shared and attachment.rank != 0:
+        shared, marked = engine.mode == "shared", _first(self._opt)
+        if marked is None or (shared and attachment.rank != 0):
             return
+        attachment.write_updates(marked.index, LOADING, engine.timeout)
         for member in self._opt._trainable.values():
             values, step = self.values[member.name], self.steps[member.name]
             if member.name in self._stay:
@@ -380,7 +419,15 @@ class _Loaded:
                 )
                 for partition, first, flat in places:
                     _write(attachment, (partition, first), name, flat, engine.timeout)
-            attachment.write_updates(member.index, step, engine.timeout)
+            if member is not marked:
+                attachment.write_updates(member.index, step, engine.timeout)
+        if shared:
+            self.end()
+
+    def end(self) -> None:
+        """The number of updates in place of the mark."""
+        if (marked := _first(self._opt)) is not None:
+            self._attachment.write_updates(marked.index, self.steps[marked.name], self._opt._engine.timeout)
 
 
 def _groups_of(opt: StateDicts, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -427,7 +474,7 @@ def _step_of(member: Member, given: Mapping[str, Any]) -> int:
         count = float(step)
     except (TypeError, ValueError, RuntimeError):
         count = -1
-    if count < 0 or count != int(count) or count > 1 << 53:
+    if count < 0 or count != int(count) or count >= LOADING:
         raise usage_error(
             "E_OPTION",
             f"load_state_dict(): step of parameter {member.name} is {step!r}",
@@ -504,13 +551,35 @@ def _load(opt: StateDicts, make: Callable[[], _Loaded]) -> None:
     engine = opt._engine
     if engine.mode == "shared":
         engine.release_all()  # of a forward whose backward has not come: a write waits for leases
-    _together(opt, loaded.write, "load_state_dict()")
-    for group, new in zip(opt.param_groups, loaded.groups):
-        group.update(new)
-    engine.after_step()  # a master has set its parameter
-    if any("master" in values for values in loaded.values.values()):
-        for member in opt._members:
-            torch.autograd.graph.increment_version(member.tensor)
+    with _without_interrupts():
+        opt._may_be_half_loaded = True
+        _together(opt, loaded.write, "load_state_dict()")
+        if engine.mode == "sharded":  # every rank has written its part
+            loaded.end()
+        opt._may_be_half_loaded = False
+        for group, new in zip(opt.param_groups, loaded.groups):
+            group.update(new)
+        engine.after_step()  # a master has set its parameter
+        if any("master" in values for values in loaded.values.values()):
+            for member in opt._members:
+                torch.autograd.graph.increment_version(member.tensor)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """SIGINT that comes meanwhile comes at its end. Other threads than the main one get none."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: kept.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if kept:
+            signal.raise_signal(signal.SIGINT)
 
 
 # ------------------------------------------------------------------------------------------- the ranks

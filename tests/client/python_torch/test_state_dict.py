@@ -9,6 +9,7 @@ import copy
 import io
 import os
 import pathlib
+import signal
 
 import forebay
 import pytest
@@ -303,6 +304,121 @@ def test_between_forward_and_backward(node):
     opt.load_state_dict(opt.state_dict())
     loss.backward()
     opt.step()
+
+
+# ------------------------------------------------------------------------------ a load that does not end
+
+
+def at_write(monkeypatch, number, do):
+    """Calls do() before this write of the loads that follow; returns how many there were."""
+    from forebay import _state_dict
+
+    write, done = _state_dict._write, []
+
+    def counted(*args):
+        done.append(1)
+        if len(done) == number + 1:
+            do()
+        write(*args)
+
+    monkeypatch.setattr(_state_dict, "_write", counted)
+    return done
+
+
+def fail():
+    raise RuntimeError("between two writes")
+
+
+def assert_is_half_loaded(model, opt, path):
+    loss_of(model, batch(0)).backward()
+    for call in (
+        opt.step,
+        opt.state_dict,
+        lambda: opt.state[model.norm.weight],
+        lambda: opt.save_state(path),
+    ):
+        with refused("E_NOT_READY", "did not end", "load the same states again", "jobs --delete"):
+            call()
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_load_that_fails_is_noticed_by_every_attachment_until_one_ends(
+    node, folder, monkeypatch, dtype
+):
+    """At each of its writes, in the job that loads fresh states last: its counts are 0 meanwhile."""
+    source = net(seed=1).to(dtype)
+    opt = attach(source, "source")
+    fresh = copy.deepcopy(opt.state_dict())
+    train(source, opt, 2)
+    saved, digest = copy.deepcopy(opt.state_dict()), opt.state_sha256()
+    number, ended = 0, False
+    while not ended:
+        model = net(seed=1).to(dtype)
+        name = f"job{number}"
+        opt = attach(model, name)
+        with monkeypatch.context() as patch:
+            at_write(patch, number, fail)
+            try:
+                opt.load_state_dict(saved)
+                ended = True
+            except RuntimeError:
+                assert_is_half_loaded(model, opt, f"{folder}/file")
+        opt.detach()
+        again = net(seed=1).to(dtype)
+        opt = attach(again, name, resume=True)
+        if not ended:
+            assert_is_half_loaded(again, opt, f"{folder}/file")
+            opt.load_state_dict(fresh)
+            assert not opt.read_state("head.weight")["exp_avg"].any()
+            opt.load_state_dict(saved)
+        if dtype == torch.bfloat16:  # whose masters are loaded too
+            assert opt.state_sha256() == digest
+        assert opt.read_state("head.weight")["step"] == 2
+        train(again, opt, 1)
+        opt.detach()
+        number += 1
+    assert number > 2 * len(saved["state"])
+
+
+@on_daemon
+def test_a_process_that_is_killed_while_it_loads(node, folder, monkeypatch):
+    model = net(seed=1)
+    opt = attach(model, "job")
+    train(model, opt, 2)
+    saved = copy.deepcopy(opt.state_dict())
+    opt.detach()
+    child = os.fork()
+    if child == 0:
+        try:
+            at_write(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            attach(net(seed=1), "job", resume=True).load_state_dict(saved)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    again = net(seed=1)
+    opt = attach(again, "job", resume=True)
+    assert_is_half_loaded(again, opt, f"{folder}/file")
+    opt.load_state_dict(saved)
+    train(again, opt, 1)
+
+
+def test_ctrl_c_while_states_are_written_comes_when_all_are(node, monkeypatch):
+    model = net(seed=1)
+    opt = attach(model, "job")
+    train(model, opt, 2)
+    saved, digest = copy.deepcopy(opt.state_dict()), opt.state_sha256()
+    train(model, opt, 1, first=2)
+    handler = signal.getsignal(signal.SIGINT)
+    saved["param_groups"][0]["lr"] = 0.25
+    done = at_write(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        opt.load_state_dict(saved)
+    assert len(done) == 2 * len(saved["state"])
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert opt.param_groups[0]["lr"] == 0.25 and opt.read_state("norm.weight")["step"] == 2
+    assert opt.state_sha256() != digest, "the parameters are those of the third step"
+    train(model, opt, 1, first=3)
 
 
 # ---------------------------------------------------------------------------------------- refusals
