@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import chain
 from os import PathLike
@@ -20,6 +21,7 @@ import torch
 
 from . import _state_file
 from ._reader import read_elements, read_states, state_names, step_tensor
+from ._state_file import BoxOf, FileTensor, Flat
 from .errors import ForebayError, ForebayTimeoutError, make_error, unsupported, usage_error
 from .optimizers import RULE_OPTIONS
 
@@ -206,7 +208,8 @@ class StateDicts(torch.optim.Optimizer):
         _together(self, write, "save_state()")
 
     def load_state(self, path: str | PathLike[str]) -> None:
-        """As load_state_dict(), of a file of save_state(): mapped, and read piece by piece.
+        """As load_state_dict(), of a regular file of save_state(), which is read piece by piece, once to check
+        it and once to write it.
 
         Errors  those of load_state_dict(); E_OPTION where the file cannot be read; E_LAYOUT where it has
                 other parameters.
@@ -217,7 +220,8 @@ class StateDicts(torch.optim.Optimizer):
         forebay.UsageError: error[E_OPTION]: load_state('no/such/file'): [Errno 2] No such file or directory: 'no/such/file'
         hint: a file that opt.save_state(path) has written
         """
-        _load(self, lambda: _Loaded(self, _read_file(self, path)))
+        with ExitStack() as stack:
+            _load(self, lambda: _Loaded(self, _read_file(self, os.fsdecode(path), stack)))
 
     def _refuse_half_loaded(self, call: str) -> None:
         """Errors: E_NOT_READY where a load of states did not end, in whichever process; what _live() raises."""
@@ -325,7 +329,7 @@ class _Loaded:
         members = opt._trainable
         self.steps = {member.name: 0 for member in members.values()}
         # By parameter: whole tensors of its shape, or this rank's shard.
-        self.values: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.steps}
+        self.values: dict[str, dict[str, torch.Tensor | FileTensor]] = {name: {} for name in self.steps}
         for key, entry in state_dict["state"].items():
             member = members.get(tensor_of[key]) if key in tensor_of else None
             if member is not None:
@@ -368,10 +372,10 @@ class _Loaded:
             else:
                 self._check_fresh(member, name, tensor)
 
-    def _check(self, member: Member, name: str, tensor: torch.Tensor) -> None:
+    def _check(self, member: Member, name: str, tensor: torch.Tensor | FileTensor) -> None:
         is_square = name in ("exp_avg_sq", "max_exp_avg_sq", "sum")
-        for piece in torch.split(tensor.reshape(-1), PIECE_ELEMS):
-            least, most = torch.aminmax(piece) if len(piece) else (ZERO, ZERO)
+        for piece in _pieces(_flat(tensor)):
+            least, most = torch.aminmax(piece)
             is_finite = bool(torch.isfinite(least) & torch.isfinite(most))
             if not is_finite or (is_square and least < 0):
                 raise usage_error(
@@ -381,11 +385,11 @@ class _Loaded:
                     "check the checkpoint; nothing was written",
                 )
 
-    def _check_fresh(self, member: Member, name: str, tensor: torch.Tensor) -> None:
+    def _check_fresh(self, member: Member, name: str, tensor: torch.Tensor | FileTensor) -> None:
         """Before the first update: what the first update begins with."""
         number = _parameter(self._opt, member).param_group
         begin = self.groups[number].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
-        if not bool((tensor == float(begin)).all()):
+        if not all(bool((piece == float(begin)).all()) for piece in _pieces(_flat(tensor))):
             raise usage_error(
                 "E_OPTION",
                 f"load_state_dict(): {name} of parameter {member.name} is not {float(begin)}, and its "
@@ -411,14 +415,14 @@ class _Loaded:
                 continue
             parameter = _parameter(self._opt, member)
             for name in _names(self._opt, attachment, parameter, "master" in values):
-                tensor = values.get(name)
+                flat = _flat(values[name]) if name in values else None
                 places = (
-                    [(parameter.group, parameter.offset, _flat(parameter.tensor, tensor))]
+                    [(parameter.group, parameter.offset, _or_zeros(flat, parameter.elems))]
                     if shared
-                    else _places_of_shard(self._opt, cast("ShardMember", member), tensor)
+                    else _places_of_shard(self._opt, cast("ShardMember", member), flat)
                 )
-                for partition, first, flat in places:
-                    _write(attachment, (partition, first), name, flat, engine.timeout)
+                for partition, first, part in places:
+                    _write(attachment, (partition, first), name, part, engine.timeout)
             if member is not marked:
                 attachment.write_updates(member.index, step, engine.timeout)
         if shared:
@@ -483,9 +487,8 @@ def _step_of(member: Member, given: Mapping[str, Any]) -> int:
     return int(count)
 
 
-def _tensor_of(member: Member, name: str, value: Any) -> torch.Tensor:
+def _tensor_of(member: Member, name: str, value: Any) -> torch.Tensor | FileTensor:
     """Whole, or this rank's shard out of a DTensor with the parameter's placements."""
-    tensor = value
     if hasattr(value, "placements") and hasattr(value, "to_local"):
         own: Any = member.tensor
         if getattr(own, "placements", None) != value.placements or own.shape != value.shape:
@@ -497,52 +500,58 @@ def _tensor_of(member: Member, name: str, value: Any) -> torch.Tensor:
                 "value.full_tensor() of it, or redistribute() it",
             )
         return cast(torch.Tensor, value.to_local())
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != member.tensor.shape:
-        what = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    is_tensor = isinstance(value, (torch.Tensor, FileTensor))
+    if not is_tensor or value.shape != member.tensor.shape:
+        what = list(value.shape) if is_tensor else f"a {type(value).__name__}"
         raise usage_error(
             "E_LAYOUT",
             f"load_state_dict(): {name} of parameter {member.name} is {what}, and the parameter "
             f"{list(member.tensor.shape)}",
             "build the model as the one whose optimizer was saved",
         )
-    return tensor
+    return cast("torch.Tensor | FileTensor", value)
 
 
-def _flat(shape_of: torch.Tensor, tensor: torch.Tensor | None) -> torch.Tensor:
+def _flat(tensor: torch.Tensor | FileTensor) -> torch.Tensor | FileTensor:
+    return tensor.detach().reshape(-1) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _or_zeros(flat: Flat | None, elems: int) -> Flat:
     """None: zeros, which take no memory."""
-    if tensor is None:
-        return ZERO.expand(shape_of.numel())
-    return tensor.detach().reshape(-1)
+    return ZERO.expand(elems) if flat is None else flat
+
+
+def _pieces(flat: Flat) -> Iterator[torch.Tensor]:
+    for begin in range(0, len(flat), PIECE_ELEMS):
+        yield flat[begin : begin + PIECE_ELEMS]
 
 
 def _places_of_shard(
-    opt: StateDicts, member: ShardMember, tensor: torch.Tensor | None
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(partition, first element, values) of what this rank owns of a parameter."""
+    opt: StateDicts, member: ShardMember, flat: Flat | None
+) -> Iterator[tuple[int, int, Flat]]:
+    """(partition, first element, values) of what this rank owns of a parameter.
+
+    flat  Of the whole parameter or of this rank's shard.
+    """
     engine = cast("ShardedEngine", opt._engine)
-    whole = tensor is not None and tensor.shape == member.tensor.shape != member.local_shape
-    flat, at = (None if tensor is None else tensor.detach().reshape(-1)), 0
+    whole, at = flat is not None and len(flat) == member.tensor.numel(), 0
     for box in member.boxes if member.is_owned else ():
         source = engine.plan.layout.places[member.name, box]
-        first, run, stride, runs = box
-        if flat is None:
-            part = ZERO.expand(source.elems)
-        elif whole:
-            rows = [flat[begin : begin + run] for begin in range(first, first + runs * stride, stride)]
-            part = rows[0] if runs == 1 else torch.cat(rows)
-        else:
-            part = flat[at : at + source.elems]
+        part = _or_zeros(flat, source.elems)
+        if flat is not None:
+            part = BoxOf(flat, box if whole else (at, source.elems, 0, 1))
         at += source.elems
         yield source.partition, source.first, part
 
 
 def _write(
-    attachment: Attachment, place: tuple[int, int], name: str, flat: torch.Tensor, timeout: float
+    attachment: Attachment, place: tuple[int, int], name: str, flat: Flat, timeout: float
 ) -> None:
     partition, first = place
-    for begin in range(0, len(flat), PIECE_ELEMS):
-        piece = flat[begin : begin + PIECE_ELEMS].to("cpu", torch.float32).contiguous()
-        attachment.write_state(partition, first + begin, name, piece, timeout)
+    for piece in _pieces(flat):
+        values = piece.to("cpu", torch.float32).contiguous()
+        attachment.write_state(partition, first, name, values, timeout)
+        first += len(values)
 
 
 def _load(opt: StateDicts, make: Callable[[], _Loaded]) -> None:
@@ -686,9 +695,9 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str | PathLike[st
     _state_file.write(path, tensors, {"format": "pt", "forebay": described}, values())
 
 
-def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
-    """As a state_dict whose tensors are views of the mapped file, for this rank's parameters."""
-    tensors, metadata = _state_file.read(path)
+def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
+    """As a state_dict of FileTensors, until the stack is left, for this rank's parameters."""
+    tensors, metadata = _state_file.read(path, stack)
     try:
         described = json.loads(metadata["forebay"])
         kind, groups = described["optimizer"], described["param_groups"]
@@ -698,7 +707,7 @@ def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
     if kind != type(opt._rule).__name__:
         raise usage_error(
             "E_OPTION",
-            f"load_state({str(path)!r}): the file has the states of {kind}, and the attached optimizer is "
+            f"load_state({path!r}): the file has the states of {kind}, and the attached optimizer is "
             f"{type(opt._rule).__name__}",
             "attach the optimizer that was saved",
         )
@@ -709,13 +718,13 @@ def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
     if missing or extra or moved or len(groups) != len(opt.param_groups):
         raise usage_error(
             "E_LAYOUT",
-            f"load_state({str(path)!r}): the file has {len(number_of)} parameters in {len(groups)} groups, "
+            f"load_state({path!r}): the file has {len(number_of)} parameters in {len(groups)} groups, "
             f"the job {len(params)} in {len(opt.param_groups)}; missing: {missing[:3]}, not in the model: "
             f"{extra[:3]}, in another group: {moved[:3]}",
             "build the model and param_groups as those whose states were saved",
         )
     states = _file_states(opt, opt._live())
-    entries: dict[int, dict[str, torch.Tensor]] = {}
+    entries: dict[int, dict[str, Any]] = {}
     indices: list[list[int]] = []
     members = {id(member.tensor): member for member in opt._members}
     for group in opt.param_groups:
@@ -731,6 +740,7 @@ def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
             if absent:
                 raise _state_file.refusal(path, f"it has no {absent[0]}")
             entries[index] = dict(zip((*states, "step"), (tensors[name] for name in names)))
+            entries[index]["step"] = _step_of(member, {"step": tensors[names[-1]][:2]})
             _begin_with_sum(opt, group, entries[index])
     return {
         "state": entries,
@@ -740,8 +750,8 @@ def _read_file(opt: StateDicts, path: str | PathLike[str]) -> dict[str, Any]:
     }
 
 
-def _begin_with_sum(opt: StateDicts, group: Mapping[str, Any], entry: dict[str, torch.Tensor]) -> None:
+def _begin_with_sum(opt: StateDicts, group: Mapping[str, Any], entry: dict[str, Any]) -> None:
     """Adagrad's sum before the first update is 0 in the daemon and in its files."""
-    if "sum" in entry and float(entry["step"]) == 0:
+    if "sum" in entry and entry["step"] == 0:
         value = float(group["initial_accumulator_value"])
         entry["sum"] = ZERO.new_full((), value).expand(entry["sum"].shape)

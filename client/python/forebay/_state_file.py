@@ -1,4 +1,4 @@
-"""Safetensors files of float32 tensors, written piece by piece and read as views of the mapped file."""
+"""Safetensors files of float32 tensors, written and read piece by piece."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import ctypes
 import json
 import math
 import os
+import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from os import PathLike
 
 import torch
 
+from ._boxes import Box
 from .errors import UsageError, usage_error
 
 ALIGN_BYTES = 64
@@ -55,35 +58,93 @@ def write(
         raise
 
 
-def read(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and the metadata. Errors: E_OPTION where the file is none of write()'s."""
+class FileTensor:
+    """A float32 tensor of an open file; flat[begin:end] reads these elements, and nothing else does.
+
+    Errors  E_OPTION  the file has become shorter, or cannot be read.
+    """
+
+    def __init__(self, file: tuple[str, int], shape: Sequence[int], begin_bytes: int) -> None:
+        self._path, self._descriptor = file
+        self._begin_bytes = begin_bytes
+        self.shape = tuple(shape)
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def __getitem__(self, elems: slice) -> torch.Tensor:
+        begin, end, _ = elems.indices(len(self))
+        values = torch.empty(max(0, end - begin), dtype=torch.float32, device="cpu")
+        size = 4 * len(values)
+        buffer = (ctypes.c_ubyte * size).from_address(values.data_ptr())
+        try:
+            count = os.preadv(self._descriptor, [buffer], self._begin_bytes + 4 * begin)
+        except OSError as error:
+            raise refusal(self._path, str(error)) from None
+        if count != size:
+            raise refusal(self._path, f"{count} of {size} bytes are there: it has become shorter")
+        return values
+
+
+class BoxOf:
+    """(first, run, stride, runs) of flat values; [begin:end] copies these of its elements."""
+
+    def __init__(self, flat: Flat, box: Box) -> None:
+        self._flat, (self._first, self._run, self._stride, runs) = flat, box
+        self._elems = self._run * runs
+
+    def __len__(self) -> int:
+        return self._elems
+
+    def __getitem__(self, elems: slice) -> torch.Tensor:
+        begin, end, _ = elems.indices(len(self))
+        parts = []
+        while begin < end:
+            row, at = divmod(begin, self._run)
+            count = min(self._run - at, end - begin)
+            first = self._first + row * self._stride + at
+            parts.append(self._flat[first : first + count])
+            begin += count
+        return torch.cat(parts)
+
+
+Flat = torch.Tensor | FileTensor | BoxOf  # values of one dimension: len() and [begin:end]
+
+
+def read(path: str, stack: ExitStack) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """The tensors and the metadata, until the stack is left. Errors: E_OPTION where the file is none of
+    write()'s."""
     assert sys.byteorder == "little"
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(HEADER_BYTES_MAX, size - 8) or (8 + length) % 4 or size % 4:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        size = status.st_size
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if not 0 < length <= min(HEADER_BYTES_MAX, size - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = json.loads(os.pread(descriptor, length, 8))
         metadata = header.pop("__metadata__", {})
         first, tensors = 8 + length, {}
-        mapped = torch.from_file(os.fspath(path), size=size // 4, dtype=torch.float32)
         for name, one in header.items():
-            begin, end = one["data_offsets"]
-            shape = [int(dim) for dim in one["shape"]]
-            inside = 0 <= begin <= end <= size - first and begin % 4 == 0
-            if one["dtype"] != "F32" or end - begin != 4 * math.prod(shape) or not inside:
+            shape, (begin, end) = one["shape"], one["data_offsets"]
+            whole = all(type(number) is int for number in (*shape, begin, end))
+            if not whole or not 0 <= begin <= end <= size - first:
                 raise ValueError(f"tensor {name} is {one}")
-            tensors[name] = mapped[(first + begin) // 4 : (first + end) // 4].view(shape)
+            if one["dtype"] != "F32" or end - begin != 4 * math.prod(shape):
+                raise ValueError(f"tensor {name} is {one}")
+            tensors[name] = FileTensor((path, descriptor), shape, first + begin)
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise refusal(path, str(error)) from None
     return tensors, metadata
 
 
-def refusal(path: str | PathLike[str], cause: str) -> UsageError:
+def refusal(path: str, cause: str) -> UsageError:
     """E_OPTION."""
     return usage_error(
         "E_OPTION",
-        f"load_state({os.fspath(path)!r}): {cause}",
+        f"load_state({path!r}): {cause}",
         "a file that opt.save_state(path) has written",
     )

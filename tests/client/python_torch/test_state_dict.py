@@ -633,6 +633,27 @@ def test_a_file_that_does_not_fit_is_refused(node, folder):
         opt.save_state(f"{folder}/no/such/folder/file")
 
 
+def test_a_file_that_becomes_shorter_while_it_is_loaded(node, folder, monkeypatch):
+    path = f"{folder}/file"
+    model = net(seed=1)
+    opt = attach(model, "job")
+    train(model, opt, 1)
+    opt.save_state(path)
+    with monkeypatch.context() as patch:
+        at_write(patch, 2, lambda: os.truncate(path, 5000))
+        with refused("E_OPTION", "load_state", "has become shorter"):
+            opt.load_state(path)
+    assert_is_half_loaded(model, opt, f"{folder}/other")
+
+
+def test_what_is_no_regular_file_is_not_loaded(node, folder):
+    opt = attach(net(seed=1), "job")
+    os.mkfifo(f"{folder}/fifo")
+    for path in (f"{folder}/fifo", folder, pathlib.Path("/dev/zero"), b"/dev/null"):
+        with refused("E_OPTION", "no regular file"):
+            opt.load_state(path)
+
+
 @on_daemon
 def test_a_file_of_another_optimizer_is_refused(node, folder):
     path = f"{folder}/file"
@@ -688,6 +709,8 @@ def test_a_piece_at_a_time(node, folder, monkeypatch):
     from forebay import _state_dict
 
     monkeypatch.setattr(_state_dict, "PIECE_ELEMS", 128)
+    preadv, read = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *args: read.append(preadv(*args)) or read[-1])
     model, again = nn.Linear(37, 41), nn.Linear(37, 41)
     again.load_state_dict(model.state_dict())
     opt, other = attach(model, "first"), attach(again, "second")
@@ -695,6 +718,18 @@ def test_a_piece_at_a_time(node, folder, monkeypatch):
     opt.step()
     opt.save_state(f"{folder}/file")
     other.load_state(f"{folder}/file")
+    assert max(read) == 4 * 128
     for name in ("weight", "bias"):
         wanted, found = opt.read_state(name), other.read_state(name)
         assert all(torch.equal(values, found[key]) for key, values in wanted.items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_pieces_of_a_box(size):
+    """Columns 1 to 3 of a matrix, whatever part of a row a piece ends in."""
+    from forebay import _state_file
+
+    matrix = torch.arange(24.0).view(4, 6)
+    box = _state_file.BoxOf(matrix.view(-1), (1, 3, 6, 4))
+    pieces = [box[begin : begin + size] for begin in range(0, len(box), size)]
+    assert torch.equal(torch.cat(pieces), matrix[:, 1:4].reshape(-1))
