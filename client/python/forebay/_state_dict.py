@@ -186,10 +186,12 @@ class StateDicts(torch.optim.Optimizer):
     def save_state(self, path: str | PathLike[str]) -> None:
         """Writes what state_dict() has, of all ranks, into one safetensors file, piece by piece: on every
         rank, between two steps. Rank 0 writes; all return when the file is whole. It can be loaded with
-        any number of ranks, shared and sharded.
+        any number of ranks, shared and sharded. Until it is whole it is .forebay-*.part in the same folder,
+        which a process that is killed leaves there; then it takes the place of the file of this name.
 
         Tensors  PARAMETER.STATE in float32, PARAMETER.step; the parameter groups are in the metadata.
         Errors   OSError on rank 0, E_RANK on the others: it cannot be written.
+                 E_OPTION     path is a folder, a device or the like.
                  E_NOT_READY  a load of states did not end.
 
         >>> import tempfile
@@ -203,7 +205,7 @@ class StateDicts(torch.optim.Optimizer):
         def write() -> None:
             self._refuse_half_loaded("save_state()")
             if attachment.rank == 0:
-                _write_file(self, attachment, path)
+                _write_file(self, attachment, os.fsdecode(path))
 
         _together(self, write, "save_state()")
 
@@ -668,7 +670,7 @@ def _file_states(opt: StateDicts, attachment: Attachment) -> list[str]:
     return [name for name in attachment.states if name != "master" or with_master]
 
 
-def _write_file(opt: StateDicts, attachment: Attachment, path: str | PathLike[str]) -> None:
+def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
     params, states, timeout = _params_of(opt), _file_states(opt, attachment), opt._engine.timeout
     groups: list[dict[str, Any]] = []
     options = _options_of(opt._rule)

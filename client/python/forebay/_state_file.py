@@ -6,11 +6,11 @@ import ctypes
 import json
 import math
 import os
+import secrets
 import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from os import PathLike
 
 import torch
 
@@ -22,15 +22,29 @@ HEADER_BYTES_MAX = 100 << 20  # as the library safetensors
 
 
 def write(
-    path: str | PathLike[str],
+    path: str,
     shapes: Mapping[str, Sequence[int]],
     metadata: Mapping[str, str],
     pieces: Iterable[torch.Tensor],
 ) -> None:
-    """The file is there when all of it is on the disk; until then its name is what it was.
+    """The file is there when all of it is on the disk; until then its name is what it was. Until then it is
+    .forebay-*.part in the same folder, which a killed process leaves.
 
     pieces  The elements of all tensors, in the order of `shapes`: contiguous float32 on the CPU.
+
+    Errors  E_OPTION  there is something at the path that is no regular file, nor a link to one.
     """
+    path = os.path.realpath(path)
+    try:
+        before = os.stat(path)
+    except FileNotFoundError:
+        before = None
+    if before is not None and not stat.S_ISREG(before.st_mode):
+        raise usage_error(
+            "E_OPTION",
+            f"save_state({path!r}): it is there, and no regular file",
+            "a file's name, not a folder's or a device's",
+        )
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, shape in shapes.items():
@@ -38,9 +52,13 @@ def write(
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
-    part = f"{os.fspath(path)}.part"
+    folder = os.path.dirname(path)
+    part = os.path.join(folder, f".forebay-{secrets.token_hex(8)}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with open(part, "wb") as file:
+        with open(descriptor, "wb") as file:
+            if before is not None:
+                os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.write(len(text).to_bytes(8, "little") + text)
             written = 0
             for piece in pieces:
@@ -50,12 +68,17 @@ def write(
                 written += size
             assert written == end, (written, end)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(descriptor)
         os.replace(part, path)
     except BaseException:
         if os.path.exists(part):
             os.remove(part)
         raise
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class FileTensor:

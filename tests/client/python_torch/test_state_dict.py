@@ -654,6 +654,48 @@ def test_what_is_no_regular_file_is_not_loaded(node, folder):
             opt.load_state(path)
 
 
+def test_a_saved_file_takes_the_place_of_a_regular_file_alone(node, folder, monkeypatch):
+    opt = attach(net(seed=1), "job")
+    folder = pathlib.Path(folder)
+    os.mkfifo(folder / "fifo")
+    os.symlink(folder / "fifo", folder / "to_fifo")
+    for path in (folder, folder / "fifo", folder / "to_fifo", "/dev/null"):
+        with refused("E_OPTION", "save_state", "no regular file"):
+            opt.save_state(path)
+    # Of a name that a user could take nothing is touched.
+    (folder / "mine").write_text("mine")
+    os.symlink(folder / "mine", folder / "file.part")
+    opt.save_state(bytes(folder / "file"))
+    assert (folder / "mine").read_text() == "mine" and (folder / "file.part").is_symlink()
+    os.symlink("target", folder / "link")
+    umask = os.umask(0o027)
+    try:
+        opt.save_state(folder / "link")
+    finally:
+        os.umask(umask)
+    assert (folder / "link").is_symlink() and (folder / "target").stat().st_mode & 0o777 == 0o640
+    (folder / "target").chmod(0o600)
+    opt.save_state(folder / "link")
+    assert (folder / "target").stat().st_mode & 0o777 == 0o600
+    opt.save_state(folder / ("n" * 255))
+    opt.load_state(folder / "link")
+    synced = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+        opt.save_state(folder / "file")
+    assert ".forebay-" in synced[0] and synced[1:] == [str(folder)]
+    held = sorted(os.listdir(folder))
+    whole = (folder / "file").read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        opt.save_state(folder / "file")
+    assert sorted(os.listdir(folder)) == held and (folder / "file").read_bytes() == whole
+
+
 @on_daemon
 def test_a_file_of_another_optimizer_is_refused(node, folder):
     path = f"{folder}/file"
