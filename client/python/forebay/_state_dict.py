@@ -4,8 +4,10 @@ the same to and from a file, of which no process holds more than a piece."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import signal
 import threading
@@ -469,6 +471,8 @@ def _groups_of(opt: StateDicts, saved: Sequence[Mapping[str, Any]]) -> list[dict
             )
         groups.append({k: copy.deepcopy(v) for k, v in group.items() if k != "params"})
     rule._rows(groups)
+    for group in groups:  # what attach() checks of its optimizer
+        dataclasses.replace(rule, params=None, **{name: group[name] for name in rule.hyper_parameters})
     return groups
 
 
@@ -478,9 +482,9 @@ def _step_of(member: Member, given: Mapping[str, Any]) -> int:
     step = given.get("step", 1 if "momentum_buffer" in given else 0)
     try:
         count = float(step)
-    except (TypeError, ValueError, RuntimeError):
-        count = -1
-    if count < 0 or count != int(count) or count >= LOADING:
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        count = math.nan
+    if not (0 <= count < LOADING and count.is_integer()):
         raise usage_error(
             "E_OPTION",
             f"load_state_dict(): step of parameter {member.name} is {step!r}",
@@ -677,6 +681,15 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
     for number, group in enumerate(opt.param_groups):
         names = [name for name, _, of in params if of == number]
         plain = {key: value for key, value in {**options, **group}.items() if key != "params"}
+        for key, value in plain.items():
+            try:
+                json.dumps({key: value}, default=float)
+            except (RecursionError, RuntimeError, TypeError, ValueError) as error:
+                raise usage_error(
+                    "E_OPTION",
+                    f"save_state(): parameter group {number} has {key!r}, which JSON cannot hold: {error}",
+                    "numbers, strings, lists and dicts of them alone",
+                ) from None
         groups.append({**plain, "params": names})
     tensors: dict[str, list[int]] = {}
     for name, shape, _ in params:
@@ -701,10 +714,10 @@ def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
     """As a state_dict of FileTensors, until the stack is left, for this rank's parameters."""
     tensors, metadata = _state_file.read(path, stack)
     try:
-        described = json.loads(metadata["forebay"])
+        described = copy.deepcopy(json.loads(metadata["forebay"]))  # as deep as load_state_dict() copies
         kind, groups = described["optimizer"], described["param_groups"]
         number_of = {name: at for at, group in enumerate(groups) for name in group["params"]}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise _state_file.refusal(path, f"it does not say whose states it has: {error!r}") from None
     if kind != type(opt._rule).__name__:
         raise usage_error(
@@ -715,7 +728,7 @@ def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
         )
     params = _params_of(opt)
     missing = [name for name, _, _ in params if name not in number_of]
-    extra = sorted(set(number_of) - {name for name, _, _ in params})
+    extra = sorted(map(str, set(number_of) - {name for name, _, _ in params}))
     moved = [name for name, _, number in params if number_of.get(name, number) != number]
     if missing or extra or moved or len(groups) != len(opt.param_groups):
         raise usage_error(

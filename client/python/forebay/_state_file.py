@@ -159,7 +159,7 @@ def read(path: str, stack: ExitStack) -> tuple[dict[str, FileTensor], dict[str, 
             if one["dtype"] != "F32" or end - begin != 4 * math.prod(shape):
                 raise ValueError(f"tensor {name} is {one}")
             tensors[name] = FileTensor((path, descriptor), shape, first + begin)
-    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise refusal(path, str(error)) from None
     return tensors, metadata
 

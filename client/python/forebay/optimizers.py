@@ -161,7 +161,7 @@ class Optimizer:
             self._check_rule(number, group)
             try:
                 rows.append(self._row(group))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
                 values = {key: group.get(key) for key in self.hyper_parameters}
                 raise usage_error(
                     "E_OPTION",
