@@ -145,8 +145,10 @@ class StateDicts(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes states and parameter groups over from a state_dict() of this class or of torch's optimizer
         of the same kind: between two steps, on every rank, each with the same; it returns when all have
-        them. Shared: rank 0 writes. Sharded: each rank its shards, out of DTensors with the placements of
-        its parameters or of whole tensors.
+        them. Shared: rank 0 writes, what it was given: of the others' the steps and groups are compared, not
+        the moments. Sharded: each rank its shards, out of DTensors with the placements of its parameters or
+        of whole tensors; a collective of the process group, whose timeout bounds the wait for a rank that
+        does not call, not that of attach(), and a rank that calls another collective meanwhile may abort.
 
         All is checked on all ranks before anything is written. Moments are stored as docs/formats.md says
         (format "fp32" and "exact": bit for bit), "step" counts on from what is loaded. A parameter without a
@@ -165,7 +167,7 @@ class StateDicts(torch.optim.Optimizer):
                              (maximize=True), a value out of its range; the ranks load different dicts.
                 E_NONFINITE  a moment is NaN, infinite, or a second moment below 0.
                 E_STEP       a step() ended without an answer and has to be repeated first.
-                E_TIMEOUT    another rank has not called it.
+                E_TIMEOUT    shared: another rank has not called it.
                 E_SWAP_NOSPC durable steps keep what is on swap, and there is no room for another version
                              of it: a part may be written.
 
@@ -187,9 +189,12 @@ class StateDicts(torch.optim.Optimizer):
 
     def save_state(self, path: str | PathLike[str]) -> None:
         """Writes what state_dict() has, of all ranks, into one safetensors file, piece by piece: on every
-        rank, between two steps. Rank 0 writes; all return when the file is whole. It can be loaded with
-        any number of ranks, shared and sharded. Until it is whole it is .forebay-*.part in the same folder,
-        which a process that is killed leaves there; then it takes the place of the file of this name.
+        rank, between two steps. Rank 0 writes; all return when the file is whole. Sharded it is a collective
+        of the process group, with the limits of load_state_dict(). It can be loaded with any number of
+        ranks, shared and sharded.
+
+        Until it is whole it is .forebay-*.part in the same folder, which a process that is killed leaves
+        there; then it takes the place of the file of this name.
 
         Tensors  PARAMETER.STATE in float32, PARAMETER.step; the parameter groups are in the metadata.
         Errors   OSError on rank 0, E_RANK on the others: it cannot be written.
@@ -213,7 +218,7 @@ class StateDicts(torch.optim.Optimizer):
 
     def load_state(self, path: str | PathLike[str]) -> None:
         """As load_state_dict(), of a regular file of save_state(), which is read piece by piece, once to check
-        it and once to write it.
+        it and once to write it: on every rank, the same file.
 
         Errors  those of load_state_dict(); E_OPTION where the file cannot be read; E_LAYOUT where it has
                 other parameters.
