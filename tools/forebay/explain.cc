@@ -226,7 +226,8 @@ constexpr std::array kExplanations = {
                 "the call was interrupted; its outcome is unknown"},
     Explanation{ErrorId::kNotReady,
                 "Something has to come first: the optimizer is detached, the initial parameters "
-                "are not all written, or no rank has attached since the daemon was started.",
+                "are not all written, no rank has attached since the daemon was started, or a load "
+                "of states did not end and a part of them is loaded.",
                 "Do what the message names, then call again; after detach() attach again.",
                 "job gpt: the initial parameters were not written"},
     Explanation{
