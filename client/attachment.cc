@@ -146,6 +146,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   if (is_writable) parts.weights_access = MapAccess::kReadWrite;
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
                    protocol::EncodeLayout(parts.layout->spec()));
+  options.is_on_gpu = !parts.device->is_host();
   internal::AttachCall call = internal::MakeAttachCall(options, *parts.layout, encoded);
   call.writable_weights = is_writable;
   parts.grad_bytes_max = call.grad_arena_bytes;

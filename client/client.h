@@ -69,7 +69,9 @@ struct AttachOptions {
   // one the daemon's default.
   std::optional<protocol::Durability> durability = {};
   protocol::LayoutSpec layout;
-  uint64_t grad_arena_bytes = 0;  // 0: four pieces, sharded two (the least); of a reader: 1 MiB
+  // 0: four pieces of at most 32 MiB, sharded two (the least), on GPUs also the gradients of three layers; of a
+  // reader: 1 MiB.
+  uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
   // Room for what a forward pass keeps for its backward (ActivationStore), in each rank's arena; not of a
   // reader.
@@ -84,6 +86,7 @@ struct AttachOptions {
   std::optional<Timeout> daemon_wait = {};
   InterruptCheck interrupt_check = {};       // empty: none
   std::shared_ptr<gpu::Device> device = {};  // empty: gpu::HostDevice
+  bool is_on_gpu = false;                    // of AdminClient::Plan; Attach looks at the device
 };
 
 // The right to read one partition's weights until it is released.

@@ -147,6 +147,9 @@ class Device {
 
   virtual std::string_view name() const = 0;  // "host", "cuda:0"
 
+  // Whether it is the processor, whose work has ended when a call returns.
+  virtual bool is_host() const { return false; }
+
   virtual absl::StatusOr<std::unique_ptr<Stream>> MakeStream() = 0;
 
   // A stream of another library's, by its handle (CUDA: a CUstream; 0 is the default stream). The caller

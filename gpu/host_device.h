@@ -17,6 +17,7 @@ class HostDevice final : public Device {
   HostDevice();
 
   std::string_view name() const override { return "host"; }
+  bool is_host() const override { return true; }
   absl::StatusOr<std::unique_ptr<Stream>> MakeStream() override;
   absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) override;
   absl::StatusOr<std::optional<uint64_t>> FreeBytes() override { return std::nullopt; }

@@ -1,6 +1,9 @@
 #include "client/internal/attach_call.h"
 
+#include <algorithm>
+#include <functional>
 #include <optional>
+#include <vector>
 
 #include "client/environment.h"
 #include "client/internal/attachment_state.h"
@@ -12,12 +15,29 @@ namespace {
 // A shared gradient waits for lower ranks, a sharded one for nobody: one piece fills, one travels.
 constexpr uint64_t kPiecesInSharedArena = 4;
 constexpr uint64_t kPiecesInShardedArena = 2;
+constexpr uint64_t kGroupsOnTheirWay = 3;
 constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
+
+// What keeps a GPU at work. The processor asks for room ahead of the GPU, which computes one layer while the gradients of
+// one are copied and those of one are added up. The largest group is the embedding's as a rule, whose gradients come
+// last.
+uint64_t ArenaBytesOnGpu(const protocol::Layout& layout) {
+  std::vector<uint64_t> bytes(layout.groups().size() + 1);  // of the largest shards
+  for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
+    uint64_t& of_group = bytes[layout.partitions()[i].group];
+    of_group = std::max(of_group, layout.gradient_bytes(i));
+  }
+  std::ranges::sort(bytes, std::greater());
+  return std::max(bytes[0], kGroupsOnTheirWay * bytes[1]);
+}
 
 uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
   if (options.grad_arena_bytes != 0) return options.grad_arena_bytes;
   if (options.reader) return kReaderArenaBytes;
-  return PieceBytes(layout) * (layout.is_shared() ? kPiecesInSharedArena : kPiecesInShardedArena);
+  if (layout.is_shared()) return PieceBytes(layout) * kPiecesInSharedArena;
+  const uint64_t on_gpu = options.is_on_gpu ? ArenaBytesOnGpu(layout) : 0;
+  if (on_gpu > protocol::kGradPieceBytesMax * kPiecesInShardedArena) return on_gpu;
+  return PieceBytes(layout) * kPiecesInShardedArena;
 }
 
 }  // namespace

@@ -193,7 +193,7 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   command->add_option("--ranks", plan.ranks, "on this node")->check(CLI::Range(1, 1024));
   CLI::Option* shared =
       command->add_flag("--shared", plan.is_shared, "one copy of the weights, without FSDP2");
-  command->add_flag("--gpu", plan.is_on_gpus, "each rank on a GPU")->excludes(shared);
+  command->add_flag("--gpu", plan.is_on_gpu, "each rank on a GPU")->excludes(shared);
   command->add_flag("--accumulate", plan.accumulate, "several backward passes a step");
   command->add_flag("!--no-early-updates", plan.early_updates,
                     "blocks wait for step: no room for their new weights");

@@ -186,17 +186,6 @@ std::string ArenasText(schema::JobPlan::Reader plan) {
   return text + "\n";
 }
 
-// As client/python/forebay/_shard_plan.py has it for gradients on their way: 0 where attach gives as much.
-uint64_t GradientRoomOfGpus(const ModelShape& model, uint32_t ranks, protocol::DType dtype) {
-  constexpr uint64_t kGroups = 3;
-  constexpr uint64_t kUsualBytes = uint64_t{64} << 20;
-  std::vector<uint64_t> elems{0, 0};  // of a rank's shard
-  for (const ShapeGroup& group : model.groups) elems.push_back((group.elems() + ranks - 1) / ranks);
-  std::ranges::sort(elems, std::greater());
-  const uint64_t bytes = std::max(elems[0], kGroups * elems[1]) * protocol::SizeBytes(dtype);
-  return bytes <= kUsualBytes ? 0 : bytes;
-}
-
 // What FSDP2 holds in each process. The group outside the layers stays gathered from forward to backward.
 // A rank that is alone on a GPU gathers nothing, but copies (client/python/forebay/_copy_ahead.py): of the group in use and
 // of the next.
@@ -219,10 +208,12 @@ std::string GatheredText(const ModelShape& model, protocol::DType dtype,
   if (root_bytes > 0) {
     absl::StrAppend(&text, ", and ", FormatBytes(root_bytes), " of what belongs to no layer");
   }
-  if (options.is_on_gpus && options.ranks == 1) {
-    const uint64_t copied =
-        std::max(layers[0], root_bytes) + std::max(layers[1], std::min(layers[0], root_bytes));
-    absl::StrAppend(&text, "; ", FormatBytes(copied - layers[1]), " more, of copies under way");
+  if (options.is_on_gpu && options.ranks == 1) {
+    const uint64_t gathered_ahead = layers[1];  // which it does not
+    layers.push_back(root_bytes);
+    std::ranges::sort(layers, std::greater());
+    absl::StrAppend(&text, "; ", FormatBytes(layers[0] + layers[1] - gathered_ahead),
+                    " more, of copies under way");
   }
   return text + "\n";
 }
@@ -369,9 +360,7 @@ absl::Status Plan(const PlanOptions& options) {
     ASSIGN_OR_RETURN(attach.durability, protocol::ParseDurability(options.durability));
   }
   attach.layout = LayoutOf(model, choice);
-  if (options.is_on_gpus) {
-    attach.grad_arena_bytes = GradientRoomOfGpus(model, options.ranks, attach.layout.dtype);
-  }
+  attach.is_on_gpu = options.is_on_gpu;
   ASSIGN_OR_RETURN(const auto admin, connect());
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
   ASSIGN_OR_RETURN(const client::NodeStatus status, admin->Status());

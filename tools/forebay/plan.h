@@ -21,7 +21,7 @@ struct PlanOptions {
 
   uint32_t ranks = 1;
   bool is_shared = false;
-  bool is_on_gpus = false;  // not of a shared job
+  bool is_on_gpu = false;  // not of a shared job
   bool accumulate = false;
   bool early_updates = true;  // not of a shared job
   std::string dtype = "bfloat16";

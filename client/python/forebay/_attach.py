@@ -256,10 +256,9 @@ def attach_sharded(
             return prepared, _layout(plan, optimizer, plan.layout.params)
 
         prepared, layout = _ranks.together(prepare)
-        sized = replace(request, grad_arena_bytes=request.grad_arena_bytes or plan.grad_arena_bytes)
 
         def send() -> Attachment:
-            undo.attachment = sized.send(
+            undo.attachment = request.send(
                 layout,
                 prepared.room_bytes,
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
@@ -302,7 +301,7 @@ def attach_sharded(
         for line in _report.costs(plan, request.job, status, takes, passes > 1):
             _report.say(line)
         staying = _fsdp.staying_gathered(model, units)
-        _report.say(_report.gathered(units, staying, prefetch_bytes, plan.device.is_host))
+        _report.say(_report.gathered(units, staying, prefetch_bytes, plan.copies_ahead))
     return opt
 
 

@@ -95,14 +95,15 @@ def _dram(takes: Mapping[str, Any], world_size: int) -> str:
 
 
 def gathered(
-    units: Sequence[Unit], staying: Sequence[Unit], prefetch_bytes: int, is_host: bool
+    units: Sequence[Unit], staying: Sequence[Unit], prefetch_bytes: int, copies_ahead: bool
 ) -> str:
     """What FSDP2 holds of whole groups in each process, at most. `staying`: those that stay gathered
-    from forward to backward; `prefetch_bytes`: of attach. Rank 0's, where ranks have other groups."""
+    from forward to backward; `prefetch_bytes`: of attach; `copies_ahead`: of the plan. Rank 0's, where ranks
+    have other groups."""
     moving = sorted((one.gathered_bytes for one in units if one not in staying), reverse=True)
     in_use, ahead = (*moving, 0, 0)[:2]
     ahead, how = max(ahead, min(prefetch_bytes, sum(moving[1:]))), "gathered"
-    if not is_host and all(one.is_alone for one in units):  # CopyAhead's buffers
+    if copies_ahead:
         copied = sorted((one.gathered_bytes for one in units), reverse=True)[:HELD]
         ahead, how = sum(copied), "copied"
     stay = sum(one.gathered_bytes for one in staying)

@@ -16,9 +16,6 @@ from ._fsdp import Shard, Unit
 from ._plan import FORMATS, Parameter, Plan, layers_of
 from .errors import UsageError, unsupported, usage_error
 
-GROUPS_ON_THEIR_WAY = 3
-USUAL_GRAD_ARENA_BYTES = 2 * 32 << 20  # at most: two pieces
-
 
 def shard(
     model: nn.Module,
@@ -162,17 +159,9 @@ class ShardedPlan(Plan):
         return _typical(self.units).grad_dtype
 
     @property
-    def grad_arena_bytes(self) -> int:
-        """Room that keeps a GPU at work, equal on all ranks; 0: what attach gives is enough. The processor asks for room ahead
-        of the GPU, which computes one layer while the gradients of one are copied and those of one are added up. The
-        largest group is the embedding's as a rule, whose gradients come last."""
-        elems: dict[int, int] = {}  # of the largest shard, by group
-        for group, _, boxes in self.layout.partitions:
-            count = sum(run * runs for param, _, run, _, runs in boxes if self.layout.params[param][4])
-            elems[group] = max(elems.get(group, 0), count)
-        largest, second = sorted((*elems.values(), 0, 0), reverse=True)[:2]
-        size_bytes = max(largest, GROUPS_ON_THEIR_WAY * second) * self.grad_dtype.itemsize
-        return 0 if self.device.is_host or size_bytes <= USUAL_GRAD_ARENA_BYTES else size_bytes
+    def copies_ahead(self) -> bool:
+        """Whether this rank holds all groups whole on a GPU, where FSDP2 gathers none of them: see _copy_ahead."""
+        return not self.device.is_host and all(unit.is_alone for unit in self.units)
 
     @property
     def master_dtype(self) -> torch.dtype:

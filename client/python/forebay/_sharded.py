@@ -168,7 +168,7 @@ class ShardedEngine(Engine):
         self._copy_list = _core.copy_list
         self.plan, self._width, self.device = plan, plan.dtype.itemsize, plan.device
         self._reads_in_place = plan.device.is_host and not attachment.weights_on_swap
-        self._ahead = None if plan.device.is_host else CopyAhead(plan.device)
+        self._ahead = CopyAhead(plan.device) if plan.copies_ahead else None
         of_name = {parameter.name: parameter for parameter in plan.parameters}
         self._process_groups = _fsdp.process_groups_of(plan.units)
         self.shard_groups = []
@@ -293,7 +293,7 @@ class ShardedEngine(Engine):
                 buffer[padding] = 0
             return buffer
 
-        if self._ahead is not None and group.unit.is_alone:
+        if self._ahead is not None:
             return self._ahead.copy(make, lambda buffer, stream: self.copy(group.copies, buffer, stream))
         buffer = make()
         self.copy(group.copies, buffer)

@@ -64,7 +64,7 @@ def a_rank_alone_waits_for_what_is_copied_ahead(ranks):
     model = ranks.shard(small_net())
     opt = ranks.attach(model, job=f"{ranks.job}.said")
     sizes = sorted((one.gathered_bytes for one in opt._plan.units), reverse=True)
-    said = _report.gathered(opt._plan.units, [], 0, is_host=False)
+    said = _report.gathered(opt._plan.units, [], 0, opt._plan.copies_ahead)
     assert f"{_report.size(sizes[0] + sizes[1])} copied ahead" in said, said
     opt.detach()
     right = losses("right", [])
