@@ -198,23 +198,22 @@ def attach(
     prefetch_bytes = _size_bytes("prefetch_bytes", prefetch_bytes)
     activation_bytes = _size_bytes("activation_bytes", activation_bytes)
     rule = rule or AdamW()
-    if not is_sharded:
+    if is_sharded:
+        request = _attach.shard(model, fsdp, rule, request)
+        opt = _attach.attach_sharded(
+            model,
+            rule,
+            request,
+            name_prefix=name_prefix,
+            passes=passes,
+            prefetch_bytes=prefetch_bytes,
+            activation_bytes=activation_bytes,
+            drain=bool(drain),
+            early_updates=bool(early_updates),
+            initial=initial,
+        )
+    else:
         opt = _attach.attach(model, rule, request, passes=passes)
-        _attach.say_what_goes_on(request, opt)
-        return _adopt.take_over(opt, optimizer, states)
-    request = _attach.shard(model, fsdp, rule, request)
-    opt = _attach.attach_sharded(
-        model,
-        rule,
-        request,
-        name_prefix=name_prefix,
-        passes=passes,
-        prefetch_bytes=prefetch_bytes,
-        activation_bytes=activation_bytes,
-        drain=bool(drain),
-        early_updates=bool(early_updates),
-        initial=initial,
-    )
     _attach.say_what_goes_on(request, opt)
     return _adopt.take_over(opt, optimizer, states)
 
