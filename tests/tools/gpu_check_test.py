@@ -20,7 +20,7 @@ import time
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("forebay")
+core = pytest.importorskip("forebay._core")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin"))
@@ -32,7 +32,7 @@ DEADLINE_S = 600
 def unpacked(tmp_path_factory):
     """As the archive is, for this interpreter alone."""
     folder = tmp_path_factory.mktemp("gpu_check")
-    package = pathlib.Path(importlib.util.find_spec("forebay").origin).parent
+    package = pathlib.Path(core.__file__).parent  # installed: the sources have no extension
     backend = f"cp{sys.version_info.major}{sys.version_info.minor}"
     for name in ("bin", "tests", "python", f"python/backends/{backend}"):
         (folder / name).mkdir(parents=True)
@@ -48,8 +48,8 @@ def unpacked(tmp_path_factory):
     }.items():
         for file in files:
             (folder / place / file.name).symlink_to(file)
-    guide = [sys.executable, ROOT / "tools" / "gpu_check" / "apply_guide.py", ROOT / "docs"]
-    subprocess.run([*guide, folder / "examples"], check=True)
+    guide = [sys.executable, ROOT / "tools" / "apply_guide.py", "one-gpu.md", folder / "examples"]
+    subprocess.run(guide, check=True)
     script = (ROOT / "tools" / "gpu_check" / "gpu_check.py").read_text(encoding="utf-8")
     (folder / "gpu_check").write_text(script, encoding="utf-8")
     return folder

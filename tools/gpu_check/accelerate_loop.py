@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """One rank of gpu_check: trains a small GPT-2 with Accelerate's FSDP2 plugin and prints its losses and norms in a JSON
-line.
+line. Its environment is that of torchrun.
 
 usage: accelerate_loop.py plain|forebay cuda|cpu
 """
 
 import json
 import os
-import socket
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the model is made from a config
@@ -39,12 +38,7 @@ def make_accelerator(who, device):
 
 def main():
     who, device = sys.argv[1:]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_FSDP": "true"}
-    os.environ.update({name: str(value) for name, value in launch.items()})
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
     accelerator = make_accelerator(who, device)
     torch.manual_seed(1)
     sizes = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "n_positions": LENGTH}

@@ -296,8 +296,8 @@ class Checks:
             return
         program = [sys.executable, HERE / "accelerate_loop.py"]
         device = "cpu" if self.args.rehearse else "cuda"
-        theirs = last_json(self.run([*program, "plain", device]))
-        ours = last_json(self.with_daemon(GIB, *program, "forebay", device))
+        theirs = last_json(self.run([*program, "plain", device], **launch()))
+        ours = last_json(self.with_daemon(GIB, *program, "forebay", device, **launch()))
         apart = max(abs(a - b) / b for a, b in zip(ours["losses"], theirs["losses"]))
         # float32 on both sides; the order of the operations differs
         holds = apart <= 1e-4 and ours["committed"] == len(ours["losses"]) and ours["mode"] == "sharded"
@@ -306,13 +306,11 @@ class Checks:
 
     def check_page(self):
         """The script of docs/one-gpu.md before and after its diff: both in bfloat16, Forebay's with 8-bit moments."""
-        launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         with tempfile.TemporaryDirectory() as folder:
             options = {"cwd": folder, "PYTHONPATH": before_others("PYTHONPATH", PYTHON, backend(), EXAMPLES)}
             plain = self.run([sys.executable, EXAMPLES / "one_gpu_loop.py"], **options)
             changed = [sys.executable, EXAMPLES / "one_gpu_loop_changed.py"]
-            ours = self.with_daemon(GIB, *changed, **options, **launch)
+            ours = self.with_daemon(GIB, *changed, **options, **launch())
         pairs = [list(map(float, re.findall(r"^step \d+ loss ([\d.]+)$", text, re.M))) for text in (ours, plain)]
         first, last = pairs[0][0], pairs[0][-1]
         # The page's model gets other values from meta than the plain one: both learn the same sequences.
@@ -453,10 +451,13 @@ def last_json(text):
     return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
 
 
-def free_port():
+def launch():
+    """The environment of one rank, as torchrun makes it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+        port = free.getsockname()[1]
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def before_others(variable, *folders):

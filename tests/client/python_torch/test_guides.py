@@ -8,22 +8,15 @@ import re
 import runpy
 import signal
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from apply_guide import GUIDE, ROOT, applied, diffs_of
 from daemon_process import on_the_daemon
 from torch import multiprocessing
 
-ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 120
-GUIDE = re.compile(
-    r"<!-- applied to (\S+), and run, by tests/client/python_torch/\w+.py -->\n"
-    r"```diff guide\n(.*?)```",
-    re.S,
-)
 KILLED_IN = 12  # the step
 # Bound of the losses' difference, as a share: float32 differs in the order of its operations; weights of 16 bits are
 # rounded ties away from zero, 2^-9 of a value each step; with 8-bit moments or another rule of rounding, losses fall alike.
@@ -34,35 +27,6 @@ DEEPSPEEDS_LOSSES = [
     4.30019, 4.31690, 4.34399, 4.22714, 4.07473, 3.87909, 3.60161, 3.25112, 2.96438, 2.72900,
     2.49428, 2.24579, 2.03533, 2.31410, 1.61225, 1.44272, 1.31845, 1.46526, 1.34484, 1.09405,
 ]
-
-
-def diffs_of(page):
-    """[(script, diff)] in the order of the page."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    found = [(match[1], match[2]) for match in GUIDE.finditer(text)]
-    assert found, f"docs/{page} has no diff"
-    return found
-
-
-def applied(page, number, folder):
-    """The path of the changed script."""
-    script, diff = diffs_of(page)[number]
-    source = ROOT / script
-    changed = folder / source.name
-    changed.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    patch = folder / "guide.diff"
-    patch.write_text(f"--- a/{source.name}\n+++ b/{source.name}\n{diff}", encoding="utf-8")
-    done = subprocess.run(
-        ["git", "apply", "--unidiff-zero", patch.name],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)},
-    )
-    assert done.returncode == 0, f"docs/{page} does not fit {script}: {done.stderr}"
-    compile(changed.read_text(encoding="utf-8"), changed.name, "exec")
-    return changed
 
 
 def free_port():

@@ -5,8 +5,8 @@ import re
 import time
 
 import pytest
+from apply_guide import ROOT, applied, diffs_of
 from huggingface import needs_huggingface, start
-from test_guides import ROOT, applied, diffs_of
 
 pytestmark = needs_huggingface
 LINES_MAX = 5
