@@ -68,7 +68,7 @@ def test_scripts_are_as_with_torch_or_refused(node, quiet, ranks):
     print(dict(outcomes), dict(refused.most_common()))
     assert outcomes.keys() - {"equal", "invalid"} <= documented
     assert outcomes["equal"] >= 0.3 * count, "too much is refused for the rest to say anything"
-    assert outcomes["invalid"] <= 0.25 * count, "too much is no script at all"
+    assert outcomes["invalid"] <= (0.25 if ranks else 0.15) * count, "too much is no script at all"
     reached = {operation.partition(" ")[2] for result in results for operation in result.operations}
     operations = {"step", *script_grammar.ZERO} | {"nothing", "clip_norm", "clip_value", "norm_of_one"}
     operations |= {"evaluate", "deepcopy", "lr", "hook", "read_state", "autograd_grad"}
