@@ -51,6 +51,12 @@ std::array<uint64_t, SquareSum::kDigits> SquareSum::Carried() const {
   return digits;
 }
 
+SquareSum SquareSum::FromDigits(const std::array<uint64_t, kDigits>& digits) {
+  SquareSum sum;
+  sum.digits_ = digits;
+  return sum;
+}
+
 double SquareSum::ToDouble() const {
   if (!finite_) return std::numeric_limits<double>::quiet_NaN();
   const std::array<uint64_t, kDigits> digits = Carried();

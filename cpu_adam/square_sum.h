@@ -21,11 +21,15 @@ class SquareSum {
   bool finite() const { return finite_; }
   double ToDouble() const;  // truncated to 53 bits; NaN where not finite
 
+  // The sum as numbers below 2^32 that Merge() adds one by one, to send it and to take it up again; of one that is finite.
+  static constexpr int kDigits = 20;
+  std::array<uint64_t, kDigits> Digits() const { return Carried(); }
+  static SquareSum FromDigits(const std::array<uint64_t, kDigits>& digits);
+
   // Equal in value, not merely in how the value was reached.
   bool operator==(const SquareSum& other) const;
 
  private:
-  static constexpr int kDigits = 20;
   static constexpr int kDigitBits = 32;
   static constexpr int kLowestExponent = -320;  // digit d counts units of 2^(32·d - 320)
 

@@ -168,15 +168,15 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
     return turn < entry.second.next || entry.second.waiting.contains(turn);
   };
   if (std::any_of(begin, end, is_over)) {
-    io_.Answer(
-        delivery.command,
-        was_delivered
-            ? RepeatError(delivery)
-            : MakeError(ErrorId::kStep, absl::StrCat("rank ", rank, " called step ", step,
-                                                     " before it delivered elements ",
-                                                     delivery.begin, " to ", delivery.end, " of ",
-                                                     layout_->DescribePartition(delivery.partition),
-                                                     ": they count as zero in this step")));
+    io_.Answer(delivery.command,
+               was_delivered
+                   ? RepeatError(delivery)
+                   : MakeError(ErrorId::kStep,
+                               absl::StrCat("rank ", layout_->WorldRank(rank), " called step ",
+                                            step, " before it delivered elements ", delivery.begin,
+                                            " to ", delivery.end, " of ",
+                                            layout_->DescribePartition(delivery.partition),
+                                            ": they count as zero in this step")));
     return;
   }
   const Id id = ++last_id_;
@@ -204,10 +204,10 @@ absl::Status GradientAccumulator::RepeatError(const Delivery& delivery) const {
   const uint32_t pass = passes_[delivery.rank];
   return MakeError(
       ErrorId::kGradRepeat,
-      absl::StrCat("rank ", delivery.rank, " has delivered gradients of elements ", delivery.begin,
-                   " to ", delivery.end, " of ", layout_->DescribePartition(delivery.partition),
-                   " in step ", step_, ", or is past backward pass ", delivery.pass, " (it is in ",
-                   pass, ")"),
+      absl::StrCat("rank ", layout_->WorldRank(delivery.rank),
+                   " has delivered gradients of elements ", delivery.begin, " to ", delivery.end,
+                   " of ", layout_->DescribePartition(delivery.partition), " in step ", step_,
+                   ", or is past backward pass ", delivery.pass, " (it is in ", pass, ")"),
       "begin a pass before its gradients are delivered");
 }
 
@@ -402,11 +402,12 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
     const uint64_t before = pass.widens ? 2 : 1;  // a sum was found finite when it was made
     FOREBAY_CHECK(done.count >= before);
     Contribution& culprit = contributions_.at(pass.sources.at(done.count - before));
-    fault_ = MakeError(ErrorId::kNonfinite,
-                       absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
-                                    layout_->DescribePartition(pass.partition), " in step ", step_,
-                                    " holds NaN or infinity"),
-                       "the step was not applied; repeat it with other gradients");
+    fault_ =
+        MakeError(ErrorId::kNonfinite,
+                  absl::StrCat("the gradient of rank ", layout_->WorldRank(culprit.delivery.rank),
+                               " for ", layout_->DescribePartition(pass.partition), " in step ",
+                               step_, " holds NaN or infinity"),
+                  "the step was not applied; repeat it with other gradients");
     AnswerOnce(culprit, fault_);
     return;
   }
@@ -593,12 +594,13 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   Contribution& contribution = contributions_.at(id);
   const Delivery delivery = contribution.delivery;
   if (contribution.elems_left < delivery.end - delivery.begin) return;
-  AnswerOnce(contribution, MakeError(ErrorId::kRankLost,
-                                     absl::StrCat("the gradient of rank ", delivery.rank, " for ",
-                                                  layout_->DescribePartition(delivery.partition),
-                                                  " in step ", step_, " waits for rank ",
-                                                  missing_rank, ", which has detached"),
-                                     "attach that rank again"));
+  AnswerOnce(
+      contribution,
+      MakeError(ErrorId::kRankLost,
+                absl::StrCat("the gradient of rank ", layout_->WorldRank(delivery.rank), " for ",
+                             layout_->DescribePartition(delivery.partition), " in step ", step_,
+                             " waits for rank ", missing_rank, ", which has detached"),
+                "attach that rank again"));
   Cells& cells = partitions_[delivery.partition].cells;
   for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
        ++it) {
@@ -649,18 +651,13 @@ bool GradientAccumulator::UsesArenaOf(SessionId session) const {
   });
 }
 
-double GradientAccumulator::SumSquares() const {
-  double sum = 0;
-  const auto places = layout_->partitions();
-  for (uint32_t begin = 0, end = 0; begin < places.size(); begin = end) {
-    cpu_adam::SquareSum group;
-    for (; end < places.size() && places[end].group == places[begin].group; ++end) {
-      if (places[end].replica != 0) continue;
-      for (const auto& [elem, cell] : partitions_[end].cells) group.Merge(cell.squares);
-    }
-    sum += group.ToDouble();
+cpu_adam::SquareSum GradientAccumulator::Squares() const {
+  cpu_adam::SquareSum squares;
+  for (size_t i = 0; i < partitions_.size(); ++i) {
+    if (layout_->partitions()[i].replica != 0) continue;
+    for (const auto& [elem, cell] : partitions_[i].cells) squares.Merge(cell.squares);
   }
-  return sum;
+  return squares;
 }
 
 uint64_t GradientAccumulator::unanswered(SessionId session) const {

@@ -138,7 +138,7 @@ class GradientAccumulator {
   bool UsesArenaOf(SessionId session) const;
   const absl::Status& fault() const { return fault_; }
   // Of each group exactly, whatever its partitions; added in the order of groups. Replicas count once.
-  double SumSquares() const;
+  cpu_adam::SquareSum Squares() const;
 
   // Commands not answered yet, for CheckInvariants.
   uint64_t unanswered(SessionId session) const;
