@@ -64,6 +64,7 @@ struct AttachRequest {
                                 # restarted (wire.h): it has its arenas mapped, and gets descriptors of the same
   heldLeases @16 :List(UInt64); # of a reattach to a job with weights on swap: that the session had
   gradArena @17 :UInt64;        # of a reattach: inode of the gradient arena that it has mapped. 0: it does not say
+  worldRanks @18 :UInt32;       # of a job over several nodes: all ranks, of which worldSize are on this node; 0: those
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 
@@ -77,6 +78,8 @@ struct LayoutMessage {
   seed @5 :UInt64;                   # of formats that round stochastically
   partitions @6 :List(Partition);    # empty: shared attachment, the node owns every group whole
   gradDtype @7 :Text;                # of gradients; empty: that of the weights
+  isPart @8 :Bool;                   # the partitions are those of one node; the other elements are elsewhere
+  firstRank @9 :UInt32;              # of its ranks in the world: that of owner 0
 
   struct Param {
     name @0 :Text;
@@ -119,6 +122,10 @@ struct AttachReply {
   weightsOnSwap @13 :Bool;      # of some partitions: the arena is a cache, and a lease alone says where they are
   outlivesDaemon @14 :Bool;     # the job: where the daemon is killed, the session attaches again to the next one
   leases @15 :UInt32;           # of AttachRequest.heldLeases, that the session has now
+  # Of a job over several nodes.
+  preparedStep @16 :UInt64;     # committedStep + 1, which the node has prepared and nobody has decided; 0: none
+  durableStep @17 :UInt64;      # the newest that the node can go back to; of level "memory" 0
+  summary @18 :Data;            # by which committedStep was committed; empty: the daemon does not know
 }
 
 interface Session {

@@ -155,7 +155,8 @@ absl::Status Layout::PlacePartitions() {
   for (size_t p = 0; p < params_.size(); ++p) {
     boxed.push_back({spec_.params[p].name, params_[p].group, params_[p].elems});
   }
-  RETURN_IF_ERROR(CheckPartitions(boxed, static_cast<uint32_t>(groups_.size()), spec_.partitions));
+  RETURN_IF_ERROR(CheckPartitions(boxed, static_cast<uint32_t>(groups_.size()), spec_.partitions,
+                                  spec_.is_part ? Coverage::kPart : Coverage::kWhole));
   std::map<uint32_t, size_t> places;  // by owner
   for (const PartitionSpec& partition : spec_.partitions) {
     const auto [place, is_new] = places.try_emplace(partition.owner, owners_.size());
@@ -230,7 +231,7 @@ std::span<const BoxPlace> Layout::boxes_of(uint32_t partition) const {
 std::string Layout::PartitionName(uint32_t partition) const {
   const PartitionPlace& place = partitions_[partition];
   const std::string& group = spec_.group_names[place.group];
-  return is_shared() ? group : absl::StrCat(group, " of rank ", place.owner);
+  return is_shared() ? group : absl::StrCat(group, " of rank ", WorldRank(place.owner));
 }
 
 std::string Layout::DescribePartition(uint32_t partition) const {
@@ -254,6 +255,13 @@ std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
       return spec.partitions.empty() ? "shared" : "sharded";
     };
     return differ("attachment", mode(have), mode(want));
+  }
+  if (have.is_part != want.is_part) {
+    const auto nodes = [](const LayoutSpec& spec) { return spec.is_part ? "several" : "one"; };
+    return differ("nodes", nodes(have), nodes(want));
+  }
+  if (have.first_rank != want.first_rank) {
+    return differ("first rank of the node", have.first_rank, want.first_rank);
   }
   if (have.optimizer != want.optimizer) {
     return differ("optimizer", std::string(Name(have.optimizer)),

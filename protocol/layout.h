@@ -61,6 +61,9 @@ struct LayoutSpec {
   std::vector<std::string> group_names;
   // Empty: shared attachment, where the node is the one owner and holds every group whole.
   std::vector<PartitionSpec> partitions;
+  // Of a job over several nodes: the partitions are those of one node's ranks, and the other elements are elsewhere.
+  bool is_part = false;
+  uint32_t first_rank = 0;  // the rank of owner 0 in the world
 
   bool operator==(const LayoutSpec&) const = default;
 };
@@ -154,6 +157,8 @@ class Layout {
   uint64_t partition_bytes(uint32_t partition) const;
   uint64_t gradient_bytes(uint32_t partition) const;
   std::span<const BoxPlace> boxes_of(uint32_t partition) const;
+  // As the world numbers a rank of this node.
+  uint32_t WorldRank(uint32_t rank) const { return spec_.first_rank + rank; }
   // For messages: the name of the group, sharded "NAME of rank 1".
   std::string PartitionName(uint32_t partition) const;
   // "group 3 (NAME)", sharded "group 3 (NAME of rank 1)".

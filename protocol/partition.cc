@@ -136,7 +136,7 @@ absl::Status CheckDisjoint(const BoxedParam& param, std::span<const ReplicaBox> 
 }  // namespace
 
 absl::Status CheckPartitions(std::span<const BoxedParam> params, uint32_t groups,
-                             std::span<const PartitionSpec> partitions) {
+                             std::span<const PartitionSpec> partitions, Coverage coverage) {
   if (partitions.size() > kPartitionsMax) {
     return BadPartition(
         absl::StrCat(partitions.size(), " partitions (at most ", kPartitionsMax, ")"));
@@ -174,7 +174,7 @@ absl::Status CheckPartitions(std::span<const BoxedParam> params, uint32_t groups
       RETURN_IF_ERROR(
           CheckDisjoint(params[p], std::span(boxes).subspan(begin, end - begin), comparisons));
     }
-    if (home_elems != params[p].elems) {
+    if (coverage == Coverage::kWhole && home_elems != params[p].elems) {
       return BadPartition(absl::StrCat("parameter ", std::string(params[p].name), ": ", home_elems,
                                        " of its ", params[p].elems,
                                        " elements are in partitions of replica 0"));

@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 10;
+inline constexpr uint32_t kProtocolVersion = 11;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -30,10 +30,12 @@ enum class Op : uint16_t {
   kRelease = 4,  // gives lease `lease_id` back
   // Contribution of this rank to a range of `partition`; the bytes are free again once answered.
   kGradReady = 5,
-  // Barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed.
+  // Barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed. Of a job over several
+  // nodes it is answered with kStepPrepared and this node's StepSummary (step_summary.h), and what comes of the step is
+  // decided by kDecide.
   kStep = 6,
   // Decodes a state of parameter `partition` (its index) into the grad arena: float32 of consecutive
-  // elements
+  // elements, which may be none
   kReadState = 7,
   // Grad arena (float32) -> a state of a range of `partition`, which is the rank's own (shared attachment:
   // any rank's). Masters set the weights too, which are the masters rounded: before kInitialDone in ranges
@@ -56,6 +58,11 @@ enum class Op : uint16_t {
   // Sets how many updates the parameter `partition` (its index) has had to `step`, at most kUpdatesMax;
   // between steps, by any rank.
   kWriteUpdates = 12,
+  // Of a job over several nodes: what its nodes have decided of `step`, a StepSummary of the world where
+  // StepSummaryOffset() says, of StepSummaryBytes(). Of a step that is prepared: from any rank, the first one counts;
+  // answered as kStep is where it is committed, else at once. StepDecision::kWithdraw, of a rank that does not call the
+  // step: calls of the node's other ranks are refused.
+  kDecide = 13,
 };
 
 inline constexpr uint32_t kAllParams = UINT32_MAX;          // of kGradNorm
@@ -83,10 +90,10 @@ struct Command {
   uint64_t tag;  // chosen by the client, unique among its commands in flight
   uint16_t op;   // Op
   // The backward pass for kGradReady, index into StateNames() for kReadState and kWriteState, FetchKind for
-  // kFetch, StepAnswer for kStep, else 0
+  // kFetch, StepAnswer for kStep and kDecide, else 0
   uint16_t kind;
   uint32_t partition;  // kReadState, kWriteUpdates: the parameter
-  // t for kStep and kAnnounceStep, the step a kGradReady belongs to (committed_step + 1), the number of
+  // t for kStep, kDecide and kAnnounceStep, the step a kGradReady belongs to (committed_step + 1), the number of
   // kWriteUpdates
   uint64_t step;
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
@@ -135,6 +142,7 @@ enum class StepAnswer : uint16_t {
 enum CompletionFlags : uint16_t {
   kStepRepeated = 1,  // the step had been committed before: nothing was applied
   kStepClipped = 2,   // the gradient was scaled to max_grad_norm
+  kStepPrepared = 4,  // of a job over several nodes: see kStep
 };
 
 // ------------------------------------------------------------------------------------ step request
@@ -168,7 +176,7 @@ constexpr void SetPresent(std::span<uint64_t> presence, uint32_t param) {
   presence[param / 64] |= uint64_t{1} << (param % 64);
 }
 
-// At the end of a session's step region: the client's. Zeros once the daemon has taken the arena's
+// At the end of a session's step region, behind the summary of a step over several nodes: the client's. Zeros once the daemon has taken the arena's
 // memory back, which it does from the arena's begin on.
 inline constexpr uint64_t kSessionMarkBytes = 64;
 

@@ -118,6 +118,7 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
                          .reader = request.getReader(),
                          .rank = request.getRank(),
                          .world_size = request.getWorldSize(),
+                         .world_ranks = request.getWorldRanks(),
                          .run = TextOf(request.getRun()),
                          .resume = request.getResume(),
                          .reattach = request.getReattach(),
@@ -193,6 +194,10 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setWeightsOnSwap(answer.weights_on_swap);
   reply.setOutlivesDaemon(answer.outlives_daemon);
   reply.setLeases(answer.leases);
+  reply.setPreparedStep(answer.prepared_step);
+  reply.setDurableStep(answer.durable_step);
+  reply.setSummary(
+      {reinterpret_cast<const kj::byte*>(answer.summary.data()), answer.summary.size()});
   auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));
   for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
 }

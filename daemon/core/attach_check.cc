@@ -28,16 +28,45 @@ absl::Status CheckRunToken(const std::string& run) {
                    "set FOREBAY_RUN, or run at attach, to a short name of this run");
 }
 
-// Owners of partitions are ranks, and all are on this node: none of them needs a replica here.
+// The ranks of this node are some of the world's, and hold some of the parameters.
+absl::Status CheckNodes(const AttachRequested& request) {
+  const bool is_over_nodes = request.world_ranks > 0;
+  if (request.layout->spec().is_part != is_over_nodes) {
+    return MakeError(ErrorId::kLayout, is_over_nodes
+                                           ? "a job over several nodes, and a layout of one"
+                                           : "a layout of one of several nodes, and a job on one");
+  }
+  if (!is_over_nodes) return absl::OkStatus();
+  if (request.layout->is_shared()) {
+    return MakeError(
+        ErrorId::kUnsupported,
+        absl::StrCat("a job of ", request.world_ranks, " ranks, of which ", request.world_size,
+                     " are on this node, without partitions of theirs"),
+        "attach sharded: with shared attachment all ranks are on one node");
+  }
+  const uint32_t first_rank = request.layout->spec().first_rank;
+  if (request.world_ranks <= request.world_size || request.world_ranks > kWorldRanksMax ||
+      first_rank > request.world_ranks - request.world_size) {
+    return MakeError(
+        ErrorId::kRank,
+        absl::StrCat("ranks ", first_rank, " to ", uint64_t{first_rank} + request.world_size - 1,
+                     " on this node are not some of the job's ", request.world_ranks,
+                     " ranks (at most ", kWorldRanksMax, ")"));
+  }
+  return absl::OkStatus();
+}
+
+// Owners of partitions are ranks, and all are on this node: none of them needs a replica here, unless another node has
+// replica 0.
 absl::Status CheckOwners(const protocol::Layout& layout, uint32_t world_size) {
   if (layout.is_shared()) return absl::OkStatus();
   for (const protocol::PartitionPlace& partition : layout.partitions()) {
     if (partition.owner >= world_size) {
-      return MakeError(ErrorId::kRank,
-                       absl::StrCat("the layout has partitions of rank ", partition.owner,
-                                    "; the world size is ", world_size));
+      return MakeError(ErrorId::kRank, absl::StrCat("the layout has partitions of rank ",
+                                                    layout.WorldRank(partition.owner),
+                                                    "; the world size is ", world_size));
     }
-    if (partition.replica != 0) {
+    if (partition.replica != 0 && !layout.spec().is_part) {
       return MakeError(ErrorId::kUnsupported,
                        absl::StrCat("the layout has replica ", partition.replica, " of group ",
                                     partition.group, ": a node holds one copy"),
@@ -65,6 +94,7 @@ absl::Status CheckAttachRequest(const AttachRequested& request) {
                      absl::StrCat("a session that held ", request.held_leases.size(),
                                   " leases (at most ", kLeasesPerSessionMax, ")"));
   }
+  RETURN_IF_ERROR(CheckNodes(request));
   RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
   return CheckSessionRequest(*request.layout, SessionRequestOf(request));
 }

@@ -79,7 +79,7 @@ void BlockMap::FindBoxes() {
     sequence_elems_.push_back(place.states_elem);
     if (layout_->params()[place.box.param].trainable) {
       states_[owner].boxes.push_back(i);
-      if (layout_->partitions()[place.partition].replica == 0) {
+      if (layout_->partitions()[place.partition].replica == 0 || layout_->spec().is_part) {
         param_boxes_[place.box.param].push_back(i);
       }
     } else if (is_on_swap(place.partition)) {

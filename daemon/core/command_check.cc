@@ -58,8 +58,9 @@ absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandL
   const uint32_t owner = layout.partitions()[partition].owner;
   if (layout.is_shared() || owner == limits.rank) return absl::OkStatus();
   return MakeError(ErrorId::kRank,
-                   absl::StrCat("rank ", limits.rank, " writes partition ", partition, " (",
-                                layout.PartitionName(partition), "), which is rank ", owner, "'s"),
+                   absl::StrCat("rank ", layout.WorldRank(limits.rank), " writes partition ",
+                                partition, " (", layout.PartitionName(partition),
+                                "), which is rank ", layout.WorldRank(owner), "'s"),
                    "each rank writes the parameters and gradients of its own partitions");
 }
 
@@ -139,6 +140,7 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
   RETURN_IF_ERROR(CheckParam(command.partition, layout));
   RETURN_IF_ERROR(CheckStateKind(command.kind, layout));
   RETURN_IF_ERROR(CheckHasStates(command.partition, layout));
+  if (command.length_bytes == 0) return absl::OkStatus();
   return CheckFloats(command, layout.params()[command.partition].elems,
                      absl::StrCat("parameter ", layout.spec().params[command.partition].name),
                      gradients);
@@ -212,12 +214,12 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
 absl::Status CheckCommand(const Command& command, const Layout& layout,
                           const CommandLimits& limits) {
   if (command.op < static_cast<uint16_t>(Op::kWriteInitial) ||
-      command.op > static_cast<uint16_t>(Op::kWriteUpdates)) {
+      command.op > static_cast<uint16_t>(Op::kDecide)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
   }
   const Op op = static_cast<Op>(command.op);
-  const bool has_attempt =
-      op == Op::kGradReady || op == Op::kGradNorm || op == Op::kStep || op == Op::kAnnounceStep;
+  const bool has_attempt = op == Op::kGradReady || op == Op::kGradNorm || op == Op::kStep ||
+                           op == Op::kAnnounceStep || op == Op::kDecide;
   if (command.attempt != 0 && !has_attempt) {
     return MakeError(ErrorId::kProtocol,
                      absl::StrCat("op ", command.op, " carries attempt ", command.attempt,
@@ -257,6 +259,12 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       }
       return CheckWithin(command,
                          {.offset = limits.step_region_offset, .bytes = limits.step_region_bytes});
+    case Op::kDecide:
+      if (command.kind > static_cast<uint16_t>(protocol::StepAnswer::kCommitted)) {
+        return MakeError(ErrorId::kProtocol,
+                         absl::StrCat("unknown kind of decision ", command.kind));
+      }
+      return absl::OkStatus();
     case Op::kGradNorm:
       return command.partition == protocol::kAllParams ? absl::OkStatus()
                                                        : CheckParam(command.partition, layout);

@@ -39,6 +39,8 @@ struct AttachRequested {
   // Not of a reader.
   uint32_t rank = 0;
   uint32_t world_size = 1;
+  // Of a job over several nodes: all its ranks; `rank` counts from the first of this node. 0: all are here.
+  uint32_t world_ranks = 0;
   // Token of the run that the process belongs to, and whether it may take over another run's job.
   std::string run = {};
   bool resume = false;
@@ -102,6 +104,13 @@ struct StepRequestCopied {
   // As many as the command's length has room for.
   std::pmr::vector<protocol::HyperParams> hyper_params;
   std::pmr::vector<uint64_t> presence = {};  // likewise; see wire.h
+};
+
+// Answer to CopySummary, in the same turn of the loop.
+struct SummaryCopied {
+  SessionId session = 0;
+  uint64_t tag = 0;
+  std::vector<std::byte> bytes;  // private copies, unchecked
 };
 
 // Of the elements of one segment: what LAMB's step length depends on.
@@ -180,10 +189,11 @@ struct JobFreed {
 };
 
 // One of the above. A type of its own, so that copying, moving and destroying it is compiled once.
-struct Event : std::variant<AttachRequested, SessionMapped, SessionEnded, RankEnded, CommandArrived,
-                            StepRequestCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
-                            LeaseTimeExpired, BlockMoveRequested, HandOverRequested, HandOverDue,
-                            UpdatesResumed, DeleteJobRequested, JobFreed> {
+struct Event
+    : std::variant<AttachRequested, SessionMapped, SessionEnded, RankEnded, CommandArrived,
+                   StepRequestCopied, SummaryCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
+                   LeaseTimeExpired, BlockMoveRequested, HandOverRequested, HandOverDue,
+                   UpdatesResumed, DeleteJobRequested, JobFreed> {
   using variant::variant;
   Event(const Event& other);
   Event(Event&& other) noexcept;
@@ -282,6 +292,10 @@ struct AnswerAttach {
   uint64_t attempt = 0;          // the newest one at the next step
   bool outlives_daemon = false;  // the job: where the daemon is killed, another one goes on with it
   uint32_t leases = 0;           // of AttachRequested::held_leases, that it has
+  // As AttachReply has them.
+  uint64_t prepared_step = 0;
+  uint64_t durable_step = 0;
+  std::vector<std::byte> summary = {};
 };
 
 // Puts one completion into the session's ring; a status that is not OK is kept for Session.explain.
@@ -319,6 +333,20 @@ struct CopyStepRequest {
   uint64_t arena_offset_bytes = 0;
   uint64_t length_bytes = 0;
   uint64_t presence_words = 0;
+};
+
+// Of a job over several nodes: to or from the grad arena, at once. CopySummary calls back with SummaryCopied before
+// anything else.
+struct WriteSummary {
+  SessionId session = 0;
+  uint64_t arena_offset_bytes = 0;
+  std::vector<std::byte> bytes;
+};
+struct CopySummary {
+  SessionId session = 0;
+  uint64_t tag = 0;
+  uint64_t arena_offset_bytes = 0;
+  uint64_t bytes = 0;
 };
 
 // The rest is done by workers and the disk. Offsets are bytes into the named arena.
@@ -720,14 +748,15 @@ struct SwapPathMarked {
 struct Action
     : std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
                    CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                   AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
-                   SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
-                   PromoteBlock, DecodeState, SetState, LoadWeights, SpillSums, LoadSums, SavePart,
-                   RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited,
-                   StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished,
-                   HandedOver, RecordJob, RecordBlock, RecordInstalled, RecordStaged, RecordSums,
-                   RecordAttempt, RecordDecision, RecordTrust, RecordStep, RecordUpdates,
-                   RecordLease, RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked> {
+                   AnswerDelete, CopyStepRequest, WriteSummary, CopySummary, CopyInitial,
+                   CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock,
+                   InstallWeights, WriteBlock, EvictBlock, PromoteBlock, DecodeState, SetState,
+                   LoadWeights, SpillSums, LoadSums, SavePart, RestorePart, KeepExtraStates,
+                   RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer, StepCalled,
+                   StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob,
+                   RecordBlock, RecordInstalled, RecordStaged, RecordSums, RecordAttempt,
+                   RecordDecision, RecordTrust, RecordStep, RecordUpdates, RecordLease,
+                   RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked> {
   using variant::variant;
   Action(const Action& other);
   Action(Action&& other) noexcept;

@@ -23,7 +23,7 @@ bool NeedsRank(const Command& command) {
   const Op op = static_cast<Op>(command.op);
   return op == Op::kWriteInitial || op == Op::kInitialDone || op == Op::kGradReady ||
          op == Op::kStep || op == Op::kWriteState || op == Op::kWriteUpdates ||
-         op == Op::kGradNorm || op == Op::kAnnounceStep;
+         op == Op::kGradNorm || op == Op::kAnnounceStep || op == Op::kDecide;
 }
 
 }  // namespace
@@ -218,10 +218,11 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
 void Job::Attach(const AttachRequested& request) {
   Session* const old = request.reader ? nullptr : members_.OfRank(request.rank);
   if (old != nullptr) {
-    Evict(*old, MakeError(ErrorId::kFenced,
-                          absl::StrCat("a newer session of rank ", request.rank, " of job ",
-                                       spec_.name, " has attached"),
-                          "one process trains a rank: end the other, then attach again"));
+    Evict(*old,
+          MakeError(ErrorId::kFenced,
+                    absl::StrCat("a newer session of rank ", spec_.layout->WorldRank(request.rank),
+                                 " of job ", spec_.name, " has attached"),
+                    "one process trains a rank: end the other, then attach again"));
   }
   members_.Add(request);
 }
@@ -272,7 +273,7 @@ void Job::EndInitial(Session& writer, const absl::Status& status) {
   }
   const absl::Status lost =
       MakeError(ErrorId::kRankLost,
-                absl::StrCat("rank ", writer.rank, " of job ", spec_.name,
+                absl::StrCat("rank ", spec_.layout->WorldRank(writer.rank), " of job ", spec_.name,
                              " was lost before all initial parameters were written"),
                 "attach again and write them again");
   initial_.AnswerWriter(writer.id, status);
@@ -284,11 +285,11 @@ void Job::EndInitial(Session& writer, const absl::Status& status) {
 // answered; else it is dropped. `lost`: null where it had none with this daemon.
 void Job::OnRankFailed(uint32_t rank, Session* lost) {
   const uint64_t committed = step_.committed_step();
-  const absl::Status status =
-      MakeError(ErrorId::kRankLost,
-                absl::StrCat("rank ", rank, " of job ", spec_.name, " was lost in step ",
-                             committed + 1, "; the committed step is ", committed),
-                absl::StrCat("attach again and go on after step ", committed));
+  const absl::Status status = MakeError(
+      ErrorId::kRankLost,
+      absl::StrCat("rank ", spec_.layout->WorldRank(rank), " of job ", spec_.name,
+                   " was lost in step ", committed + 1, "; the committed step is ", committed),
+      absl::StrCat("attach again and go on after step ", committed));
   const std::vector<Session*> fenced = members_.BeginGeneration(lost, status);
   step_.OnRankFailed(lost, status);
   for (Session* session : fenced) {
@@ -313,74 +314,6 @@ void Job::AnswerWaiting(Session& session, const absl::Status& status) {
   step_.AnswerWaiting(session, status);
   access_.Drop(session.id, status);
   fetches_.Answer(session.id, status);
-}
-
-bool Job::MayAnswerAttach(const Session& session) const {
-  if (session.reader) return is_ready();
-  if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return false;
-  if (io_.stale_tasks() > 0 || durable_.in_progress()) return false;
-  return initial_.ready() || initial_.WaitsForWriter(session.rank);
-}
-
-void Job::AnswerAttaches() {
-  if (making_tasks_ > 0 || is_restoring_ || ((!has_begun_ || next_plan_) && !failed())) return;
-  for (const SessionId id : members_.attaching()) {
-    Session& session = *members_.Find(id);
-    if (failed()) {
-      Evict(session, deleting_ ? failed_ : FailedStatus());
-    } else if (members_.HasMemory(session) && MayAnswerAttach(session)) {
-      AnswerAttachOk(session);
-    }
-  }
-}
-
-void Job::AnswerAttachOk(Session& session) {
-  members_.SetAttached(session);
-  if (session.reader) {
-    const uint64_t arena_bytes = ReaderArenaBytes(session.request.grad_arena_bytes);
-    io_.actions().Emit(AnswerAttach{.session = session.id,
-                                    .status = absl::OkStatus(),
-                                    .job = spec_.id,
-                                    .committed_step = step_.committed_step(),
-                                    .weights_bytes = spec_.plan.weights_bytes,
-                                    .weights_on_swap = spec_.plan.has_weights_on_swap(),
-                                    .grad_arena_bytes = arena_bytes,
-                                    .step_region_offset = arena_bytes,
-                                    .trace = step_.trace()});
-    return;
-  }
-  const uint32_t leases = leases_.GiveTo(session.id, session.rank, session.held_leases);
-  const bool writes_initial = !initial_.ready();
-  if (writes_initial) initial_.AddWriter(session.id, session.rank);
-  io_.actions().Emit(
-      AnswerAttach{.session = session.id,
-                   .status = absl::OkStatus(),
-                   .job = spec_.id,
-                   .committed_step = step_.committed_step(),
-                   .writes_initial = writes_initial,
-                   .weights_bytes = spec_.plan.weights_bytes,
-                   .weights_on_swap = spec_.plan.has_weights_on_swap(),
-                   .grad_arena_bytes = spec_.plan.session_arena_bytes,
-                   .step_region_offset = spec_.plan.step_region_offset,
-                   .step_region_bytes = spec_.plan.step_region_bytes,
-                   .extra_state_bytes = step_.extra_state_bytes(session.rank),
-                   .extra_state_offset = step_.extra_state_offset(session.rank),
-                   .rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0),
-                   .rank0_extra_state_offset = step_.extra_state_offset(0),
-                   .trace_bytes = spec_.plan.trace_bytes,
-                   .trace = TraceOf(session.rank),
-                   .attempt = step_.attempt(),
-                   .outlives_daemon = spec_.options.keeps_jobs,
-                   .leases = leases});
-}
-
-std::vector<uint32_t> Job::TraceOf(uint32_t rank) const {
-  std::vector<uint32_t> trace = step_.trace();
-  if (spec_.layout->is_shared()) return trace;
-  std::erase_if(trace, [&](uint32_t partition) {
-    return spec_.layout->partitions()[partition].owner != rank;
-  });
-  return trace;
 }
 
 std::vector<uint32_t> Job::TracedGroups() const {
@@ -475,6 +408,9 @@ void Job::Dispatch(Session& session, const Command& command) {
     case Op::kStep:
       step_.HandleStep(session, command);
       return;
+    case Op::kDecide:
+      step_.HandleDecision(session, command);
+      return;
     case Op::kReadState:
       access_.AddRead(session.IdOf(command), command);
       return;
@@ -490,12 +426,13 @@ void Job::Dispatch(Session& session, const Command& command) {
 void Job::HandleInitial(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (!initial_.IsWriter(session.id)) {
-    io_.Answer(id,
-               MakeError(ErrorId::kProtocol,
-                         absl::StrCat("job ", spec_.name, ": rank ", session.rank,
-                                      " does not write the initial parameters"),
-                         "the job has its parameters, or another rank writes them: read them with "
-                         "fetch"));
+    io_.Answer(
+        id,
+        MakeError(ErrorId::kProtocol,
+                  absl::StrCat("job ", spec_.name, ": rank ", spec_.layout->WorldRank(session.rank),
+                               " does not write the initial parameters"),
+                  "the job has its parameters, or another rank writes them: read them with "
+                  "fetch"));
   } else if (static_cast<Op>(command.op) == Op::kInitialDone) {
     initial_.Done(id);
   } else if (const absl::Status kind = initial_.CheckKind(command); !kind.ok()) {
@@ -512,8 +449,8 @@ void Job::HandleWrite(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (step_.HasCalled(session)) {
     io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " has called step ",
-                                          step_.committed_step() + 1,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", step_.committed_step() + 1,
                                           ": parameters are written between steps"),
                              "wait for the answer to step"));
     return;
@@ -521,11 +458,12 @@ void Job::HandleWrite(Session& session, const Command& command) {
   const bool has_elements = static_cast<Op>(command.op) == Op::kWriteState;
   for (const uint32_t partition : leases_.PartitionsOf(session.id)) {
     if (!has_elements || partition != command.partition) continue;
-    io_.Answer(id, MakeError(ErrorId::kLease,
-                             absl::StrCat("rank ", session.rank, " writes parameters of ",
-                                          spec_.layout->PartitionName(partition),
-                                          " while it holds a lease on them"),
-                             "release the lease first"));
+    io_.Answer(
+        id, MakeError(ErrorId::kLease,
+                      absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                   " writes parameters of ", spec_.layout->PartitionName(partition),
+                                   " while it holds a lease on them"),
+                      "release the lease first"));
     return;
   }
   step_.DropEarlyUpdates();
@@ -534,6 +472,10 @@ void Job::HandleWrite(Session& session, const Command& command) {
 
 void Job::OnStepRequest(const StepRequestCopied& copied) {
   if (Session* session = members_.Find(copied.session)) step_.OnStepRequest(*session, copied);
+}
+
+void Job::OnSummary(const SummaryCopied& copied) {
+  if (Session* session = members_.Find(copied.session)) step_.OnSummary(*session, copied);
 }
 
 void Job::OnLeaseTimeExpired(uint64_t step) {
@@ -780,7 +722,7 @@ void Job::Prefetch() {
   if (hand_over_ != HandOver::kNone) return;
   const bool open = step_.phase() == Step::Phase::kOpen;
   if (open && !access_.is_writing()) weights_.Prefetch();
-  const bool gathers = open || step_.phase() == Step::Phase::kReducing;
+  const bool gathers = open || step_.phase() == Step::Phase::kReducing || step_.prepared_step() > 0;
   if (gathers && step_.is_gathering()) pipeline_.Prefetch();
 }
 

@@ -70,6 +70,7 @@ class Job {
   void OnEnded(SessionId session, EndCause cause);
   void OnCommand(SessionId session, const protocol::Command& command);
   void OnStepRequest(const StepRequestCopied& copied);
+  void OnSummary(const SummaryCopied& copied);
   void OnTaskDone(const TaskDone& done);
   // The update of `step` has waited long enough: readers that hold it up are ended.
   void OnLeaseTimeExpired(uint64_t step);
@@ -201,6 +202,7 @@ class Job {
   std::vector<uint32_t> TraceOf(uint32_t rank) const;
   std::vector<uint32_t> TracedGroups() const;
   void AnswerAttachOk(Session& session);
+  std::vector<std::byte> SummaryForAttach() const;
   void CloseEnded();
   void FreeWhenUnused();
 

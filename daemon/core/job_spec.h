@@ -30,6 +30,7 @@ struct JobSpec {
   bool keeps_gradients = false;
 
   uint32_t world_size() const { return plan.session.world_size; }
+  bool is_over_nodes() const { return plan.session.world_ranks > 0; }
 };
 
 }  // namespace forebay::daemon

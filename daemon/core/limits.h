@@ -15,6 +15,8 @@
 
 namespace forebay::daemon {
 
+inline constexpr uint32_t kWorldRanksMax = 1 << 20;  // of all nodes
+
 inline constexpr uint32_t kJobsMax = 1024;
 inline constexpr uint32_t kJobNameBytesMax = 200;
 inline constexpr uint32_t kRunTokenBytesMax = 200;

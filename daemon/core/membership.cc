@@ -66,6 +66,15 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                                         .world_size = room.world_size,
                                         .durability = room.durability}));
   if (request.reader) return absl::OkStatus();
+  if (request.world_ranks != room.world_ranks) {
+    const auto ranks = [](const auto& session) {
+      return std::max(session.world_ranks, session.world_size);
+    };
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("job ", spec_.name, " has ", ranks(room),
+                                  " ranks on all nodes; this client wants ", ranks(request)),
+                     "start as many nodes, with as many ranks; another job name starts anew");
+  }
   if (request.world_size != room.world_size) {
     if (live_ranks() == 0) return absl::OkStatus();  // it will be the job's
     return MakeError(

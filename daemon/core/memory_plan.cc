@@ -106,7 +106,7 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
 
 void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
   plan.step_region_offset = RoundUp(plan.session.grad_arena_bytes, kPageBytes);
-  plan.step_region_bytes = StepRegionBytes(layout, plan.session.extra_state_bytes);
+  plan.step_region_bytes = StepRegionBytes(layout, plan.session);
   plan.trace_bytes = plan.session.trace ? RoundUp(sizeof(protocol::TraceMemory), kPageBytes) : 0;
   plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes +
                              RoundUp(plan.session.activation_bytes, kPageBytes) + plan.trace_bytes;
@@ -622,6 +622,7 @@ StatePart MemoryPlan::WeightsPart(uint32_t part) const {
 
 SessionRequest SessionRequestOf(const AttachRequested& request) {
   return {.world_size = request.world_size,
+          .world_ranks = request.world_ranks,
           .grad_arena_bytes = request.grad_arena_bytes,
           .extra_state_bytes = request.extra_state_bytes,
           .activation_bytes = request.activation_bytes,
@@ -639,12 +640,18 @@ uint64_t PieceBytes(const Layout& layout) {
   return std::min(layout.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
 }
 
-uint64_t StepRegionBytes(const Layout& layout, uint64_t extra_state_bytes) {
+uint64_t StepRegionBytes(const Layout& layout, const SessionRequest& session) {
   return RoundUp(sizeof(protocol::StepRequest) +
                      protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
-                     protocol::PresenceBytes(layout.params().size()) + extra_state_bytes +
-                     protocol::kSessionMarkBytes,
+                     protocol::PresenceBytes(layout.params().size()) + session.extra_state_bytes +
+                     protocol::StepRegionTailBytes(layout.params().size(), session.world_ranks > 0),
                  kPageBytes);
+}
+
+uint64_t MemoryPlan::summary_offset(const Layout& layout) const {
+  return protocol::StepSummaryOffset(
+      {.offset_bytes = step_region_offset, .size_bytes = step_region_bytes},
+      layout.params().size());
 }
 
 uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes) {

@@ -127,6 +127,8 @@ struct MemoryPlan {
     return {.offset_bytes = float_sums_offset, .bytes = float_sums_bytes};
   }
 
+  // In a session's arena, of a job over several nodes.
+  uint64_t summary_offset(const protocol::Layout& layout) const;
   uint64_t extra_state_slot(uint32_t rank, uint32_t slot) const {
     return extra_state_offset + (uint64_t{rank} * 2 + slot) * extra_state_slot_bytes;
   }
@@ -146,7 +148,7 @@ uint64_t PieceBytes(const protocol::Layout& layout);
 uint64_t SumBytes(const protocol::PartitionPlace& partition, protocol::DType sum_dtype);
 
 // Step region of a session that asked for `extra_state_bytes`.
-uint64_t StepRegionBytes(const protocol::Layout& layout, uint64_t extra_state_bytes);
+uint64_t StepRegionBytes(const protocol::Layout& layout, const SessionRequest& session);
 
 // A reader's arena of `grad_arena_bytes` on whole pages.
 uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes);

@@ -65,6 +65,7 @@ struct NodeState::Impl {
   Job* On(const RankEnded& event);
   Job* On(const CommandArrived& event);
   Job* On(const StepRequestCopied& event);
+  Job* On(const SummaryCopied& event);
   Job* On(const StagingSlotKept& event);
   Job* On(const StagingSlotReturned& event);
   Job* On(const LeaseTimeExpired& event);

@@ -279,6 +279,12 @@ Job* NodeState::Impl::On(const StepRequestCopied& event) {
   return job;
 }
 
+Job* NodeState::Impl::On(const SummaryCopied& event) {
+  Job* const job = JobOf(event.session);
+  if (job != nullptr) job->OnSummary(event);
+  return job;
+}
+
 Job* NodeState::Impl::On(const TaskDone& event) {
   if (ledger.Owns(event.task)) {
     const std::vector<JobId> made = ledger.Finish(event.status, swap);

@@ -8,7 +8,8 @@
 namespace forebay::daemon {
 
 struct SessionRequest {
-  uint32_t world_size = 1;
+  uint32_t world_size = 1;   // ranks of this node
+  uint32_t world_ranks = 0;  // of a job over several nodes: all ranks; else 0
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
   uint64_t activation_bytes = 0;

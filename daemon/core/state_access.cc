@@ -17,6 +17,18 @@ using State = StagedBlocks::State;
 void StateAccess::AddRead(const CommandId& command, const protocol::Command& words) {
   const std::pmr::vector<ElementRun> runs = pipeline_.map().Locate(
       words.partition, words.element_offset, words.length_bytes / sizeof(float));
+  uint64_t elems = 0;
+  for (const ElementRun& run : runs) elems += run.elems;
+  if (elems != words.length_bytes / sizeof(float)) {
+    io_.Answer(
+        command,
+        MakeError(ErrorId::kRange,
+                  absl::StrCat("of ", words.length_bytes / sizeof(float), " elements of parameter ",
+                               layout_->spec().params[words.partition].name, " from ",
+                               words.element_offset, " on, ", elems, " are on this node"),
+                  "read them on the nodes that have them"));
+    return;
+  }
   queue_.push_back({.command = command,
                     .param = words.partition,
                     .state = words.kind,
@@ -53,8 +65,11 @@ void StateAccess::Next() {
     current_ = std::move(queue_.front());
     queue_.pop_front();
     phase_ = Phase::kWaitingSlot;
-    if (!current_.updates) continue;
-    pipeline_.SetUpdates(current_.param, *current_.updates);
+    if (current_.updates) {
+      pipeline_.SetUpdates(current_.param, *current_.updates);
+    } else if (!current_.pieces.empty()) {
+      continue;
+    }
     End(absl::OkStatus());
   }
 }

@@ -48,6 +48,7 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
       leases_(leases),
       gradients_(io, spec.layout, spec.plan, members, pipeline),
       barrier_(io.memory()),
+      deciders_(io.memory()),
       trace_(spec.layout->partitions().size()),
       extra_bytes_(spec.world_size(), 0),
       unpublished_(io.memory()) {}
@@ -121,7 +122,8 @@ void Step::HandleGradient(Session& session, const Command& command) {
   }
   if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
     io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " has called step ", command.step,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", command.step,
                                           " already; its gradient for partition ",
                                           command.partition, " comes too late"),
                              "deliver every gradient of a step before calling step"));
@@ -139,9 +141,10 @@ void Step::HandleGradient(Session& session, const Command& command) {
   FollowAttempt(session, command);
   if (gradients_.has_asked(session.rank)) {
     io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " has asked for a norm in step ",
-                                          command.step, ": its gradient for partition ",
-                                          command.partition, " comes too late"),
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has asked for a norm in step ", command.step,
+                                          ": its gradient for partition ", command.partition,
+                                          " comes too late"),
                              "deliver every gradient of a step before asking for norms"));
     return;
   }
@@ -161,8 +164,9 @@ void Step::HandleGradNorm(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (HasCalled(session)) {
     io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " has called step ",
-                                          committed_step_ + 1, ": its gradients are the step's"),
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", committed_step_ + 1,
+                                          ": its gradients are the step's"),
                              "ask for norms before step"));
     return;
   }
@@ -187,86 +191,20 @@ void Step::HandleGradNorm(Session& session, const Command& command) {
 // something in the one before.
 absl::Status Step::CheckAttempt(const Session& session, const Command& command) const {
   if (command.attempt <= attempt_ + 1) return absl::OkStatus();
-  return MakeError(ErrorId::kProtocol,
-                   absl::StrCat("rank ", session.rank, " is at attempt ", command.attempt,
-                                " of step ", command.step, "; the newest one is ", attempt_));
+  return MakeError(
+      ErrorId::kProtocol,
+      absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " is at attempt ",
+                   command.attempt, " of step ", command.step, "; the newest one is ", attempt_));
 }
 
 void Step::FollowAttempt(const Session& session, const Command& command) {
   if (command.attempt <= attempt_) return;
-  const absl::Status status = MakeError(
-      ErrorId::kGradDropped,
-      absl::StrCat("rank ", session.rank, " of job ", spec_.name, " has begun step ",
-                   committed_step_ + 1, " anew: the gradients of all ranks were dropped"));
+  const absl::Status status =
+      MakeError(ErrorId::kGradDropped,
+                absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " of job ", spec_.name,
+                             " has begun step ", committed_step_ + 1,
+                             " anew: the gradients of all ranks were dropped"));
   BeginAttempt(command.attempt, status);
-}
-
-// ------------------------------------------------------------------------------ update at arrival
-
-void Step::HandleAnnouncement(Session& session, const Command& command) {
-  const CommandId id = session.IdOf(command);
-  if (command.step != committed_step_ + 1) {
-    io_.Answer(id, StepNumberError(command.step));
-    return;
-  }
-  if (HasCalled(session)) {
-    io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " has called step ", command.step,
-                                          " already, and announces its scalars"),
-                             "announce them before the last backward pass"));
-    return;
-  }
-  const absl::Status status = CheckAttempt(session, command);
-  if (!status.ok() || command.attempt < attempt_) {
-    io_.Answer(id, status);  // of an older attempt: discarded
-    return;
-  }
-  FollowAttempt(session, command);
-  CopyRequest(session, command);
-}
-
-// A session's first announcement or another one: its later deliveries are of its last pass. What other ranks
-// announce otherwise is not updated early.
-void Step::Announce(uint32_t rank, StepCall call) {
-  gradients_.BeginLastPass(rank);
-  if (!announced_) {
-    early_is_off_ = !announcement_was_kept_;
-    announced_ = std::move(call);
-    return;
-  }
-  if (DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty()) return;
-  early_is_off_ = true;
-  pipeline_.DropEarly();
-}
-
-double Step::ScaleOf(const StepCall& call) const { return call.request.grad_scale / addends(); }
-
-StepOrder Step::OrderOf(const StepCall& call, double scale) const {
-  return {.step = committed_step_ + 1,
-          .grad_scale = static_cast<float>(scale),
-          .grad_min = static_cast<float>(call.request.grad_min),
-          .grad_max = static_cast<float>(call.request.grad_max),
-          .hyper_params = {call.hyper_params, io_.memory()},
-          .params = std::pmr::vector<bool>(io_.memory())};
-}
-
-void Step::FollowSums() {
-  for (const GradientAccumulator::SumChange& change : gradients_.DrainSumChanges()) {
-    pipeline_.CountSums(change.partition, change.begin, change.end, change.is_last);
-  }
-}
-
-void Step::UpdateEarly() {
-  const bool may = phase_ == Phase::kOpen && announced_ && !early_is_off_ && !pipeline_.running() &&
-                   gradients_.fault().ok() && !gradients_.needs_float_sums();
-  if (!may) return;
-  if (!pipeline_.is_early()) pipeline_.BeginEarly(OrderOf(*announced_, ScaleOf(*announced_)));
-  pipeline_.PumpEarly();
-}
-
-void Step::DropEarlyUpdates() {
-  pipeline_.DropEarly();
-  announced_.reset();
 }
 
 // Of every rank.
@@ -284,9 +222,14 @@ void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
   attempt_ = attempt;
   io_.set_attempt(attempt);
   RecordOpenAttempt(attempt);
-  for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, status);
+  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status);
   io_.NewEpoch();
   DropGradients(absl::OkStatus());
+}
+
+// Of one that is not answered yet.
+void Step::AnswerCall(const StepCall& call, const absl::Status& status) {
+  if (!call.is_answered) io_.Answer(call.command, status);
 }
 
 // A gradient that is not finite ends the attempt for every rank.
@@ -309,23 +252,15 @@ absl::Status Step::DroppedError(uint64_t attempt) const {
 
 void Step::HandleStep(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
-  if (command.step != 0 && command.step == committed_step_) {
-    const bool is_published = published_step_ == committed_step_;
-    const bool waits_for_disk = is_durable_first() && (!is_published || durable_.in_progress());
-    if ((AnsweredWhen(command) == StepAnswer::kPublished && !is_published) || waits_for_disk) {
-      unpublished_.push_back({.command = id, .repeated = true});
-    } else {
-      Answer(id, /*repeated=*/true);
-    }
-    return;
-  }
+  if (command.step != 0 && command.step == committed_step_) return HandleRepeated(command, id);
   if (command.step != committed_step_ + 1) {
     io_.Answer(id, StepNumberError(command.step));
     return;
   }
   if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
     io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " has called step ", command.step,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", command.step,
                                           " already and waits for the other ranks"),
                              "wait for the answer to the first call"));
     return;
@@ -341,6 +276,17 @@ void Step::HandleStep(Session& session, const Command& command) {
   }
   FollowAttempt(session, command);
   CopyRequest(session, command);
+}
+
+// A call, or a decision, of the committed step.
+void Step::HandleRepeated(const Command& command, const CommandId& id) {
+  const bool is_published = published_step_ == committed_step_;
+  const bool waits_for_disk = is_durable_first() && (!is_published || durable_.in_progress());
+  if ((AnsweredWhen(command) == StepAnswer::kPublished && !is_published) || waits_for_disk) {
+    unpublished_.push_back({.command = id, .repeated = true});
+  } else {
+    Answer(id, /*repeated=*/true);
+  }
 }
 
 absl::Status Step::StepNumberError(uint64_t step) const {
@@ -381,7 +327,7 @@ absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> prese
     if (delivered == elems) continue;
     return MakeError(
         ErrorId::kGradPartial,
-        absl::StrCat("rank ", rank, " has delivered ", delivered, " of ",
+        absl::StrCat("rank ", layout.WorldRank(rank), " has delivered ", delivered, " of ",
                      layout.is_shared() ? "the " : "its ", elems, " elements of parameter ",
                      layout.spec().params[place.box.param].name, " in step ", committed_step_ + 1));
   }
@@ -400,9 +346,9 @@ absl::Status Step::CheckOwnersDelivered() const {
     if (!present[param] || protocol::IsPresent(of_owner, param)) continue;
     return MakeError(
         ErrorId::kGradPartial,
-        absl::StrCat("rank ", owner, " has delivered none of its ", place.box.elems(),
-                     " elements of parameter ", layout.spec().params[param].name, " in step ",
-                     committed_step_ + 1, ", of which other ranks have a gradient"),
+        absl::StrCat("rank ", layout.WorldRank(owner), " has delivered none of its ",
+                     place.box.elems(), " elements of parameter ", layout.spec().params[param].name,
+                     " in step ", committed_step_ + 1, ", of which other ranks have a gradient"),
         "every rank takes part in the reduction of a gradient and delivers its own part");
   }
   return absl::OkStatus();
@@ -420,7 +366,7 @@ std::pmr::vector<bool> Step::ParamsWithGradient() const {
 
 absl::Status Step::DetachedError(uint32_t rank) const {
   return MakeError(ErrorId::kRankLost,
-                   absl::StrCat("rank ", rank, " of job ", spec_.name,
+                   absl::StrCat("rank ", spec_.layout->WorldRank(rank), " of job ", spec_.name,
                                 " has detached; the committed step is ", committed_step_),
                    "attach that rank again, then call step again");
 }
@@ -459,7 +405,7 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
 }
 
 void Step::AddCall(Session& session, StepCall call) {
-  const absl::Status status = barrier_.Compare(session.rank, call, spec_.layout->spec().optimizer);
+  const absl::Status status = barrier_.Compare(session.rank, call, *spec_.layout);
   if (!status.ok()) {
     io_.Answer(call.command, status);
     RefuseCalls(status);
@@ -478,7 +424,7 @@ void Step::AddCall(Session& session, StepCall call) {
 
 // Every call is refused; the gradients are kept.
 void Step::RefuseCalls(const absl::Status& status) {
-  for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, status);
+  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status);
   gradients_.ReopenRanks();
 }
 
@@ -497,6 +443,17 @@ void Step::BeginReducing() {
   }
 }
 
+double Step::ScaleOf(const StepCall& call) const { return call.request.grad_scale / addends(); }
+
+StepOrder Step::OrderOf(const StepCall& call, double scale) const {
+  return {.step = committed_step_ + 1,
+          .grad_scale = static_cast<float>(scale),
+          .grad_min = static_cast<float>(call.request.grad_min),
+          .grad_max = static_cast<float>(call.request.grad_max),
+          .hyper_params = {call.hyper_params, io_.memory()},
+          .params = std::pmr::vector<bool>(io_.memory())};
+}
+
 // The decision: norm, clipping; or that the attempt ends; or that the step is refused because blocks
 // cannot be read: then the gradients are kept, and another call tries again.
 void Step::DecideWhenReduced() {
@@ -511,17 +468,31 @@ void Step::DecideWhenReduced() {
   }
   if (!gradients_.reduced() || pipeline_.running()) return;
   if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
-    phase_ = Phase::kOpen;
     pipeline_.ForgetPrefetchErrors();
-    RefuseCalls(error);
-    trace_.OnRefused();
-    return;
+    if (!decision_) {
+      phase_ = Phase::kOpen;
+      RefuseCalls(error);
+      trace_.OnRefused();
+      return;
+    }
   }
+  if (spec_.is_over_nodes() && !decision_) {
+    Prepare();
+  } else {
+    Decide();
+  }
+}
+
+void Step::Decide() {
   const StepCall& call = barrier_.by_rank().begin()->second;
   double scale = ScaleOf(call);
   last_ = {.status = std::exchange(unsaid_, absl::OkStatus())};
+  if (decision_ && decision_->head.overflowed > 0) {
+    last_.status = OverflowError(decision_->head.overflowed);
+  }
   if (call.request.max_grad_norm > 0) {
-    last_.norm = std::sqrt(gradients_.SumSquares()) * std::abs(call.request.grad_scale) / addends();
+    const double squares = decision_ ? SquaresOf(*decision_) : gradients_.Squares().ToDouble();
+    last_.norm = std::sqrt(squares) * std::abs(call.request.grad_scale) / addends();
     const double clip = call.request.max_grad_norm / (last_.norm + kClipEps);
     last_.clipped = clip < 1.0;
     if (last_.clipped) scale *= clip;
@@ -529,7 +500,7 @@ void Step::DecideWhenReduced() {
   trace_.OnCommitted();
   pipeline_.FollowTrace(trace_.committed());
   StepOrder order = OrderOf(call, scale);
-  order.params = ParamsWithGradient();
+  order.params = decision_ ? ParamsOf(*decision_) : ParamsWithGradient();
   const bool is_as_announced =
       announced_ && !last_.clipped &&
       DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty();
@@ -558,10 +529,11 @@ absl::Status Step::LeasesHeldError(const Session& session, uint64_t step) const 
   for (const uint32_t partition : leases_.PartitionsOf(session.id)) {
     names.push_back(spec_.layout->PartitionName(partition));
   }
-  return MakeError(ErrorId::kLease,
-                   absl::StrCat("rank ", session.rank, " called step ", step,
-                                " with leases on the weights of ", absl::StrJoin(names, ", ")),
-                   "release every lease before step: the weights change in it");
+  return MakeError(
+      ErrorId::kLease,
+      absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " called step ", step,
+                   " with leases on the weights of ", absl::StrJoin(names, ", ")),
+      "release every lease before step: the weights change in it");
 }
 
 // The next step may be gathered: the sums of this one stay in the accumulators until their blocks are
@@ -577,15 +549,23 @@ void Step::Commit() {
   io_.set_attempt(attempt_);
   has_answered_early_ = false;
   io_.actions().Emit(StepCommitted{.job = spec_.id, .step = committed_step_});
+  if (decision_) last_decision_ = std::exchange(decision_, std::nullopt);
   for (const auto& [rank, call] : barrier_.Drain()) {
     extra_bytes_[rank] = call.request.extra_state_bytes;
-    if (call.answered_when == StepAnswer::kPublished || is_durable_first()) {
-      unpublished_.push_back({.command = call.command});
-      continue;
-    }
-    has_answered_early_ = true;
-    Answer(call.command, /*repeated=*/false);
+    if (!call.is_answered) AnswerCommitted(call.command, call.answered_when);
   }
+  for (const Decider& call : std::exchange(deciders_, {})) {
+    AnswerCommitted(call.command, call.answered_when);
+  }
+}
+
+void Step::AnswerCommitted(const CommandId& command, StepAnswer when) {
+  if (when == StepAnswer::kPublished || is_durable_first()) {
+    unpublished_.push_back({.command = command});
+    return;
+  }
+  has_answered_early_ = true;
+  Answer(command, /*repeated=*/false);
 }
 
 void Step::Publish() {
@@ -593,7 +573,9 @@ void Step::Publish() {
   published_step_ = committed_step_;
   RecordPublished(overflowed);
   io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
-  if (overflowed > 0) {
+  if (overflowed > 0 && spec_.is_over_nodes()) {
+    unsaid_ = OverflowError(overflowed);  // on all nodes, with the next step
+  } else if (overflowed > 0) {
     last_.status = OverflowError(overflowed);
     if (has_answered_early_) unsaid_ = last_.status;
   }
@@ -759,7 +741,8 @@ void Step::AnswerWaiting(Session& session, const absl::Status& status) {
 void Step::Fail(const absl::Status& first_error) {
   phase_ = Phase::kFailed;
   io_.NewEpoch();
-  for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, first_error);
+  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, first_error);
+  for (const Decider& call : std::exchange(deciders_, {})) io_.Answer(call.command, first_error);
   for (const Waiting& call : std::exchange(unpublished_, {})) io_.Answer(call.command, first_error);
   gradients_.Drop(first_error);
 }
@@ -772,7 +755,7 @@ uint64_t Step::FetchStep(std::optional<uint32_t> rank) const {
 bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t partition) const {
   if (phase_ == Phase::kMasters) return true;
   if (!rank) return published_step_ == committed_step_;
-  if (phase_ == Phase::kReducing || barrier_.has(*rank)) return false;
+  if (phase_ == Phase::kReducing || prepared_step() > 0 || barrier_.has(*rank)) return false;
   return pipeline_.IsPartitionDone(partition);
 }
 
@@ -780,8 +763,9 @@ uint64_t Step::unanswered(const Session& session) const {
   uint64_t count = session.step_being_copied ? 1 : 0;
   for (const CommandId& command : initial_done_) count += command.session == session.id ? 1 : 0;
   for (const auto& [rank, call] : barrier_.by_rank()) {
-    count += call.command.session == session.id ? 1 : 0;
+    count += call.command.session == session.id && !call.is_answered ? 1 : 0;
   }
+  for (const Decider& call : deciders_) count += call.command.session == session.id ? 1 : 0;
   for (const Waiting& call : unpublished_) count += call.command.session == session.id ? 1 : 0;
   return count + gradients_.unanswered(session.id);
 }

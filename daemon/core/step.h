@@ -24,6 +24,7 @@
 #include "daemon/core/step_pipeline.h"
 #include "daemon/core/trace.h"
 #include "daemon/core/weights_cache.h"
+#include "protocol/step_summary.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -42,6 +43,7 @@ class Step {
     kOpen,      // gathers gradients (or initial parameters)
     kMasters,   // the initial parameters are written: masters are set from them
     kReducing,  // all ranks have called step: the last gradients are added
+    kPrepared,  // over several nodes: they are, and the nodes have not decided
     kFailed,
   };
 
@@ -72,6 +74,12 @@ class Step {
   void HandleAnnouncement(Session& session, const protocol::Command& command);
   void HandleStep(Session& session, const protocol::Command& command);
   void OnStepRequest(Session& session, const StepRequestCopied& copied);
+  void HandleDecision(Session& session, const protocol::Command& command);
+  void OnSummary(Session& session, const SummaryCopied& copied);
+  // The step that is prepared, and not decided; 0: none.
+  uint64_t prepared_step() const { return phase_ == Phase::kPrepared ? committed_step_ + 1 : 0; }
+  // By which the committed step was committed; none where this node does not know.
+  const std::optional<protocol::StepSummary>& last_decision() const { return last_decision_; }
 
   // Outcomes of tasks. An error fails the job: the caller calls Fail().
   absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
@@ -165,8 +173,20 @@ class Step {
     absl::Status status;
   };
 
+  // A call that is answered when its step is published, or durable.
+  struct Waiting {
+    CommandId command;
+    bool repeated = false;
+  };
+  // A call that has brought what the nodes have decided.
+  struct Decider {
+    CommandId command;
+    protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
+  };
+
   absl::Status CheckAttempt(const Session& session, const protocol::Command& command) const;
   void BeginAttempt(uint64_t attempt, const absl::Status& status);
+  void AnswerCall(const StepCall& call, const absl::Status& status);
   void FollowAttempt(const Session& session, const protocol::Command& command);
   void DropFaulty();
   absl::Status DroppedError(uint64_t attempt) const;
@@ -191,6 +211,18 @@ class Step {
   void RefuseCalls(const absl::Status& status);
   void BeginReducing();
   void DecideWhenReduced();
+  void Decide();
+  void HandleRepeated(const protocol::Command& command, const CommandId& id);
+  void AnswerCommitted(const CommandId& command, protocol::StepAnswer when);
+
+  // Over several nodes.
+  void Prepare();
+  protocol::StepSummary SummaryOfNode() const;
+  uint64_t ScalarsOf(const StepCall& call) const;
+  std::pmr::vector<bool> ParamsOf(const protocol::StepSummary& summary) const;
+  absl::Status CheckDecision(const protocol::Command& command,
+                             const protocol::StepSummary& summary) const;
+  void GiveUpPrepared(protocol::StepDecision decision);
   void EndMasters();
   void AnswerInitialDone();
   void ArmLeaseTimer();
@@ -233,6 +265,10 @@ class Step {
   bool early_is_off_ = false;
   bool announcement_was_kept_ = true;
   StepBarrier barrier_;
+  // Over several nodes: what they have decided of the next step, until it is committed, and what asked for that.
+  std::optional<protocol::StepSummary> decision_;
+  std::pmr::vector<Decider> deciders_;
+  std::optional<protocol::StepSummary> last_decision_;  // decision_ of the committed step
   Trace trace_;
   std::vector<CommandId> initial_done_;  // wait for Phase::kMasters to end
 
@@ -241,14 +277,13 @@ class Step {
   uint32_t extra_copies_ = 0;          // running
   Result last_;
   // Calls of the committed step that are answered when it is published, or durable.
-  struct Waiting {
-    CommandId command;
-    bool repeated = false;
-  };
   std::pmr::vector<Waiting> unpublished_;
   bool has_answered_early_ = false;  // other calls of it
   absl::Status unsaid_;              // what those were not answered, of the published step
 };
+
+// The sum of the squares of the world's gradients.
+double SquaresOf(const protocol::StepSummary& summary);
 
 // What a session's commands are checked against.
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session);

@@ -48,10 +48,10 @@ std::string DifferenceOfScalars(const StepCall& a, const StepCall& b,
 }
 
 absl::Status StepBarrier::Compare(uint32_t rank, const StepCall& call,
-                                  protocol::Optimizer optimizer) const {
+                                  const protocol::Layout& layout) const {
   if (barrier_.empty()) return absl::OkStatus();
   const auto& [other_rank, other] = *barrier_.begin();
-  std::string difference = DifferenceOfScalars(other, call, optimizer);
+  std::string difference = DifferenceOfScalars(other, call, layout.spec().optimizer);
   const double norm = call.request.max_grad_norm;
   if (difference.empty() && !Same(other.request.max_grad_norm, norm)) {
     difference = Differ("max_grad_norm", other.request.max_grad_norm, norm);
@@ -59,8 +59,8 @@ absl::Status StepBarrier::Compare(uint32_t rank, const StepCall& call,
   if (difference.empty()) return absl::OkStatus();
   return protocol::MakeError(
       protocol::ErrorId::kStep,
-      absl::StrCat("ranks ", other_rank, " and ", rank, " called step ", call.request.step,
-                   " with different scalars: ", difference),
+      absl::StrCat("ranks ", layout.WorldRank(other_rank), " and ", layout.WorldRank(rank),
+                   " called step ", call.request.step, " with different scalars: ", difference),
       "call step again with the same scalars on every rank; the gradients are kept");
 }
 

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/job_tasks.h"
+#include "protocol/layout.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -21,6 +22,7 @@ struct StepCall {
   std::pmr::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them
   std::pmr::vector<uint64_t> presence = {};              // see wire.h
   uint64_t extra_state_offset_bytes = 0;                 // in the session's arena
+  bool is_answered = false;                              // with what the node has prepared
 };
 
 // How two calls differ in the scalars that an update takes: grad_scale, grad_min, grad_max, and the
@@ -40,13 +42,14 @@ class StepBarrier {
   // extra_state may differ between ranks.
   //
   // Errors  E_STEP  names both ranks and values.
-  absl::Status Compare(uint32_t rank, const StepCall& call, protocol::Optimizer optimizer) const;
+  absl::Status Compare(uint32_t rank, const StepCall& call, const protocol::Layout& layout) const;
 
   void Add(uint32_t rank, StepCall call) { barrier_.emplace(rank, std::move(call)); }
   bool has(uint32_t rank) const { return barrier_.contains(rank); }
   // Every rank has called: the step can begin.
   bool IsComplete(uint32_t world_size) const { return barrier_.size() == world_size; }
   const Calls& by_rank() const { return barrier_; }
+  Calls& by_rank() { return barrier_; }
 
   // Takes all calls out.
   Calls Drain();

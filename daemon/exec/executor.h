@@ -189,6 +189,8 @@ class Executor {
   void Run(FreeJob& action);
   void Run(AnswerDelete& action);
   void Run(CopyStepRequest& action);
+  void Run(WriteSummary& action);
+  void Run(CopySummary& action);
   void Run(CopyInitial& action);
   void Run(CopyToStepArena& action);
   void Run(AddGradients& action);

@@ -276,6 +276,21 @@ void Executor::Run(CopyStepRequest& action) {
   state_.Handle(session_io(action.session).CopyRequest(action, &memory_), actions_);
 }
 
+void Executor::Run(WriteSummary& action) {
+  const auto to =
+      Part(session_io(action.session).grad(), action.arena_offset_bytes, action.bytes.size());
+  std::ranges::copy(action.bytes, to.begin());
+}
+
+void Executor::Run(CopySummary& action) {
+  const auto from =
+      Part(session_io(action.session).grad(), action.arena_offset_bytes, action.bytes);
+  state_.Handle(
+      SummaryCopied{
+          .session = action.session, .tag = action.tag, .bytes = {from.begin(), from.end()}},
+      actions_);
+}
+
 void Executor::Run(CopyInitial& action) {
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);

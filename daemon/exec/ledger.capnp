@@ -72,6 +72,7 @@ struct Kept {
   overflowed @19 :UInt64;
   sumFrames @20 :UInt32;
   leases @21 :List(Lease);
+  worldRanks @22 :UInt32;
 }
 
 struct Lease {

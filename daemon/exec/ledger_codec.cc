@@ -108,6 +108,7 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   to.setWeightsBytes(kept.weights_bytes);
   to.setStepBytes(kept.step_bytes);
   to.setDramBytes(kept.dram_bytes);
+  to.setWorldRanks(kept.session.world_ranks);
   to.setGradArenaBytes(kept.session.grad_arena_bytes);
   to.setExtraStateBytes(kept.session.extra_state_bytes);
   to.setActivationBytes(kept.session.activation_bytes);
@@ -436,6 +437,7 @@ class JobReader {
                     .step_bytes = from.getStepBytes(),
                     .dram_bytes = from.getDramBytes(),
                     .session = {.world_size = job_.world_size,
+                                .world_ranks = from.getWorldRanks(),
                                 .grad_arena_bytes = from.getGradArenaBytes(),
                                 .extra_state_bytes = from.getExtraStateBytes(),
                                 .activation_bytes = from.getActivationBytes(),

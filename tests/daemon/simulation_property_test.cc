@@ -82,6 +82,8 @@ struct Words {
   void operator()(const FreeJob& a) const { Put({a.job}); }
   void operator()(const AnswerDelete& a) const { Put({a.request, Id(a.status)}); }
   void operator()(const CopyStepRequest& a) const { Put({a.session, a.tag}); }
+  void operator()(const WriteSummary& a) const { Put({a.session, a.bytes.size()}); }
+  void operator()(const CopySummary& a) const { Put({a.session, a.tag}); }
   void operator()(const CopyInitial& a) const { Put({a.task, a.session, a.weights_offset_bytes}); }
   void operator()(const CopyToStepArena& a) const { Put({a.task, a.session, a.step_offset_bytes}); }
   void operator()(const AddGradients& a) const {

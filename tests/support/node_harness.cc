@@ -83,6 +83,8 @@ std::shared_ptr<const protocol::Layout> MakeShardedLayout(
   spec.dtype = options.dtype;
   spec.grad_dtype = options.grad_dtype;
   spec.format = options.format;
+  spec.is_part = options.node_ranks != 0;
+  spec.first_rank = options.first_rank;
   for (uint32_t group = 0; group < groups.size(); ++group) {
     const auto first_param = static_cast<uint32_t>(spec.params.size());
     for (const ShardedParam& param : groups[group]) {
@@ -92,8 +94,10 @@ std::shared_ptr<const protocol::Layout> MakeShardedLayout(
                              .param_group = 0,
                              .trainable = param.trainable});
     }
-    for (uint32_t rank = 0; rank < options.ranks; ++rank) {
-      protocol::PartitionSpec partition{.group = group, .owner = rank, .replica = 0, .boxes = {}};
+    const uint32_t here = options.node_ranks == 0 ? options.ranks : options.node_ranks;
+    for (uint32_t rank = options.first_rank; rank < options.first_rank + here; ++rank) {
+      protocol::PartitionSpec partition{
+          .group = group, .owner = rank - options.first_rank, .replica = 0, .boxes = {}};
       for (uint32_t i = 0; i < groups[group].size(); ++i) {
         const auto box = ShardOf(first_param + i, groups[group][i], options.ranks, rank);
         if (box) partition.boxes.push_back(*box);
@@ -200,6 +204,16 @@ void NodeHarness::Send(const Event& event) {
         copied.tag = copy->tag;
         queue.push_back(copied);
       }
+      if (const auto* copy = std::get_if<daemon::CopySummary>(&action)) {
+        daemon::SummaryCopied copied{.session = copy->session, .tag = copy->tag, .bytes = {}};
+        copied.bytes.resize(copy->bytes);
+        protocol::EncodeStepSummary(decisions_.at(copy->tag), copied.bytes);
+        queue.push_back(copied);
+      }
+      if (const auto* written = std::get_if<daemon::WriteSummary>(&action)) {
+        const uint64_t params = InfoOf(written->session).layout->params().size();
+        summaries_[written->session] = *protocol::DecodeStepSummary(written->bytes, params);
+      }
       if (const auto* freed = std::get_if<FreeJob>(&action)) {
         queue.push_back(JobFreed{.job = freed->job, .weights_in_use = weights_in_use_});
       }
@@ -281,6 +295,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .reader = request.reader,
                        .rank = request.rank,
                        .world_size = request.world_size != 0 ? request.world_size : world_size_,
+                       .world_ranks = request.world_ranks,
                        .run = request.run,
                        .resume = request.resume,
                        .reattach = request.reattach,
@@ -535,6 +550,16 @@ uint64_t NodeHarness::WriteUpdates(uint64_t session, uint32_t param, uint64_t up
   command.op = static_cast<uint16_t>(Op::kWriteUpdates);
   command.partition = param;
   command.step = updates;
+  return Command(session, command);
+}
+
+uint64_t NodeHarness::Decide(uint64_t session, const protocol::StepSummary& world) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kDecide);
+  command.kind = static_cast<uint16_t>(answered_when_);
+  command.step = world.head.step;
+  command.attempt = InfoOf(session).attempt;
+  decisions_[last_tag_ + 1] = world;
   return Command(session, command);
 }
 

@@ -16,6 +16,7 @@
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/os/check.h"
+#include "protocol/step_summary.h"
 #include "protocol/wire.h"
 #include "tests/support/kept_records.h"
 #include "tests/support/node_model.h"
@@ -43,6 +44,9 @@ struct ShardedParam {
 
 struct ShardedLayoutOptions {
   uint32_t ranks = 2;
+  // Of one of several nodes, which has so many of the ranks; 0: all.
+  uint32_t node_ranks = 0;
+  uint32_t first_rank = 0;
   protocol::DType dtype = protocol::DType::kFloat32;
   std::optional<protocol::DType> grad_dtype = {};
   protocol::Format format = protocol::Format::kFp32;
@@ -65,6 +69,7 @@ struct AttachRequest {
   bool reader = false;
   uint32_t rank = 0;
   uint32_t world_size = 0;  // 0: that of the harness
+  uint32_t world_ranks = 0;
   std::string run = {};
   bool resume = false;
   bool reattach = false;
@@ -211,6 +216,9 @@ class NodeHarness {
   uint64_t WriteState(uint64_t session, uint32_t partition, uint64_t begin = 0, uint64_t end = 0,
                       uint16_t state = 0);
   uint64_t WriteUpdates(uint64_t session, uint32_t param, uint64_t updates);
+  // Of a job over several nodes: what the node has said to the session, and what the session says of all.
+  const protocol::StepSummary& SummaryTo(uint64_t session) const { return summaries_.at(session); }
+  uint64_t Decide(uint64_t session, const protocol::StepSummary& world);
   uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);
   // The t that an update's scalars are of; 0: of none of the first steps, or another lr than 0.1.
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);
@@ -258,6 +266,8 @@ class NodeHarness {
   std::map<uint64_t, uint32_t> fetches_;               // by tag: partitions
   std::map<uint64_t, SentGradient> gradients_;         // by tag
   std::map<uint64_t, SentStep> step_requests_;         // by tag
+  std::map<uint64_t, protocol::StepSummary> summaries_;
+  std::map<uint64_t, protocol::StepSummary> decisions_;  // by tag
   std::optional<daemon::StepRequestCopied> override_;
   bool weights_in_use_ = false;
   double grad_scale_ = 1;

@@ -764,7 +764,11 @@ void NodeModel::Published(const StepPublished& a) {
     Merge(update, all);
   }
   for (const auto& [param, elems] : all.elems) {
-    if (elems != job.layout->params()[param].elems) {
+    uint64_t held = 0;  // by this node
+    for (const protocol::BoxPlace& place : job.layout->boxes()) {
+      if (place.box.param == param) held += place.box.elems();
+    }
+    if (elems != held) {
       Fault(absl::StrCat("step ", a.step, " updated ", elems, " elements of parameter ", param,
                          " of ", job.layout->params()[param].elems));
     }

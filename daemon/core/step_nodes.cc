@@ -1,0 +1,182 @@
+// The part of a step that concerns a job over several nodes: it is prepared here, and decided by what the ranks bring
+// of all nodes.
+
+#include <algorithm>
+#include <bit>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_adam/square_sum.h"
+#include "daemon/core/step.h"
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/optimizer.h"
+
+namespace forebay::daemon {
+
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::StepDecision;
+using protocol::StepSummary;
+
+double SquaresOf(const StepSummary& summary) {
+  return cpu_adam::SquareSum::FromDigits(summary.head.squares).ToDouble();
+}
+
+std::pmr::vector<bool> Step::ParamsOf(const StepSummary& summary) const {
+  std::pmr::vector<bool> params(summary.head.params, false, io_.memory());
+  for (uint32_t param = 0; param < params.size(); ++param) {
+    params[param] = protocol::IsPresent(summary.present, param);
+  }
+  return params;
+}
+
+// All that an update takes of a call beside the gradients, as the bits it is.
+uint64_t Step::ScalarsOf(const StepCall& call) const {
+  std::string bytes;
+  const auto add = [&bytes](double value) {
+    const auto bits = std::bit_cast<std::array<char, sizeof(value)>>(value);
+    bytes.append(bits.data(), bits.size());
+  };
+  for (const double value : {call.request.grad_scale, call.request.grad_min, call.request.grad_max,
+                             call.request.max_grad_norm}) {
+    add(value);
+  }
+  for (const protocol::HyperParams& group : call.hyper_params) {
+    for (const auto& info : protocol::Info(spec_.layout->spec().optimizer).hyper_params) {
+      add(group.*info.field);
+    }
+  }
+  return protocol::NameHash(bytes);
+}
+
+StepSummary Step::SummaryOfNode() const {
+  const protocol::Layout& layout = *spec_.layout;
+  const uint64_t words = protocol::PresenceWords(layout.params().size());
+  StepSummary summary{.head = {.step = committed_step_ + 1,
+                               .params = static_cast<uint32_t>(layout.params().size()),
+                               .scalars = ScalarsOf(barrier_.by_rank().begin()->second),
+                               .durable_step = durable_.durable_step(),
+                               .overflowed = unsaid_.ok() ? 0 : overflowed_,
+                               .squares = gradients_.Squares().Digits()},
+                      .present = std::vector<uint64_t>(words, 0),
+                      .lacking = std::vector<uint64_t>(words, 0)};
+  for (const auto& [rank, call] : barrier_.by_rank()) {
+    for (uint64_t word = 0; word < words; ++word) summary.present[word] |= call.presence[word];
+  }
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (!layout.params()[place.box.param].trainable) continue;
+    const uint32_t owner = layout.partitions()[place.partition].owner;
+    if (protocol::IsPresent(barrier_.by_rank().at(owner).presence, place.box.param)) continue;
+    protocol::SetPresent(summary.lacking, place.box.param);
+  }
+  return summary;
+}
+
+// From here on the loss of a rank does not undo it: whoever attaches next says what the nodes have decided.
+void Step::Prepare() {
+  phase_ = Phase::kPrepared;
+  const StepSummary summary = SummaryOfNode();
+  std::vector<std::byte> bytes(protocol::StepSummaryBytes(summary.head.params));
+  protocol::EncodeStepSummary(summary, bytes);
+  const uint64_t offset = spec_.plan.summary_offset(*spec_.layout);
+  for (auto& [rank, call] : barrier_.by_rank()) {
+    call.is_answered = true;
+    const Session* const session = members_.Find(call.command.session);
+    if (session == nullptr || session->state != Session::State::kAttached) continue;
+    io_.actions().Emit(
+        WriteSummary{.session = session->id, .arena_offset_bytes = offset, .bytes = bytes});
+    protocol::Completion completion{};
+    completion.flags = protocol::kStepPrepared;
+    io_.Answer(call.command, completion);
+  }
+}
+
+void Step::HandleDecision(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (!spec_.is_over_nodes()) {
+    io_.Answer(id, MakeError(ErrorId::kUnsupported,
+                             absl::StrCat("a decision of several nodes on step ", command.step,
+                                          " of job ", spec_.name, ", which is on one")));
+    return;
+  }
+  if (command.step != 0 && command.step == committed_step_) return HandleRepeated(command, id);
+  if (command.step != committed_step_ + 1 || session.step_being_copied) {
+    io_.Answer(id, StepNumberError(command.step));
+    return;
+  }
+  session.step_being_copied = command;
+  io_.actions().Emit(
+      CopySummary{.session = session.id,
+                  .tag = command.tag,
+                  .arena_offset_bytes = spec_.plan.summary_offset(*spec_.layout),
+                  .bytes = protocol::StepSummaryBytes(spec_.layout->params().size())});
+}
+
+absl::Status Step::CheckDecision(const Command& command, const StepSummary& summary) const {
+  if (summary.head.step != command.step || summary.head.decision == StepDecision::kNone) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("a decision on step ", command.step, " that is of step ",
+                                  summary.head.step, ", or decides nothing"));
+  }
+  if (summary.head.decision != StepDecision::kCommit) return absl::OkStatus();
+  if (phase_ != Phase::kPrepared && !decision_) {
+    return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
+                                                  " is to be committed, and is not prepared"));
+  }
+  const StepSummary own = SummaryOfNode();
+  if (summary.head.scalars == own.head.scalars) return absl::OkStatus();
+  return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
+                                                " is to be committed with other scalars than its "
+                                                "ranks have called it with"));
+}
+
+void Step::OnSummary(Session& session, const SummaryCopied& copied) {
+  if (!session.step_being_copied || session.step_being_copied->tag != copied.tag) return;
+  const Command command = *std::exchange(session.step_being_copied, std::nullopt);
+  const CommandId id = session.IdOf(command);
+  absl::StatusOr<StepSummary> summary =
+      protocol::DecodeStepSummary(copied.bytes, spec_.layout->params().size());
+  absl::Status status = summary.status();
+  if (status.ok()) status = CheckDecision(command, *summary);
+  if (!status.ok()) {
+    io_.Answer(id, status);
+    return;
+  }
+  if (summary->head.decision == StepDecision::kCommit) {
+    deciders_.push_back(
+        {.command = id, .answered_when = static_cast<protocol::StepAnswer>(command.kind)});
+    if (decision_) return;
+    decision_ = *std::move(summary);
+    phase_ = Phase::kReducing;
+    return;
+  }
+  if (phase_ == Phase::kPrepared && command.attempt == attempt_) {
+    GiveUpPrepared(summary->head.decision);
+  } else if (phase_ == Phase::kOpen && summary->head.decision == StepDecision::kWithdraw) {
+    RefuseCalls(MakeError(ErrorId::kStep,
+                          absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                       " of this node met an error and does not "
+                                       "call step ",
+                                       command.step, " of job ", spec_.name, " now"),
+                          "see what that rank says; call step again: the gradients are kept"));
+  }
+  io_.Answer(id, absl::OkStatus());
+}
+
+void Step::GiveUpPrepared(StepDecision decision) {
+  phase_ = Phase::kOpen;
+  trace_.OnRefused();
+  if (decision == StepDecision::kDrop) {
+    BeginAttempt(attempt_ + 1, absl::OkStatus());
+  } else {
+    RefuseCalls(absl::OkStatus());
+  }
+}
+
+}  // namespace forebay::daemon
