@@ -127,6 +127,18 @@ absl::StatusOr<internal::GrantedSession> ConnectWithin(Timeout wait, const std::
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions options) {
+  const Nodes& nodes = options.nodes;
+  if (nodes.world_ranks == 0) return AttachHere(std::move(options));
+  if (nodes.all_gather) return AttachOverNodes(options);
+  return MakeError(
+      ErrorId::kRank,
+      absl::StrCat("a job of ", nodes.world_ranks, " ranks, of which ", options.world_size,
+                   " are on this node, without an all_gather between its nodes"),
+      "give AttachOptions::nodes.all_gather, over the ranks' process group (MPI, "
+      "gloo), or start all ranks on one node");
+}
+
+absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions options) {
   gpu::AttachNvtxTool(NvtxTool());
   const WaitLimits limits{.deadline = Deadline::After(options.timeout),
                           .interrupt_check = &options.interrupt_check};
@@ -136,6 +148,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                      .layout = std::make_shared<const protocol::Layout>(std::move(layout)),
                      .reader = options.reader,
                      .rank = options.rank,
+                     .nodes = options.nodes,
                      .daemon_wait = daemon_wait,
                      .gauge = std::make_shared<internal::SessionGauge>(),
                      .timeout = options.timeout,
@@ -164,6 +177,11 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   }
   for (const uint32_t partition : reply.getTrace()) parts.trace.push_back(partition);
   parts.attempt = reply.getAttempt();
+  parts.prepared_step = reply.getPreparedStep();
+  parts.durable_step = reply.getDurableStep();
+  const auto summary = reply.getSummary();
+  const auto* const summary_begin = reinterpret_cast<const std::byte*>(summary.begin());
+  parts.summary.assign(summary_begin, summary_begin + summary.size());
   parts.gauge->committed_step = granted.terms.committed_step;
   parts.step_region_offset = granted.terms.step_region_offset;
   parts.step_region_bytes = granted.terms.step_region_bytes;

@@ -215,6 +215,12 @@ absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::spa
       std::min(s.slots.largest_bytes() / sizeof(float), kReadPieceElemsMax);
   uint64_t updates = 0;
   uint64_t step = 0;
+  if (out.empty()) {
+    Command command = MakeCommand(Op::kReadState, index.param);
+    command.kind = index.state;
+    ASSIGN_OR_RETURN(const Completion completion, s.Call(command, nullptr, limits));
+    return completion.offset_bytes;
+  }
   for (uint64_t done = 0; done < out.size();) {
     const std::span<float> piece = out.subspan(done, std::min(piece_elems_max, out.size() - done));
     ASSIGN_OR_RETURN(BusyRange arena, s.WaitForRange(piece.size_bytes(), limits));

@@ -227,14 +227,19 @@ absl::Status Attachment::DropGradients() {
   const absl::Status polled = s.waiter.PollAlive(limits);
   // What the device still writes into the slots would be in gradients of the next attempt.
   RETURN_IF_ERROR(s.WaitForCopies([&] { return s.gradient_copies.empty(); }, limits));
-  for (const auto& [partition, slot] : s.open) {
-    if (slot.arena_offset.has_value()) s.slots.Free(*slot.arena_offset);
-  }
-  s.open.clear();
-  s.DropPieces();
-  s.kept_grad_error = absl::OkStatus();
+  s.DropOpen();
   s.BeginAttempt(s.has_delivered ? s.attempt + 1 : s.attempt);
   return polled;
+}
+
+// Nothing is being copied into them.
+void Attachment::State::DropOpen() {
+  for (const auto& [partition, slot] : open) {
+    if (slot.arena_offset.has_value()) slots.Free(*slot.arena_offset);
+  }
+  open.clear();
+  DropPieces();
+  kept_grad_error = absl::OkStatus();
 }
 
 }  // namespace forebay::client

@@ -49,7 +49,9 @@ absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
   append(std::as_bytes(hyper_params));
   append(std::as_bytes(present));
   append(extra_state);
-  const uint64_t room_bytes = parts.step_region_bytes - protocol::kSessionMarkBytes;
+  const uint64_t room_bytes =
+      parts.step_region_bytes -
+      protocol::StepRegionTailBytes(parts.layout->params().size(), parts.nodes.world_ranks > 0);
   if (request.size() > room_bytes) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("hyper-parameters and extra_state of the step take ",
@@ -119,7 +121,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                 s.step.has_value() ? std::span<const uint64_t>(s.step->presence)
                                                    : std::span<const uint64_t>(s.presence)));
   if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {
-    if (!s.step->answer->arrived) {
+    if (!s.step->answer->arrived || (s.step->outcome && s.step->decided != nullptr)) {
       return MakeError(ErrorId::kStep,
                        absl::StrCat("step ", s.step->t, " is still under way; step ", t,
                                     " or other scalars cannot begin before it ends"),
@@ -133,6 +135,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   const absl::Status waited = s.waiter.Wait([&] { return s.step->answer->arrived; }, limits);
   s.gauge.sleeps = s.port.sleeps();
   RETURN_IF_ERROR(waited);
+  if (s.parts.nodes.world_ranks > 0) RETURN_IF_ERROR(s.DecideOverNodes(limits));
   absl::StatusOr<StepResult> result = s.EndStep();
   if (!result.ok() || !s.trace.has_value()) return result;
   s.trace->LeaveOut(
@@ -167,11 +170,16 @@ absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte
 
 absl::StatusOr<StepResult> Attachment::State::EndStep() {
   const Answer answer = *step->answer;
+  const bool drops = step->drops;
   step.reset();
   const bool anew = !answer.status.ok() && answer.completion.attempt > attempt;
   absl::Status kept = kept_grad_error;
   if (anew || protocol::IdOf(kept) == ErrorId::kNonfinite) kept_grad_error = absl::OkStatus();
   if (anew) BeginAttempt(answer.completion.attempt);
+  if (drops && !anew) {
+    DropOpen();
+    BeginAttempt(has_delivered ? attempt + 1 : attempt);
+  }
   RETURN_IF_ERROR(answer.status);
   RETURN_IF_ERROR(kept);
   return StepResult{.committed_step = answer.completion.committed_step,

@@ -39,6 +39,17 @@ inline constexpr Timeout kDaemonWait = std::chrono::seconds(60);
 // True makes the call return E_INTERRUPTED.
 using InterruptCheck = std::function<bool()>;
 
+// What one rank sends, given to every rank: what all have sent, by rank in the world. Blocks until all of them have
+// called it; every rank calls it equally often. Over the ranks' process group, on CPUs (gloo, MPI): no work of a GPU waits
+// for it.
+using AllGather = std::function<absl::StatusOr<std::vector<std::string>>(const std::string& bytes)>;
+
+// A job over several nodes. Its ranks on one node follow each other; each node's daemon holds what its ranks own.
+struct Nodes {
+  uint32_t world_ranks = 0;  // of all nodes; 0: the job is on one node
+  AllGather all_gather = {};
+};
+
 struct AttachOptions {
   std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
   std::string job;     // 1 to 200 bytes of [A-Za-z0-9._-]
@@ -46,7 +57,10 @@ struct AttachOptions {
   // ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
   bool reader = false;
   uint32_t rank = 0;        // not of a reader
-  uint32_t world_size = 1;  // ranks of the job; the layout does not depend on it
+  uint32_t world_size = 1;  // ranks of the job, on this node; the layout does not depend on it
+  // Where other ranks are on other nodes: sharded attachment, with LayoutSpec::is_part, and LayoutSpec::first_rank, from
+  // which `rank` counts.
+  Nodes nodes = {};
   // The run that this process belongs to, at most 200 printable ASCII characters without spaces.
   // Processes of one run replace each other; another run's job is continued only with `resume`.
   // Empty: FOREBAY_RUN, else this process alone. All ranks of a job need the same run: where there
@@ -193,6 +207,10 @@ class Attachment {
   //         E_FENCED, E_LAYOUT, E_UNSUPPORTED, E_OPTION, E_RANK, E_RANGE, E_EXTRA_STATE, E_MEMLOCK,
   //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_SWAP_IO, E_LIMIT, and those above. Nothing is left
   //         behind.
+  //
+  // Over several nodes every rank of the job attaches at once, and all of them raise what one of them meets. A step
+  // that some nodes have committed and the others have prepared is committed by these too; one that none has is dropped.
+  // Errors  E_STEP  the nodes stand at different steps all the same.
   static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
 
   // The last part of Attach, for tests that play the daemon: from mapped arenas and a ring.
@@ -394,7 +412,7 @@ class Attachment {
                                   double max_grad_norm, std::span<const std::byte> extra_state,
                                   Timeout timeout, const GradientEdit& edit = {});
 
-  // Reads out.size() elements of a state as float32, whatever the format holds it in, and returns how
+  // Reads out.size() elements (0: none) of a state as float32, whatever the format holds it in, and returns how
   // many updates the parameter has had (torch's "step"). All of one step: a reader that meets another
   // one between two pieces begins anew.
   //
@@ -420,6 +438,8 @@ class Attachment {
  private:
   struct State;
   class CallLock;
+  static absl::StatusOr<std::unique_ptr<Attachment>> AttachHere(AttachOptions options);
+  static absl::StatusOr<std::unique_ptr<Attachment>> AttachOverNodes(const AttachOptions& options);
   explicit Attachment(std::unique_ptr<State> state);
 
   std::unique_ptr<State> state_;

@@ -48,6 +48,7 @@ AttachCall MakeAttachCall(const AttachOptions& options, const protocol::Layout& 
           .reader = options.reader,
           .rank = options.rank,
           .world_size = options.world_size,
+          .world_ranks = options.nodes.world_ranks,
           .run = RunToken(options.run),
           .resume = options.resume,
           .accumulate = options.accumulate,

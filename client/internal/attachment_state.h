@@ -28,6 +28,7 @@
 #include "client/internal/device_trace.h"
 #include "client/internal/grad_slots.h"
 #include "client/internal/mapping.h"
+#include "client/internal/node_agreement.h"
 #include "client/internal/stopwatch.h"
 #include "client/internal/waiter.h"
 #include "client/window_registry.h"
@@ -66,6 +67,11 @@ struct SessionParts {
   bool reader = false;
   uint32_t rank = 0;
   bool writes_initial = false;
+  Nodes nodes = {};
+  // As AttachReply has them.
+  uint64_t prepared_step = 0;
+  uint64_t durable_step = 0;
+  std::vector<std::byte> summary = {};
   std::vector<std::byte> extra_state = {};
   std::vector<std::byte> rank0_extra_state = {};
   std::vector<uint32_t> trace = {};
@@ -168,6 +174,11 @@ struct Attachment::State {
     std::pmr::vector<std::byte> request;
     std::pmr::vector<uint64_t> presence;
     std::shared_ptr<Answer> answer;
+    // Over several nodes: what they have concluded, this rank's command that says so, and whether what it has delivered
+    // is of no use.
+    std::optional<internal::StepOutcome> outcome = {};
+    std::shared_ptr<Answer> decided = {};
+    bool drops = false;
   };
 
   explicit State(internal::SessionParts session_parts);
@@ -324,6 +335,17 @@ struct Attachment::State {
   absl::Status BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
                          const internal::WaitLimits& limits);
   absl::StatusOr<StepResult> EndStep();
+  // Of a job over several nodes, where the step's call is answered: what comes of it becomes its answer.
+  absl::Status DecideOverNodes(const internal::WaitLimits& limits);
+  absl::StatusOr<internal::NodeMessage> MessageOfStep(const internal::WaitLimits& limits);
+  absl::StatusOr<std::shared_ptr<Answer>> SendDecision(std::span<const std::byte> summary,
+                                                       uint64_t t,
+                                                       const internal::WaitLimits& limits);
+  absl::StatusOr<std::shared_ptr<Answer>> SendDecision(const protocol::StepSummary& summary,
+                                                       uint64_t t,
+                                                       const internal::WaitLimits& limits);
+  absl::Status Follow(const internal::AttachOutcome& outcome);
+  void DropOpen();
 
   const pid_t pid;
   // What calls note of what is under way: a steady step takes no memory of the process's.

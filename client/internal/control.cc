@@ -117,6 +117,7 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setReader(call.reader);
   request.setRank(call.rank);
   request.setWorldSize(call.world_size);
+  request.setWorldRanks(call.world_ranks);
   request.setGradArenaBytes(call.grad_arena_bytes);
   request.setExtraStateBytes(call.extra_state_bytes);
   request.setActivationBytes(call.activation_bytes);

@@ -34,6 +34,7 @@ struct AttachCall {
   bool reader = false;
   uint32_t rank = 0;
   uint32_t world_size = 0;
+  uint32_t world_ranks = 0;
   std::string run;
   bool resume = false;
   bool reattach = false;

@@ -1,0 +1,70 @@
+// What the ranks of a job over several nodes tell each other, and what they conclude: every rank the same, from the same
+// messages. Pure.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "protocol/layout.h"
+#include "protocol/step_summary.h"
+
+namespace forebay::client::internal {
+
+// Of one rank, at the call of a step or at attach.
+struct NodeMessage {
+  enum class Kind : uint8_t {
+    kPrepared = 1,  // its node has prepared the step: `summary`
+    kRefused = 2,   // its call was refused with `error`; what it has delivered is kept
+    kLost = 3,      // and is lost
+    kAttached = 4,  // its session stands at `state`
+  };
+  struct State {
+    uint64_t committed_step = 0;
+    uint64_t prepared_step = 0;  // 0: none
+    uint64_t durable_step = 0;
+    bool is_new = false;  // its initial parameters are not written
+  };
+
+  Kind kind = Kind::kRefused;
+  uint32_t first_rank = 0;  // of its node
+  State state = {};
+  absl::Status error = {};
+  std::vector<std::byte> summary = {};  // encoded
+};
+
+std::string EncodeNodeMessage(const NodeMessage& message);
+// Errors  E_PROTOCOL.
+absl::StatusOr<NodeMessage> DecodeNodeMessage(std::string_view bytes);
+
+// What becomes of a step.
+struct StepOutcome {
+  protocol::StepSummary summary;  // of the world, with its decision
+  absl::Status error;             // what the step's call ends with where it is not committed
+};
+// `messages` by rank in the world.
+//
+// Errors  E_PROTOCOL  a message is none, or of another step.
+absl::StatusOr<StepOutcome> DecideStep(std::span<const std::string> messages,
+                                       const protocol::Layout& layout, uint64_t step);
+
+// What ranks that have attached do, before they train.
+struct AttachOutcome {
+  enum class Todo : uint8_t {
+    kNothing,  // all nodes stand at one step
+    kDrop,     // a node has prepared a step, and no node has committed it
+    kCommit,   // a node has, by `summary`: the others follow, and their ranks attach again
+  };
+  Todo todo = Todo::kNothing;
+  uint64_t step = 0;                    // that is dropped or committed
+  std::vector<std::byte> summary = {};  // encoded
+};
+// Errors  what a rank met; E_STEP: the nodes stand at steps that none of these brings together.
+absl::StatusOr<AttachOutcome> AgreeOnStep(std::span<const std::string> messages,
+                                          const std::string& job);
+
+}  // namespace forebay::client::internal
