@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ._core import Attachment
     from ._fsdp import Unit
     from ._initial import Initial
+    from ._nodes import Nodes
     from ._sharded import ShardMember
 
 _trained_here: set[tuple[str, str]] = set()  # socket and job
@@ -60,15 +61,20 @@ class Request:
     durability: str  # empty: the job's, of a new one the daemon's default
     daemon_wait: float | None  # None: FOREBAY_DAEMON_WAIT, else 60
 
-    def send(self, layout: Layout, room_bytes: int, **others: Any) -> Attachment:
+    def send(
+        self, layout: Layout, room_bytes: int, nodes: Nodes | None = None, **others: Any
+    ) -> Attachment:
         """room_bytes  Of extra_state. others: what not every attachment asks for."""
         from . import _core
 
+        own = range(self.world_size) if nodes is None else nodes.own
+        if nodes is not None:
+            others["nodes"] = nodes.world_ranks, own.start, nodes.all_gather
         return _core.attach(
             self.socket,
             self.job,
-            self.rank,
-            self.world_size,
+            self.rank - own.start,
+            len(own),
             *layout,
             self.grad_arena_bytes,
             room_bytes + HEADER.size,
@@ -227,7 +233,7 @@ def attach_sharded(
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _activations, _core, _fsdp, _initial, _ranks, _shard_plan, _sharded
+    from . import _activations, _core, _fsdp, _initial, _nodes, _ranks, _shard_plan, _sharded
 
     def check() -> tuple[list[Unit], _initial.Initial, list[Parameter], TorchGroups]:
         _check_arguments(model, optimizer)
@@ -243,8 +249,8 @@ def attach_sharded(
 
     units, source, parameters, torch_groups = _ranks.together(check)
     _ranks.refuse_different("prefetch_bytes", prefetch_bytes)
-    _ranks.refuse_other_daemons(request.socket)
-    plan = _shard_plan.make_plan(units, parameters)
+    nodes = _nodes.find(request.socket)
+    plan = _shard_plan.make_plan(units, parameters, nodes)
     _fsdp.ensure_means(units)
     source.compare_generators()
     undo = _Undo(initial=source)
@@ -261,6 +267,7 @@ def attach_sharded(
             undo.attachment = request.send(
                 layout,
                 prepared.room_bytes,
+                nodes,
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
                 accumulate=passes > 1,
                 partitions=plan.layout.partitions,
@@ -277,6 +284,7 @@ def attach_sharded(
             attachment, plan, request.rank, request.timeout, prefetch_bytes, passes
         )
         engine.node = Node(request.socket, request.job, request.rank)
+        engine.nodes = nodes
         if activation_bytes > 0:
             engine.activations = _activations.Activations(attachment, plan.device)
         if attachment.writes_initial:

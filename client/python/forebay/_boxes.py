@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 # Of a parameter: first element, elements of a run, stride between runs, runs (protocol/partition.h).
@@ -41,8 +41,8 @@ class ShardPlan:
     group_names: list[str] = field(default_factory=list)
     # Name, shape, group, parameter group, trainable: as _core.attach takes them.
     params: list[tuple[str, list[int], int, int, bool]] = field(default_factory=list)
-    # Group, owner, boxes with the parameter in front.
-    partitions: list[tuple[int, int, list[tuple[int, int, int, int, int]]]] = field(
+    # Group, owner, replica, boxes with the parameter in front.
+    partitions: list[tuple[int, int, int, list[tuple[int, int, int, int, int]]]] = field(
         default_factory=list
     )
     index: dict[str, int] = field(default_factory=dict)  # of parameters, by name
@@ -50,6 +50,47 @@ class ShardPlan:
     places: dict[tuple[str, Box], Source] = field(default_factory=dict)
     # The ranks that hold each box, ascending; the first owns it.
     holders: dict[tuple[str, Box], list[int]] = field(default_factory=dict)
+    first_rank: int = 0  # the rank of owner 0
+
+    def of_node(self, ranks: range) -> ShardPlan:
+        """What these ranks hold, of which the first is owner 0; `holders` and `places` have that alone. What
+        a rank of another node owns is replica 1 here, which counts in no norm.
+
+        Errors  ValueError  a rank holds replicas and other parts of one group.
+        """
+        plan = ShardPlan(self.group_names, self.params, index=self.index, first_rank=ranks.start)
+        replicas: set[tuple[str, Box]] = set()
+        for (name, box), holders in self.holders.items():
+            here = [rank for rank in holders if rank in ranks]
+            if here:
+                plan.holders[name, box] = here
+                if here[0] != holders[0]:
+                    replicas.add((name, box))
+        plan._place(replicas)
+        return plan
+
+    def _place(self, replicas: Collection[tuple[str, Box]] = ()) -> None:
+        """Partitions and places, from the holders."""
+        owned: dict[tuple[int, int], list[tuple[int, Box]]] = {}
+        for (name, box), ranks in self.holders.items():
+            param = self.index[name]
+            owner = ranks[0] - self.first_rank
+            owned.setdefault((self.params[param][2], owner), []).append((param, box))
+        for group, owner in sorted(owned):
+            boxes = sorted(owned[group, owner])
+            of_others = {(self.params[param][0], box) in replicas for param, box in boxes}
+            if len(of_others) > 1:
+                raise ValueError(
+                    f"rank {owner + self.first_rank} holds parts of {self.group_names[group]} that a rank of "
+                    "another node holds too, and parts that none does"
+                )
+            first = 0
+            for param, box in boxes:
+                elems = elems_of([box])
+                self.places[self.params[param][0], box] = Source(len(self.partitions), first, elems)
+                first += elems
+            replica = int(of_others.pop())
+            self.partitions.append((group, owner, replica, [(param, *box) for param, box in boxes]))
 
 
 def boxes_of(shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> tuple[Box, ...]:
@@ -134,18 +175,7 @@ def make_shard_plan(
             one = of_name[name]
             plan.index[name] = len(plan.params)
             plan.params.append((name, list(one.shape), group, one.param_group, one.trainable))
-    owned: dict[tuple[int, int], list[tuple[int, Box]]] = {}
-    for (name, box), ranks in plan.holders.items():
-        param = plan.index[name]
-        owned.setdefault((plan.params[param][2], ranks[0]), []).append((param, box))
-    for group, rank in sorted(owned):
-        boxes = sorted(owned[group, rank])
-        first = 0
-        for param, box in boxes:
-            elems = elems_of([box])
-            plan.places[plan.params[param][0], box] = Source(len(plan.partitions), first, elems)
-            first += elems
-        plan.partitions.append((group, rank, [(param, *box) for param, box in boxes]))
+    plan._place()
     return plan
 
 

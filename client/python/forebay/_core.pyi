@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, Protocol
 
 class ForebayError(RuntimeError):
@@ -125,7 +126,7 @@ def attach(
     reader: bool = False,
     grad_dtype: str = "",
     accumulate: bool = False,
-    partitions: list[tuple[int, int, list[tuple[int, int, int, int, int]]]] = ...,
+    partitions: list[tuple[int, int, int, list[tuple[int, int, int, int, int]]]] = ...,
     cuda_device: int | None = None,
     cuda_driver: str = "libcuda.so.1",
     activation_bytes: int = 0,
@@ -133,6 +134,7 @@ def attach(
     early_updates: bool = False,
     durability: str = "",
     daemon_wait: float | None = None,
+    nodes: tuple[int, int, Callable[[bytes], list[bytes]]] | None = None,
 ) -> Attachment: ...
 
 class ActivationStore:

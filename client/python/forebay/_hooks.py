@@ -227,10 +227,11 @@ class Engine:
     calls it."""
 
     mode = "shared"
+    is_over_nodes = False
 
     def __init__(self, attachment: Attachment, groups: list[Group], timeout: float) -> None:
         self.attachment: Attachment | None = attachment
-        self.groups, self.timeout = groups, timeout
+        self.groups, self.timeout, self.rank = groups, timeout, attachment.rank
         self.activations: Activations | None = None  # where attach was given room for them
         self.clock = Clock()
         self.under_way: StepCall | None = None  # a step that was asked for and whose outcome is unknown
@@ -274,6 +275,20 @@ class Engine:
     def values_of(self, parameter: Parameter) -> torch.Tensor:
         """The present values of the whole parameter, contiguous."""
         return parameter.tensor
+
+    def read_elements(self, name: str, state: str, elements: range) -> tuple[torch.Tensor, int]:
+        """These elements of a parameter's state, and how many updates the parameter has had. Over several
+        nodes a collective."""
+        from ._reader import read_elements
+
+        assert self.attachment is not None
+        return read_elements(self.attachment, name, state, elements, self.timeout)
+
+    def updates_of(self, name: str) -> int:
+        """How many updates a parameter has had."""
+        assert self.attachment is not None
+        state = self.attachment.states[0]
+        return self.attachment.read_state(name, state, 0, 0, self.timeout)[1]
 
     def after_step(self) -> None:
         """The weights are those of another step."""

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ._buffers import Buffers, users_part
 from ._hooks import UNBOUNDED, Backward, StepCall, profiled
 from ._progress import metrics_of
-from ._reader import parameter_named, read_elements, read_states, state_names
+from ._reader import parameter_named, read_states, state_names
 from ._state_dict import DaemonState, StateDicts
 from .errors import ForebayError, unsupported, usage_error
 
@@ -375,7 +375,8 @@ class ForebayOptimizer(StateDicts):
     def read_state(self, name: str) -> dict[str, torch.Tensor]:
         """The states of one parameter, decoded to float32 tensors of its shape and named as torch
         names them: "exp_avg" and its like, "step" (how many updates the parameter has had) and,
-        where the weights have 16 bits, "master". A frozen parameter has none: {}.
+        where the weights have 16 bits, "master". A frozen parameter has none: {}. Over several nodes it is a
+        collective: call it on every rank.
 
         name  as in model.named_parameters(); of a tied parameter any of its names.
 
@@ -386,13 +387,21 @@ class ForebayOptimizer(StateDicts):
         {'exp_avg': [2, 4], 'exp_avg_sq': [2, 4], 'step': []}
         """
         parameter = parameter_named(self._plan, name)
-        return read_states(self._live(), parameter, self._engine.timeout)
+        engine = self._engine
+        return read_states(
+            self._live(),
+            parameter,
+            engine.timeout,
+            lambda state, elements: engine.read_elements(parameter.name, state, elements),
+        )
 
     def state_sha256(self) -> str:
         """SHA-256 over the model, as 64 hexadecimal digits: for each parameter in the model's order
         its name, a zero byte, its bytes, and those of every state as float32; then for each
         buffer of the model's state_dict its name, a zero byte and its bytes. Ranks whose forward
         updates buffers have different ones.
+
+        Over several nodes it is a collective: call it on every rank.
 
         >>> opt = forebay.attach(model)
         >>> len(opt.state_sha256())
@@ -407,8 +416,7 @@ class ForebayOptimizer(StateDicts):
             for state in state_names(attachment, parameter):
                 for first in range(0, count, PIECE_ELEMS):
                     piece = range(first, min(first + PIECE_ELEMS, count))
-                    timeout = self._engine.timeout
-                    _hash(digest, read_elements(attachment, parameter, state, piece, timeout)[0])
+                    _hash(digest, self._engine.read_elements(parameter.name, state, piece)[0])
         for name, buffer in self._buffers.named():
             digest.update(name.encode() + b"\0")
             _hash(digest, buffer.detach().cpu().contiguous())

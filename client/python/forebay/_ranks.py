@@ -3,17 +3,15 @@ for one that has given up."""
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from . import errors
-from .errors import ForebayError, make_error, unsupported, usage_error
+from .errors import ForebayError, make_error, usage_error
 
 T = TypeVar("T")
-BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each node
 
 
 def gather(held: Any) -> list[Any]:
@@ -63,28 +61,3 @@ def _report(error: Exception) -> tuple[str, str, str, str]:
     text = str(error).removeprefix(f"error[{error.code}]: ").split("\nhint: ")[0]
     families = [one.__name__ for one in type(error).mro() if hasattr(errors, one.__name__)]
     return families[0], error.code, text, error.hint
-
-
-def refuse_other_daemons(socket: str) -> None:
-    """Errors: E_NO_DAEMON and others where a rank cannot reach its daemon; E_UNSUPPORTED where ranks
-    are on several nodes; E_OPTION where they reach several daemons of one. A collective."""
-    from . import _core
-
-    pid = together(lambda: _core.status(socket)["info"]["pid"])
-    daemons = gather((BOOT_ID.read_text(encoding="ascii"), pid))
-    own = daemons[dist.get_rank()]
-    here = [rank for rank, (node, _) in enumerate(daemons) if node == own[0]]
-    if len(here) < len(daemons):
-        raise unsupported(
-            f"a process group over several nodes: of its {len(daemons)} ranks {len(here)} are on this "
-            "node",
-            "start all ranks on one node",
-        )
-    if len(set(daemons)) > 1:
-        same = [rank for rank, daemon in enumerate(daemons) if daemon == own]
-        raise usage_error(
-            "E_OPTION",
-            f"the ranks reach {len(set(daemons))} daemons: of {len(daemons)} ranks {len(same)} reach "
-            f"this one (process {pid})",
-            "give all ranks the same socket= or FOREBAY_SOCKET",
-        )

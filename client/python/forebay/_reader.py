@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,34 +131,42 @@ def state_names(attachment: Attachment, parameter: Parameter) -> list[str]:
 
 
 def read_elements(
-    attachment: Attachment, parameter: Parameter, state: str, elements: range, timeout: float
+    attachment: Attachment, name: str, state: str, elements: range, timeout: float
 ) -> tuple[torch.Tensor, int]:
-    """These elements of a state, and how many updates the parameter has had."""
-    with profiled("forebay.read_state", parameter.name):
-        view, updates = attachment.read_state(
-            parameter.name, state, elements.start, len(elements), timeout
-        )
+    """These elements of a parameter's state, and how many updates the parameter has had."""
+    with profiled("forebay.read_state", name):
+        view, updates = attachment.read_state(name, state, elements.start, len(elements), timeout)
     return torch.from_dlpack(view), updates  # type: ignore[attr-defined]
 
 
 def read_states(
-    attachment: Attachment, parameter: Parameter, timeout: float
+    attachment: Attachment,
+    parameter: Parameter,
+    timeout: float,
+    read: Callable[[str, range], tuple[torch.Tensor, int]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Every state of a parameter in its shape, and "step"; all of one step, which has changed them
-    where the number of updates differs. Errors: E_TIMEOUT."""
+    where the number of updates differs. Errors: E_TIMEOUT.
+
+    read  Another way to read elements of a state than from this node's daemon alone.
+    """
+
+    def here(state: str, elements: range) -> tuple[torch.Tensor, int]:
+        return read_elements(attachment, parameter.name, state, elements, timeout)
+
     names = state_names(attachment, parameter)
     if not names:
         return {}
     everything = range(parameter.tensor.numel())
     deadline = time.monotonic() + timeout
     while True:
-        read = [read_elements(attachment, parameter, name, everything, timeout) for name in names]
-        updates = {count for _, count in read}
+        found = [(read or here)(name, everything) for name in names]
+        updates = {count for _, count in found}
         if len(updates) == 1:
             break
         _check_time(f"read of the states of {parameter.name}", deadline, timeout)
     shape = parameter.tensor.shape
-    states = {name: values.view(shape) for name, (values, _) in zip(names, read)}
+    states = {name: values.view(shape) for name, (values, _) in zip(names, found)}
     return {**states, "step": step_tensor(updates.pop())}
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from . import _device, _fsdp, _ranks
 from ._boxes import Held, ShardPlan, make_shard_plan
 from ._fsdp import Shard, Unit
+from ._nodes import Nodes
 from ._plan import FORMATS, Parameter, Plan, layers_of
 from .errors import UsageError, unsupported, usage_error
 
@@ -178,10 +179,13 @@ def parameters_of(units: Sequence[Unit]) -> list[Parameter]:
     ]
 
 
-def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan:
+def make_plan(
+    units: Sequence[Unit], parameters: list[Parameter], nodes: Nodes | None = None
+) -> ShardedPlan:
     """Gathers what every rank holds. A collective over the default process group.
 
     Errors  E_LAYOUT  ranks disagree about a parameter.
+            E_UNSUPPORTED  replicas on several nodes.
     """
     by_name = {one.name: one for one in parameters}
     held = [
@@ -209,6 +213,14 @@ def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan
         ) from None
     for parameter in parameters:
         parameter.group = layout.params[layout.index[parameter.name]][2]
+    if nodes is not None:
+        try:
+            layout = layout.of_node(nodes.own)
+        except ValueError as error:
+            raise unsupported(
+                f"replicas on several nodes: {error}",
+                "make the mesh so that whole nodes hold replicas: (nodes, ranks of a node)",
+            ) from None
     return ShardedPlan(units, layout, parameters)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _fsdp
-from ._boxes import Source
+from ._boxes import Box, Source
 from ._copy_ahead import CopyAhead
 from ._fsdp import Shard, Unit
 from ._gradient import GradientProxy
@@ -38,7 +38,10 @@ from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
     from ._core import Attachment
+    from ._nodes import Nodes
 
+
+T = TypeVar("T")
 
 # --------------------------------------------------------------------------------------- the weights
 
@@ -174,8 +177,8 @@ class ShardedEngine(Engine):
         self.shard_groups = []
         self.partition_of: dict[int, int] = {  # this rank's, by group
             group: number
-            for number, (group, owner, _) in enumerate(plan.layout.partitions)
-            if owner == rank
+            for number, (group, owner, _, _) in enumerate(plan.layout.partitions)
+            if owner + plan.layout.first_rank == rank
         }
         for unit in plan.units:
             number = plan.layout.params[plan.layout.index[unit.shards[0].name]][2]
@@ -199,6 +202,8 @@ class ShardedEngine(Engine):
         self.announce: Callable[[], None] = lambda: None
         self._passes, self._begun = passes, 0  # a step's, and of this attempt
         self._has_said = rank != 0
+        self.rank = rank
+        self.nodes: Nodes | None = None  # of a job over several
         self._prefetch_bytes = prefetch_bytes
         self._order: dict[int, Unit] = {}  # by group, as forwards before the first step gather them
 
@@ -377,18 +382,54 @@ class ShardedEngine(Engine):
         group.unit.reshard()
 
     def values_of(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter, from all owners, on the CPU."""
+        """The whole parameter, from all owners, on the CPU. Over several nodes a collective."""
         layout = self.plan.layout
-        whole = torch.empty(parameter.tensor.shape, dtype=self.plan.dtype, device="cpu").view(-1)
+        parts: list[tuple[Box, torch.Tensor]] = []
         for (name, box), source in layout.places.items():
-            if name != parameter.name:
+            if name != parameter.name or not self._says(box, name):
                 continue
-            first, run, stride, runs = box
             part = self._empty([source.elems])
             copies = [(source.partition, source.first, 0, source.elems * self._width)]
             self.copy(self._copy_list(copies), part)
+            parts.append((box, part.cpu()))
+        whole = torch.empty(parameter.tensor.shape, dtype=self.plan.dtype, device="cpu").view(-1)
+        for (first, run, stride, runs), part in self._from_all_nodes(parts):
             whole.as_strided((runs, run), (stride, 1), first).copy_(part.view(runs, run))
         return whole.view(parameter.tensor.shape)
+
+    @property
+    def is_over_nodes(self) -> bool:  # type: ignore[override]
+        return self.nodes is not None
+
+    def _says(self, box: Box, name: str) -> bool:
+        """Whether this rank tells those of other nodes what is in it."""
+        return self.nodes is None or self.plan.layout.holders[name, box][0] == self.rank
+
+    def _from_all_nodes(self, own: list[T]) -> list[T]:
+        """What all ranks say, of several nodes; else what this one does."""
+        if self.nodes is None:
+            return own
+        everyone: list[Any] = [None] * self.nodes.world_ranks
+        dist.all_gather_object(everyone, own, group=self.nodes.group)
+        return [one for of_rank in everyone for one in of_rank]
+
+    def read_elements(self, name: str, state: str, elements: range) -> tuple[torch.Tensor, int]:
+        if self.nodes is None:
+            return super().read_elements(name, state, elements)
+        parts: list[tuple[int, torch.Tensor]] = []
+        for of, box in self.plan.layout.places:
+            if of != name or not self._says(box, name):
+                continue
+            first, run, stride, runs = box
+            for begin in range(first, first + runs * stride, stride):
+                held = range(max(begin, elements.start), min(begin + run, elements.stop))
+                if held:
+                    values, _ = super().read_elements(name, state, held)
+                    parts.append((held.start - elements.start, values))
+        whole = torch.empty(len(elements), dtype=torch.float32, device="cpu")
+        for at, values in self._from_all_nodes(parts):
+            whole[at : at + len(values)] = values
+        return whole, self.updates_of(name)
 
     # The daemon leases within copy_weights: nothing is held between hooks.
     def fetch(self, numbers: Iterable[int]) -> None:

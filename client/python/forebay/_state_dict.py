@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from . import _state_file
-from ._reader import read_elements, read_states, state_names, step_tensor
+from ._reader import read_states, state_names, step_tensor
 from ._state_file import BoxOf, FileTensor, Flat
 from .errors import ForebayError, ForebayTimeoutError, make_error, unsupported, usage_error
 from .optimizers import RULE_OPTIONS
@@ -211,7 +211,7 @@ class StateDicts(torch.optim.Optimizer):
 
         def write() -> None:
             self._refuse_half_loaded("save_state()")
-            if attachment.rank == 0:
+            if self._engine.rank == 0 or self._engine.is_over_nodes:  # all bring what is on their nodes
                 _write_file(self, attachment, os.fsdecode(path))
 
         _together(self, write, "save_state()")
@@ -264,9 +264,8 @@ def _names(opt: StateDicts, attachment: Attachment, parameter: Parameter, master
 
 def _updates(opt: StateDicts, member: Member) -> int:
     """How many updates the parameter has had."""
-    parameter, attachment = _parameter(opt, member), opt._live()
-    state = attachment.states[0]
-    return read_elements(attachment, parameter, state, range(1), opt._engine.timeout)[1]
+    opt._live()
+    return opt._engine.updates_of(member.name)
 
 
 def _first(opt: StateDicts) -> Member | None:
@@ -680,7 +679,7 @@ def _file_states(opt: StateDicts, attachment: Attachment) -> list[str]:
 
 
 def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
-    params, states, timeout = _params_of(opt), _file_states(opt, attachment), opt._engine.timeout
+    params, states, engine = _params_of(opt), _file_states(opt, attachment), opt._engine
     groups: list[dict[str, Any]] = []
     options = _options_of(opt._rule)
     for number, group in enumerate(opt.param_groups):
@@ -707,12 +706,18 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
             for state in states:
                 for begin in range(0, elems, PIECE_ELEMS):
                     count = min(PIECE_ELEMS, elems - begin)
-                    view, updates = attachment.read_state(name, state, begin, count, timeout)
-                    yield torch.from_dlpack(view)  # type: ignore[attr-defined]
+                    piece, updates = engine.read_elements(name, state, range(begin, begin + count))
+                    yield piece
             yield step_tensor(updates)
 
     described = json.dumps({"optimizer": type(opt._rule).__name__, "param_groups": groups}, default=float)
-    _state_file.write(path, tensors, {"format": "pt", "forebay": described}, values())
+    pieces = values()
+    try:
+        if engine.rank == 0:
+            _state_file.write(path, tensors, {"format": "pt", "forebay": described}, pieces)
+    finally:
+        for _ in pieces if engine.is_over_nodes else ():
+            pass  # each piece is a collective
 
 
 def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:

@@ -178,7 +178,8 @@ def attach(
 
         rank, world_size = _shard_plan.world(rank, world_size)
     world_size = _rank_number("world_size", world_size, 1)
-    _refuse_several_nodes(world_size)
+    if not is_sharded:
+        _refuse_several_nodes(world_size)
     if extra_state_bytes is not None:
         extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
     request = _attach.Request(
@@ -264,9 +265,9 @@ def _refuse_several_nodes(world_size: int) -> None:
         local = os.environ.get(variable, "")
         if local.isdigit() and int(local) < world_size:
             raise unsupported(
-                f"a job over several nodes: world size {world_size}, of which {local} ranks are on "
-                f"this node ({variable})",
-                "start all ranks on one node, or pass rank= and world_size= for a job per node",
+                f"a job over several nodes, shared: world size {world_size}, of which {local} ranks are "
+                f"on this node ({variable})",
+                'mode="sharded", or pass rank= and world_size= for a job per node',
             )
 
 

@@ -57,7 +57,7 @@ using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint
 // Parameter, first element, elements of a run, stride, runs.
 using BoxTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 // Group, owner, boxes.
-using PartitionTuple = std::tuple<uint32_t, uint32_t, std::vector<BoxTuple>>;
+using PartitionTuple = std::tuple<uint32_t, uint32_t, uint32_t, std::vector<BoxTuple>>;
 // Partition, first element, offset in bytes from where copy_weights() is to copy to, bytes.
 using CopyTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t>;
 using HyperDict = std::map<std::string, double>;
@@ -136,8 +136,9 @@ class EndedObjects {
 
 class PyAttachment {
  public:
-  PyAttachment(std::unique_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device)
-      : device_(std::move(device)), attachment_(std::move(attachment)) {}
+  PyAttachment(std::unique_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
+               std::shared_ptr<EndedObjects> ended)
+      : device_(std::move(device)), ended_(std::move(ended)), attachment_(std::move(attachment)) {}
   PyAttachment(PyAttachment&&) = default;
   PyAttachment& operator=(PyAttachment&&) = default;
   PyAttachment(const PyAttachment&) = delete;
@@ -166,7 +167,7 @@ class PyAttachment {
 
  private:
   std::shared_ptr<gpu::Device> device_;
-  std::shared_ptr<EndedObjects> ended_ = std::make_shared<EndedObjects>();
+  std::shared_ptr<EndedObjects> ended_;
   std::unique_ptr<Attachment> attachment_;
 };
 
@@ -204,6 +205,35 @@ std::optional<protocol::Durability> DurabilityOf(const std::string& text) {
   return ValueOrThrow(protocol::ParseDurability(text));
 }
 
+// Of all ranks, of which those of this node begin at the second number; and what gives every rank what all send.
+using NodesTuple = std::tuple<uint32_t, uint32_t, nb::callable>;
+
+// Calls `function`, a callable of Python's, from a thread without the GIL.
+client::AllGather AllGatherBy(std::shared_ptr<const void> function) {
+  return [function = std::move(function)](
+             const std::string& own) -> absl::StatusOr<std::vector<std::string>> {
+    const nb::gil_scoped_acquire acquired;
+    const nb::handle call(static_cast<PyObject*>(const_cast<void*>(function.get())));
+    try {
+      std::vector<std::string> all;
+      for (const nb::handle one : nb::list(call(nb::bytes(own.data(), own.size())))) {
+        const auto bytes = nb::cast<nb::bytes>(one);
+        all.emplace_back(bytes.c_str(), bytes.size());
+      }
+      return all;
+    } catch (nb::python_error& error) {
+      if (error.matches(PyExc_KeyboardInterrupt)) {
+        error.restore();
+        return protocol::MakeError(protocol::ErrorId::kInterrupted, "Ctrl-C between the nodes");
+      }
+      const nb::str text(error.value());
+      return absl::UnavailableError(text.c_str());
+    } catch (const nb::cast_error&) {
+      return absl::UnavailableError("all_gather gave something else than bytes");
+    }
+  };
+}
+
 PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
                     uint32_t world_size, const std::string& dtype, const std::string& optimizer,
                     const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
@@ -213,7 +243,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
                     const std::string& cuda_driver, uint64_t activation_bytes,
                     std::optional<bool> drain, bool early_updates, const std::string& durability,
-                    std::optional<double> daemon_wait) {
+                    std::optional<double> daemon_wait, const std::optional<NodesTuple>& nodes) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -255,18 +285,27 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
   if (!grad_dtype.empty()) {
     options.layout.grad_dtype = ValueOrThrow(protocol::WeightsDTypeFromName(grad_dtype));
   }
-  for (const auto& [group, owner, boxes] : partitions) {
+  for (const auto& [group, owner, replica, boxes] : partitions) {
     protocol::PartitionSpec& partition = options.layout.partitions.emplace_back();
     partition.group = group;
     partition.owner = owner;
+    partition.replica = replica;
     for (const auto& [param, first_elem, run_elems, stride_elems, runs] : boxes) {
       partition.boxes.push_back({param, first_elem, run_elems, stride_elems, runs});
     }
   }
+  auto ended = std::make_shared<EndedObjects>();
+  if (nodes.has_value()) {
+    const auto& [world_ranks, first_rank, all_gather] = *nodes;
+    options.layout.is_part = true;
+    options.layout.first_rank = first_rank;
+    options.nodes = {.world_ranks = world_ranks,
+                     .all_gather = AllGatherBy(EndedObjects::Keep(ended, all_gather))};
+  }
   client::InstallSegvExplainer();
   std::shared_ptr<gpu::Device> device = options.device;
   return {ValueOrThrow(WithoutGil([&] { return Attachment::Attach(std::move(options)); })),
-          std::move(device)};
+          std::move(device), std::move(ended)};
 }
 
 nb::list Groups(PyAttachment& self) {
@@ -694,7 +733,7 @@ NB_MODULE(_core, module) {
       nb::arg("partitions") = std::vector<PartitionTuple>(), nb::arg("cuda_device") = nb::none(),
       nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0,
       nb::arg("drain") = nb::none(), nb::arg("early_updates") = false, nb::arg("durability") = "",
-      nb::arg("daemon_wait") = nb::none());
+      nb::arg("daemon_wait") = nb::none(), nb::arg("nodes") = nb::none());
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }

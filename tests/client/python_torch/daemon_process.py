@@ -42,12 +42,12 @@ on_the_daemon = pytest.mark.parametrize("node", ["daemon"], indirect=True)
 class Daemon:
     """A forebayd of our own on a socket in a folder of its own."""
 
-    def __init__(self, folder, *settings):
+    def __init__(self, folder, *settings, launcher=()):
         self.folder = pathlib.Path(folder)
         self.socket = str(self.folder / "s")
         values = [f"socket.path={self.socket}", "memlock=best_effort", "update.workers=2"]
         values += ["dram.limit=1GiB", "swap.probe=never", *settings]
-        command = [str(FOREBAYD)]
+        command = [*launcher, str(FOREBAYD)]
         for value in values:
             command += ["--set", value]
         self.log = self.folder / "log"

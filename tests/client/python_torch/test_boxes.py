@@ -90,16 +90,16 @@ def assert_covers(plan):
     seen = {name: [] for name in shapes}
     for (name, box), source in plan.places.items():
         seen[name] += elements_of([box])
-        group, owner, boxes = plan.partitions[source.partition]
+        group, owner, replica, boxes = plan.partitions[source.partition]
         param = plan.index[name]
-        assert plan.params[param][2] == group and plan.holders[name, box][0] == owner
+        assert plan.params[param][2] == group and plan.holders[name, box][0] == owner and replica == 0
         at = boxes.index((param, *box))
         assert source.first == elems_of([box[1:] for box in boxes[:at]])
         assert source.elems == elems_of([box])
     for name, numbers in seen.items():
         assert sorted(numbers) == list(range(math.prod(shapes[name]))), name
     assert sum(len(boxes) for *_, boxes in plan.partitions) == len(plan.places)
-    keys = [(group, owner) for group, owner, _ in plan.partitions]
+    keys = [(group, owner) for group, owner, *_ in plan.partitions]
     assert keys == sorted(set(keys)), "one partition for each group and owner, in their order"
 
 
@@ -112,13 +112,13 @@ def test_uneven_and_empty_shards_cover_every_element_once(ranks):
     assert_covers(plan)
     assert [name for name, *_ in plan.params] == list(UNEVEN)
     assert plan.group_names == ["root"]
-    holders = {owner for _, owner, _ in plan.partitions}
+    holders = {owner for _, owner, *_ in plan.partitions}
     assert holders == set(range(ranks)), "each of them has rows of the eight of e"
 
 
 def test_a_rank_that_holds_nothing_has_no_partition():
     plan = make_shard_plan(sharded({"a": (2, 3)}, 3))
-    assert [(group, owner) for group, owner, _ in plan.partitions] == [(0, 0), (0, 1)]
+    assert [(group, owner) for group, owner, *_ in plan.partitions] == [(0, 0), (0, 1)]
     assert plan.params == [("a", [2, 3], 0, 0, True)]
 
 
@@ -131,6 +131,31 @@ def test_replicas_belong_to_the_lowest_rank_that_has_them():
     first_later = make_shard_plan([[], *sharded(UNEVEN, 2)])
     assert {rank for rank, *_ in first_later.holders.values()} == {1, 2}
     assert_covers(first_later)
+
+
+def test_a_node_has_what_its_ranks_hold_and_counts_them_from_its_first():
+    whole = make_shard_plan(sharded(UNEVEN, 4))
+    for ranks in (range(0, 2), range(2, 4)):
+        plan = whole.of_node(ranks)
+        assert (plan.params, plan.index, plan.first_rank) == (whole.params, whole.index, ranks.start)
+        assert {*plan.places} == {key for key, holders in whole.holders.items() if holders[0] in ranks}
+        for group, owner, replica, boxes in plan.partitions:
+            wanted = [boxes for of, at, _, boxes in whole.partitions if (of, at) == (group, owner + ranks.start)]
+            assert [boxes] == wanted and replica == 0
+    held_by_none = {name for name, _ in whole.holders} - {name for name, _ in whole.of_node(range(2, 4)).holders}
+    assert held_by_none == {"b", "c"}, "their rows are those of ranks 0 and 1"
+
+
+def test_what_a_rank_of_another_node_owns_is_a_replica():
+    whole = make_shard_plan(sharded(UNEVEN, 2) * 2)
+    first, second = whole.of_node(range(0, 2)), whole.of_node(range(2, 4))
+    assert {replica for *_, replica, _ in first.partitions} == {0}
+    assert {replica for *_, replica, _ in second.partitions} == {1}
+    assert first.places == second.places
+    rows = [held("a", (4,), part) for part in chunks(4, 2)]
+    mixed = [[rows[0]], [rows[1]], [rows[0], held("b", (1,), (0, 1))]]
+    with pytest.raises(ValueError, match="rank 2 holds parts of root that a rank of another node holds too"):
+        make_shard_plan(mixed).of_node(range(2, 3))
 
 
 def test_groups_and_parameters_are_in_the_order_of_the_model():
@@ -153,7 +178,7 @@ def test_groups_and_parameters_are_in_the_order_of_the_model():
     ]
     assert plan.index == {name: at for at, (name, *_) in enumerate(plan.params)}
     assert_covers(plan)
-    assert plan.partitions[1] == (0, 1, [(0, 4, 4, 4, 1), (1, 2, 2, 2, 1)])
+    assert plan.partitions[1] == (0, 1, 0, [(0, 4, 4, 4, 1), (1, 2, 2, 2, 1)])
     assert plan.places["layers.0.b", (2, 2, 2, 1)] == Source(partition=1, first=4, elems=2)
 
 
@@ -165,7 +190,7 @@ def test_pipeline_stages_are_ranks_that_hold_other_parameters():
     plan = make_shard_plan([[stages[rank // 2][rank % 2]] for rank in range(4)])
     assert plan.group_names == ["0.root", "1.root"]
     assert [name for name, *_ in plan.params] == ["0.w", "1.w"]
-    assert [(group, owner) for group, owner, _ in plan.partitions] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert [(group, owner) for group, owner, *_ in plan.partitions] == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert_covers(plan)
 
 

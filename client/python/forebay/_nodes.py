@@ -1,0 +1,80 @@
+"""A job over several nodes: which ranks are on this one, and what its ranks tell each other."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from . import _ranks
+from .errors import unsupported, usage_error
+
+BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each node
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of the process group, and those of this node, which follow each other."""
+
+    world_ranks: int
+    own: range
+    group: dist.ProcessGroup  # of all ranks, on CPUs: no work of a GPU waits for it
+
+    def all_gather(self, own: bytes) -> list[bytes]:
+        """What every rank sends, by rank. A collective."""
+        everyone: list[Any] = [None] * self.world_ranks
+        dist.all_gather_object(everyone, own, group=self.group)
+        return everyone
+
+
+def find(socket: str) -> Nodes | None:
+    """Which ranks are on this node; None: all. A collective over the default process group.
+
+    Errors  E_NO_DAEMON and others where a rank cannot reach its daemon.
+            E_OPTION where ranks of one node reach several daemons.
+            E_UNSUPPORTED where the ranks of a node do not follow each other.
+    """
+    from . import _core
+
+    pid = _ranks.together(lambda: _core.status(socket)["info"]["pid"])
+    # Two network namespaces of one machine are two nodes, as containers are.
+    node = BOOT_ID.read_text(encoding="ascii") + os.readlink("/proc/self/ns/net")
+    daemons = _ranks.gather((node, pid))
+    _refuse_several_daemons(daemons)
+    own = [rank for rank, (of, _) in enumerate(daemons) if of == node]
+    if len(own) == len(daemons):
+        return None
+    _refuse_gaps([of for of, _ in daemons])
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    return Nodes(len(daemons), range(own[0], own[-1] + 1), group)
+
+
+def _refuse_several_daemons(daemons: Sequence[tuple[str, int]]) -> None:
+    own = daemons[dist.get_rank()]
+    here = [daemon for daemon in daemons if daemon[0] == own[0]]
+    several = len(set(here)) > 1
+    if any(_ranks.gather(several)):
+        same = here.count(own)
+        raise usage_error(
+            "E_OPTION",
+            f"the ranks of a node reach several daemons; of the {len(here)} ranks of this node {same} "
+            f"reach this one (process {own[1]})",
+            "give all ranks of a node the same socket= or FOREBAY_SOCKET",
+        )
+
+
+def _refuse_gaps(nodes: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for rank, node in enumerate(nodes):
+        if rank > 0 and node != nodes[rank - 1] and node in seen:
+            raise unsupported(
+                f"ranks {rank - 1} and {rank} are on two nodes, and node of rank {rank} has lower ranks "
+                "too: the ranks of a node do not follow each other",
+                "mpirun --map-by slot, srun --distribution=block; torchrun does so",
+            )
+        seen.add(node)

@@ -1,0 +1,172 @@
+"""The ranks of one node of a sharded job over several, each a forked process with gloo, on the daemon of
+FOREBAY_SOCKET; where one of them ends badly the others are ended too, and all begin again, as a launcher has it.
+Prints JSON lines: ["attached", scenario, rank, step], ["loss", scenario, rank, step, loss in hexadecimal], ["error",
+scenario, rank, code, text], ["digest", scenario, rank, step, SHA-256 of weights and states].
+
+usage: nodes_ranks.py HOST PORT FIRST_RANK RANKS WORLD FOLDER SCENARIO...
+
+HOST and PORT are rank 0's, which takes a port for each time that the ranks begin. A scenario is a job of its name, with
+words behind it, joined by "+":
+
+clip          to a norm that clips
+hsdp          two replicas, of half the ranks each
+bad=R         rank R's first attempt at step 2 has a gradient that is not finite
+die=R,..@P    these ranks are killed in step 3 at point P, once: "call" (of step), "gather" (of what the nodes have
+              prepared), "decide" (when they know what all have)
+states        rank 0 saves them in FOLDER
+to=N          trains to step N, not to step 4
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import torch
+
+torch.set_num_threads(1)
+
+import forebay  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from forebay import _nodes  # noqa: E402
+from models import batch, loss_of, net  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+STEPS = 4
+BAD_STEP, DEATH_STEP = 2, 3
+BEGINS_MAX = 3  # of a scenario
+
+
+def say(*values):
+    """A line at once, whole between those of other ranks."""
+    os.write(1, (json.dumps(values) + "\n").encode())
+
+
+class Scenario:
+    """What one job does."""
+
+    def __init__(self, text):
+        self.name = text
+        words = dict(word.partition("=")[::2] for word in text.split("+"))
+        self.clips, self.has_replicas, self.saves = "clip" in words, "hsdp" in words, "states" in words
+        self.bad_rank = int(words.get("bad", -1))
+        ranks, _, self.point = words.get("die", "@").partition("@")
+        self.dying = [int(rank) for rank in ranks.split(",") if rank]
+        self.steps = int(words.get("to", STEPS))
+
+
+def dies_at(scenario, rank, point, step):
+    if point == scenario.point and rank in scenario.dying and step == DEATH_STEP:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model_of(scenario, size):
+    model = net()
+    mesh = None
+    if scenario.has_replicas:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(scenario, model, opt, rank, size, is_first):
+    has_been_bad = not is_first
+    while opt.committed_step < scenario.steps:
+        step = opt.committed_step + 1
+        loss = loss_of(model, batch(size * step + rank))
+        is_bad = rank == scenario.bad_rank and step == BAD_STEP and not has_been_bad
+        has_been_bad = has_been_bad or is_bad
+        (loss * float("inf") if is_bad else loss).backward()
+        if is_first:
+            dies_at(scenario, rank, "call", step)
+        try:
+            opt.step()
+        except forebay.ForebayError as error:
+            say("error", scenario.name, rank, error.code, str(error))
+            if error.code != "E_NONFINITE":
+                raise
+            opt.zero_grad()
+            continue
+        opt.zero_grad()
+        say("loss", scenario.name, rank, step, float(loss.detach()).hex())
+
+
+def run(scenario, rank, size, folder, is_first):
+    model = model_of(scenario, size)
+    norm = 0.01 if scenario.clips else None
+    job = scenario.name.translate(str.maketrans("+=,@", "...."))
+    attached = []
+    gather = _nodes.Nodes.all_gather
+
+    def gathered(nodes, own):
+        step = attached[0].committed_step + 1 if attached and is_first else 0
+        dies_at(scenario, rank, "gather", step)
+        everyone = gather(nodes, own)
+        dies_at(scenario, rank, "decide", step)
+        return everyone
+
+    _nodes.Nodes.all_gather = gathered
+    try:
+        opt = forebay.attach(
+            model, forebay.AdamW(lr=1e-2, max_grad_norm=norm), job=job, run="one", durability="memory"
+        )
+    except forebay.ForebayError as error:
+        say("error", scenario.name, rank, error.code, str(error))
+        os._exit(0)
+    say("attached", scenario.name, rank, opt.committed_step)
+    attached.append(opt)
+    train(scenario, model, opt, rank, size, is_first)
+    if scenario.saves:
+        opt.save_state(pathlib.Path(folder) / f"{scenario.name}.safetensors")
+    say("digest", scenario.name, rank, opt.committed_step, opt.state_sha256())
+    opt.detach()
+
+
+def rank_process(scenario, host, port, rank, size, folder, is_first):
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=size)
+    run(scenario, rank, size, folder, is_first)
+    dist.destroy_process_group()
+
+
+def begin(scenario, begun, host, port, ranks, size, folder):
+    """The ranks run to their ends. Whether all of them ended well."""
+    children = []
+    for rank in ranks:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                rank_process(scenario, host, port, rank, size, folder, begun == 0)
+                status = 0
+            os._exit(status)
+        children.append(child)
+    statuses = []
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        statuses.append(status)
+        if status != 0:
+            for other in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+    return not any(statuses)
+
+
+def main(host, port, first, count, size, folder, *names):
+    at = int(port)
+    for name in names:
+        scenario = Scenario(name)
+        for begun in range(BEGINS_MAX):
+            at += 1
+            if begin(scenario, begun, host, at, range(int(first), int(first) + int(count)), int(size), folder):
+                break
+        at = int(port) + (at - int(port)) // 16 * 16 + 16  # the same on all nodes
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,121 @@
+"""Goal    A sharded job over two nodes trains as on one with the same ranks: the same losses and, to the bit, the same
+        parameters and states, with clipping and replicas too, through gradients that are not finite and the death of
+        ranks before each message of a step.
+Method  Two network namespaces of this machine, joined by a link, a daemon in each, gloo between them. The same ranks on
+        one daemon are the reference.
+"""
+
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import two_nodes
+import pytest
+import torch
+from daemon_process import Daemon, missing
+from two_nodes import NODE_RANKS, Node
+
+HERE = pathlib.Path(__file__).parent
+RANKS = 2 * NODE_RANKS
+DEADLINE_S = 240
+PROBE = missing() or two_nodes.missing()
+HOW = ("plain+states", "clip", "clip+hsdp")
+# Alone, and both of a node: then the other one goes on with what this one has only prepared, or drops it with it.
+DEATHS = [
+    f"die={ranks}@{point}" for point in ("call", "gather", "decide") for ranks in ("0", "3", "0,1", "2,3")
+]
+
+pytestmark = pytest.mark.skipif(bool(PROBE), reason=str(PROBE))
+
+
+class Run:
+    """What the ranks of both nodes have said, and what those of one node with as many ranks have."""
+
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+        nodes = [Node(number, self.folder / str(number)) for number in range(2)]
+        scenarios = [*HOW, "bad=3", *DEATHS]
+        ranks = [node.ranks(folder, *scenarios) for node in nodes]
+        self.lines = [*itertools.chain(*(one.wait(DEADLINE_S) for one in ranks))]
+        for node in nodes:
+            node.daemon.stop()
+        (self.folder / "one").mkdir()
+        self.reference = self._on_one_node(self.folder / "one")
+
+    def _on_one_node(self, folder):
+        daemon = Daemon(folder)
+        place = ["127.0.0.1", two_nodes.PORT, 0, RANKS, RANKS, folder]
+        with subprocess.Popen(
+            [sys.executable, HERE / "nodes_ranks.py", *map(str, place), *HOW],
+            env={**os.environ, "FOREBAY_SOCKET": daemon.socket, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            said = two_nodes.Output(process).wait(DEADLINE_S)
+        daemon.stop()
+        return said
+
+
+def named(lines, kind, scenario):
+    """What the lines of a kind say, by rank and step."""
+    return {(line[2], line[3]): line[4:] for line in lines if line[:2] == [kind, scenario]}
+
+
+@pytest.fixture(scope="module")
+def network():
+    with two_nodes.namespaces():
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(network, tmp_path_factory):
+    return Run(tmp_path_factory.mktemp("nodes"))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_nodes_train_as_one_does(run, how):
+    losses, digests = named(run.lines, "loss", how), named(run.lines, "digest", how)
+    assert len(losses) == 4 * RANKS and losses == named(run.reference, "loss", how)
+    assert len(digests) == RANKS and digests == named(run.reference, "digest", how)
+
+
+def test_states_of_both_nodes_are_saved_in_one_file(run):
+    from safetensors.torch import load_file
+
+    two, one = (load_file(folder / f"{HOW[0]}.safetensors") for folder in (run.folder, run.folder / "one"))
+    assert two.keys() == one.keys() and len(two) > 0
+    assert all(torch.equal(two[name], one[name]) for name in one)
+
+
+def test_what_is_not_finite_on_one_node_is_repeated_on_all(run):
+    errors = named(run.lines, "error", "bad=3")
+    assert sorted(errors) == [(rank, "E_NONFINITE") for rank in range(RANKS)]
+    assert named(run.lines, "digest", "bad=3") == named(run.reference, "digest", HOW[0])
+
+
+@pytest.mark.parametrize("deaths", DEATHS)
+def test_all_go_on_from_one_step_where_ranks_die(run, deaths):
+    attached = [line[3] for line in run.lines if line[:2] == ["attached", deaths]]
+    ranks, point = deaths.removeprefix("die=").split("@")
+    # Who dies when it knows what all have prepared leaves others that commit it.
+    step = 3 if point == "decide" else 2
+    assert sorted(attached) == [0] * RANKS + [step] * RANKS, ranks
+    assert named(run.lines, "digest", deaths) == named(run.reference, "digest", HOW[0])
+
+
+def test_a_daemon_that_lost_its_memory_is_named_with_both_steps(network, folder):
+    nodes = [Node(number, f"{folder}/{number}") for number in range(2)]
+    for one in [node.ranks(folder, "to=2") for node in nodes]:
+        one.wait(DEADLINE_S)
+    nodes[1].kill_daemon()
+    nodes[1].start_daemon()
+    lines = [*itertools.chain(*(one.wait(DEADLINE_S) for one in [node.ranks(folder, "to=2") for node in nodes]))]
+    errors = [line for line in lines if line[0] == "error"]
+    assert [line[3] for line in errors] == ["E_STEP"] * RANKS
+    assert all("ranks 0, 1 at step 2" in line[4] for line in errors)
+    assert all("ranks 2, 3 have no parameters of it" in line[4] for line in errors)
+    for node in nodes:
+        node.daemon.stop()
