@@ -323,7 +323,7 @@ def test_usage_errors_exit_2_and_help_and_version_exit_0():
     wrong = forebay("status", "--nonsense")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error[E_OPTION]: ") and "--nonsense" in wrong.stderr
-    assert "the command that run starts follows --" in forebay("run", "true").stderr
+    assert "the command that run or launch starts follows --" in forebay("run", "true").stderr
     unknown = forebay("stauts")
     assert unknown.returncode == 2
     assert unknown.stderr.startswith("error[E_OPTION]: there is no command stauts\nhint: ")

@@ -1,7 +1,10 @@
 // forebay: everything a person types. Exit codes: 0 good, 1 error, 2 usage, 3 no daemon, 4 not
-// permitted; `run` passes on its command's.
+// permitted; `run` and `launch` pass on their command's.
+
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -20,10 +23,13 @@
 #include "tools/forebay/bench.h"
 #include "tools/forebay/doctor.h"
 #include "tools/forebay/explain.h"
+#include "tools/forebay/launch.h"
+#include "tools/forebay/launch_node.h"
 #include "tools/forebay/node_view.h"
 #include "tools/forebay/plan.h"
 #include "tools/forebay/run.h"
 #include "tools/forebay/scrub.h"
+#include "tools/forebay/status_all.h"
 
 namespace forebay::tools {
 namespace {
@@ -39,11 +45,14 @@ constexpr int kNotPermitted = 4;
 struct Arguments {
   bool json = false;
   bool perfetto = false;
+  bool all_hosts = false;
   std::string socket;
   std::string job;
   std::optional<std::string> delete_job;
   std::vector<std::string> folders = {"."};
   RunOptions run;
+  LaunchOptions launch;
+  StatusAllOptions status_all;
   PlanOptions plan;
   ScrubOptions scrub;
   ExplainOptions explain;
@@ -93,7 +102,20 @@ int WithStatus(const Arguments& arguments,
   });
 }
 
+// Exit code 3 where one does not answer.
+int ShowAllHosts(const Arguments& arguments) {
+  StatusAllOptions options = arguments.status_all;
+  options.socket = arguments.socket;
+  const auto hosts = AskAllHosts(options);
+  if (!hosts.ok()) return Exit(hosts.status());
+  Show(arguments.json, StatusAllJson(*hosts).dump(2), StatusAllText(*hosts));
+  const bool all_answer =
+      std::ranges::all_of(*hosts, [](const HostStatus& host) { return host.error.empty(); });
+  return all_answer ? kGood : kNoDaemon;
+}
+
 int ShowStatus(const Arguments& arguments) {
+  if (arguments.all_hosts) return ShowAllHosts(arguments);
   return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
     Show(arguments.json, JsonOf(status), StatusText(status));
   });
@@ -246,6 +268,55 @@ void AddDaemonOptions(CLI::App* app, PrivateDaemonOptions& daemon) {
   app->add_option("--swap-size", daemon.swap_size, "reserved in each (4GiB)")->needs(swap);
 }
 
+struct HostOptions {
+  std::string& hostfile;
+  HostSelection& selection;
+  SshOptions& ssh;
+};
+
+// The option of the hostfile.
+CLI::Option* AddHostOptions(CLI::App* app, const HostOptions& options) {
+  CLI::Option* hostfile = app->add_option(
+      "--hostfile", options.hostfile, "a DeepSpeed hostfile: a line \"worker-1 slots=4\" a host");
+  CLI::Option* include = app->add_option("--include", options.selection.include,
+                                         "only these hosts and slots: worker-0@worker-1:0,2");
+  CLI::Option* exclude =
+      app->add_option("--exclude", options.selection.exclude, "all but these hosts and slots");
+  include->excludes(exclude);
+  std::vector<CLI::Option*> others = {include, exclude};
+  others.push_back(app->add_option("--ssh", options.ssh.command,
+                                   "ssh with options of its own, \"ssh -F FILE\" (ssh)"));
+  others.push_back(app->add_option("--ssh-port", options.ssh.port, "of the hosts' ssh")
+                       ->check(CLI::Range(1, 65535)));
+  others.push_back(app->add_option("--forebay", options.ssh.program,
+                                   "path of forebay on the hosts (the path of this one)"));
+  others.push_back(app->add_option_function<int>(
+                          "--timeout",
+                          [&ssh = options.ssh](int s) { ssh.limit = std::chrono::seconds(s); },
+                          "seconds until a host must answer (10)")
+                       ->check(CLI::Range(1, 3600)));
+  for (CLI::Option* other : others) other->needs(hostfile);
+  return hostfile;
+}
+
+CLI::App* AddLaunch(CLI::App& app, LaunchOptions& launch) {
+  CLI::App* command = app.add_subcommand(
+      "launch", "a command on every host of a hostfile: launch --hostfile FILE -- COMMAND");
+  AddHostOptions(command, {launch.hostfile, launch.selection, launch.ssh})->required();
+  command->add_option("--master-addr", launch.master_addr,
+                      "where ranks meet, as torchrun's (the first host's address)");
+  command->add_option("--master-port", launch.master_port, "the same (29500)")
+      ->check(CLI::Range(1, 65535));
+  command->add_option("--chdir", launch.folder, "to work in on each host (this folder)");
+  command
+      ->add_option("--env", launch.exported,
+                   "NAME or NAME=VALUE for each host, beside PATH and what begins with FOREBAY_, "
+                   "PYTHON, TORCH_, NCCL_, GLOO_, UCX_, OMP_, MKL_, HF_; may be repeated")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  return command;
+}
+
 // The command follows "--"; its own options are not parsed.
 std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
   const auto dashes = std::find(words.begin(), words.end(), "--");
@@ -256,8 +327,9 @@ std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
 }
 
 struct Environment {
-  std::string runtime_folder;  // XDG_RUNTIME_DIR
-  std::string cpu_target;      // FOREBAY_CPU_TARGET
+  std::string runtime_folder;          // XDG_RUNTIME_DIR
+  std::string cpu_target;              // FOREBAY_CPU_TARGET
+  std::vector<std::string> variables;  // all of them
 };
 
 int Main(std::vector<std::string> words, const Environment& environment) {
@@ -265,6 +337,8 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   arguments.run.daemon.runtime_folder = environment.runtime_folder;
   arguments.bench.runtime_folder = environment.runtime_folder;
   arguments.run.command = ParseRunCommand(words);
+  arguments.launch.command = arguments.run.command;
+  arguments.launch.environment = environment.variables;
   CLI::App app("Forebay: optimizer states of training jobs in DRAM and on NVMe", "forebay");
   app.set_version_flag("--version", absl::StrCat("forebay ", FOREBAY_VERSION));
   app.require_subcommand(1);
@@ -275,7 +349,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
                protocol::ErrorId::kOption,
                unknown ? absl::StrCat("there is no command ", first) : error.what(),
                "forebay --help lists the commands, forebay COMMAND --help its options; the "
-               "command that run starts follows --")) +
+               "command that run or launch starts follows --")) +
            "\n";
   });
 
@@ -289,7 +363,13 @@ int Main(std::vector<std::string> words, const Environment& environment) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   run->add_flag("--verbose", daemon.verbose, "show the daemon's log");
 
+  CLI::App* launch = AddLaunch(app, arguments.launch);
+  CLI::App* launch_node = app.add_subcommand(std::string(kNodeCommand))->group("");  // hidden
   CLI::App* status = AddView(app, "status", "the node at a glance", arguments);
+  CLI::Option* all = status->add_flag("--all", arguments.all_hosts, "of every host of --hostfile");
+  all->needs(AddHostOptions(status, {arguments.status_all.hostfile, arguments.status_all.selection,
+                                     arguments.status_all.ssh})
+                 ->needs(all));
   CLI::App* memory = AddView(app, "mem", "every arena, as the kernel counts it", arguments);
   CLI::App* swap = AddView(app, "swap", "every swap path and its traffic", arguments);
   CLI::App* jobs = AddView(app, "jobs", "every job", arguments);
@@ -359,6 +439,13 @@ int Main(std::vector<std::string> words, const Environment& environment) {
     if (daemon.swap_size.empty()) daemon.swap_size = "4GiB";
     return Run(arguments.run);
   }
+  if (launch->parsed()) {
+    if (!arguments.launch.command.empty()) return Launch(arguments.launch);
+    std::fprintf(stderr,
+                 "usage: forebay launch --hostfile FILE [OPTIONS] -- COMMAND [ARGUMENT]...\n");
+    return kUsage;
+  }
+  if (launch_node->parsed()) return LaunchNode();
   if (status->parsed()) return ShowStatus(arguments);
   if (memory->parsed()) return ShowMemory(arguments);
   if (swap->parsed()) return ShowSwap(arguments);
@@ -380,6 +467,9 @@ int main(int argc, char** argv) {
     const char* const value = std::getenv(name);
     return std::string(value == nullptr ? "" : value);
   };
-  return forebay::tools::Main(std::move(words), {.runtime_folder = variable("XDG_RUNTIME_DIR"),
-                                                 .cpu_target = variable("FOREBAY_CPU_TARGET")});
+  forebay::tools::Environment environment{.runtime_folder = variable("XDG_RUNTIME_DIR"),
+                                          .cpu_target = variable("FOREBAY_CPU_TARGET"),
+                                          .variables = {}};
+  for (char** entry = environ; *entry != nullptr; ++entry) environment.variables.push_back(*entry);
+  return forebay::tools::Main(std::move(words), environment);
 }

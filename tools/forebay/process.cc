@@ -103,7 +103,9 @@ int BecomeProgram(const ProcessOptions& options, pid_t parent, Launch& launch) {
     const int null = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (null < 0 || ::dup2(null, STDIN_FILENO) < 0) return errno;
   }
+  if (options.stdin_fd.has_value() && ::dup2(*options.stdin_fd, STDIN_FILENO) < 0) return errno;
   if (options.stdout_fd.has_value() && ::dup2(*options.stdout_fd, STDOUT_FILENO) < 0) return errno;
+  if (options.stderr_fd.has_value() && ::dup2(*options.stderr_fd, STDERR_FILENO) < 0) return errno;
   if (options.signal_mask.has_value()) {
     ::sigprocmask(SIG_SETMASK, &*options.signal_mask, nullptr);
   }

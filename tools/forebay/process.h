@@ -28,7 +28,10 @@ struct ProcessOptions {
   bool own_group = false;                // out of reach of the terminal's signals
   std::optional<pid_t> group = {};       // a process group of this session to join
   bool null_stdin = false;
-  std::optional<int> stdout_fd = {};  // in the place of this process's own
+  // In the place of this process's own.
+  std::optional<int> stdin_fd = {};
+  std::optional<int> stdout_fd = {};
+  std::optional<int> stderr_fd = {};
   // From number 3 on, their names in the variables LISTEN_*, as sd_listen_fds(3) has it.
   std::vector<PassedDescriptor> passed = {};
   std::optional<sigset_t> signal_mask;  // of the child; this thread's where absent

@@ -131,7 +131,7 @@ _forebay() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]:-}} at words
   COMPREPLY=()
   for ((at = 2; at < COMP_CWORD; ++at)); do
-    if [[ $command == run && ${{COMP_WORDS[at]}} == -- ]]; then
+    if [[ $command =~ ^(run|launch)$ && ${{COMP_WORDS[at]}} == -- ]]; then
       _command_offset $((at + 1)) 2>/dev/null
       return
     fi

@@ -1,0 +1,140 @@
+"""Nodes of a small cluster on this machine: each has a network, a host name, a /run and an sshd of its own, and all
+reach each other by name. Nothing of them is outside their namespaces, which end with their processes."""
+
+import contextlib
+import os
+import pathlib
+import select
+import shutil
+import subprocess
+import sys
+import time
+
+DEADLINE_S = 20
+PORT = 2222
+SETUP = """
+set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd /run/forebay
+mount --bind {folder}/etc_hosts /etc/hosts
+hostname {name}
+ip link set lo up
+echo made
+read -r go
+exec {sshd} -D -e -f {folder}/sshd_config
+"""
+SSHD_CONFIG = """Port {port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+StrictModes no
+UsePAM no
+PrintMotd no
+"""
+SSH_CONFIG = """Host *
+  Port {port}
+  IdentityFile {folder}/user_key
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known_hosts
+  GlobalKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+"""
+
+
+def missing():
+    """Why there can be no nodes here; empty where there can."""
+    programs = {"sshd": "openssh-server", "ssh": "openssh-client", "ip": "iproute2", "nsenter": "util-linux"}
+    for program, package in programs.items():
+        if not _find(program):
+            return f"no {program} here: apt-get install {package}"
+    if os.geteuid() != 0:
+        return "sshd for several users, and namespaces, need root"
+    made = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False
+    )
+    return f"no namespaces here: {made.stderr.strip()}" if made.returncode else ""
+
+
+def _find(program):
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+class Node:
+    """One node. `command` enters it."""
+
+    def __init__(self, name, folder):
+        self.name = name
+        script = SETUP.format(folder=folder, name=name, sshd=_find("sshd"))
+        self.process = subprocess.Popen(
+            ["unshare", "--net", "--uts", "--mount", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / f"{name}.log").open("w", encoding="utf-8"),
+            text=True,
+        )
+        assert self.process.stdout.readline() == "made\n", (folder / f"{name}.log").read_text(encoding="utf-8")
+
+    def command(self, *words):
+        spaces = ("--net", "--uts", "--mount")
+        return ["nsenter", "--target", str(self.process.pid), *spaces, f"--wd={os.getcwd()}", *map(str, words)]
+
+    def run(self, *words):
+        subprocess.run(self.command(*words), check=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL)
+
+    def start_sshd(self):
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        self.process.kill()
+        self.process.wait(timeout=DEADLINE_S)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def _make_keys(folder, names):
+    for key in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    public = (folder / "host_key.pub").read_text(encoding="utf-8")
+    known = "".join(f"[{name}]:{PORT} {public}" for name in names)
+    (folder / "known_hosts").write_text(known, encoding="utf-8")
+
+
+def _await_port(node):
+    """Returns once sshd listens there."""
+    probe = f"import socket; socket.create_connection(('127.0.0.1', {PORT}), 1)"
+    end = time.monotonic() + DEADLINE_S
+    while subprocess.run(node.command(sys.executable, "-c", probe), capture_output=True, check=False).returncode:
+        assert time.monotonic() < end, f"no sshd on {node.name}"
+        select.select([], [], [], 0.05)
+
+
+@contextlib.contextmanager
+def two_nodes(folder):
+    """(nodes worker-0 and worker-1, the ssh command that reaches them)."""
+    folder = pathlib.Path(folder)
+    names = ("worker-0", "worker-1")
+    hosts = "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(names, 1))
+    (folder / "etc_hosts").write_text("127.0.0.1 localhost\n" + hosts, encoding="utf-8")
+    for name, text in (("sshd_config", SSHD_CONFIG), ("ssh_config", SSH_CONFIG)):
+        (folder / name).write_text(text.format(port=PORT, folder=folder), encoding="utf-8")
+    _make_keys(folder, names)
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for name in names:
+            nodes.append(Node(name, folder))
+            stack.callback(nodes[-1].end)
+        ends = [("name", "eth0", "netns", str(node.process.pid)) for node in nodes]
+        link = ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]]
+        subprocess.run(link, check=True, timeout=DEADLINE_S)
+        for number, node in enumerate(nodes, 1):
+            node.run("ip", "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            node.run("ip", "link", "set", "eth0", "up")
+            node.start_sshd()
+        for node in nodes:
+            _await_port(node)
+        yield nodes, f"ssh -F {folder / 'ssh_config'}"
