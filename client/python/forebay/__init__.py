@@ -6,6 +6,7 @@ daemon.
 Importing this package needs no daemon, no GPU and no torch; attach() does.
 """
 
+from ._launcher import set_launcher_environment
 from ._progress import Progress
 from .api import attach, attach_reader, status, trace
 from .errors import (
@@ -36,6 +37,7 @@ __all__ = [
     "UsageError",
     "attach",
     "attach_reader",
+    "set_launcher_environment",
     "status",
     "trace",
 ]

@@ -7,12 +7,15 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from ._launcher import run_of
+
 
 def run_token(environ: Mapping[str, str] = os.environ) -> str:
     """The same text in every process of one run, after a restart of its workers too.
 
     FOREBAY_RUN where it is set; torchrun's run id unless that is its default, "none", which every
-    launch has; then pid and start time of torchrun itself. Else one of this process alone.
+    launch has; then pid and start time of torchrun itself. Of srun and mpirun the launch (run_of). Else one of this
+    process alone.
     """
     named = environ.get("FOREBAY_RUN")
     if named:
@@ -22,6 +25,8 @@ def run_token(environ: Mapping[str, str] = os.environ) -> str:
         return f"torchrun.{torchrun}"
     if torchrun:
         return f"launcher.{_process(os.getppid())}"
+    if launch := run_of(environ, _process(os.getppid())):
+        return launch
     return f"process.{_process(os.getpid())}"
 
 

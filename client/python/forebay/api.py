@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ._launcher import environment_of
 from ._run import run_token
 from .errors import unsupported, usage_error
 from .optimizers import AdamW, Optimizer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ._optimizer import ForebayOptimizer
     from ._reader import Reader
 
-# How many ranks the launcher started on this node: torchrun, Open MPI, MPICH.
+# How many ranks the launcher started on this node: torchrun (or srun, by environment_of()), Open MPI, MPICH.
 LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -62,7 +63,7 @@ def attach(
                        Adagrad and SGD, whose groups it takes over, and whose states, where it has
                        stepped and the job has not; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
-    world_size         RANK or 0, WORLD_SIZE or 1.
+    world_size         RANK and WORLD_SIZE, else what srun or mpirun say, else 0 and 1.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
     param_groups       As the optimizer's params.
     extra_state_bytes  Room for what step(extra_state=...) commits with a step and for the model's
@@ -73,8 +74,9 @@ def attach(
     timeout            Seconds that this call and each later one may wait; float("inf"): no limit.
     run                The run that this process belongs to: its processes replace each other and
                        continue its job. At most 200 printable ASCII characters without spaces.
-                       Default: FOREBAY_RUN, else torchrun's run, else this process alone. All ranks
-                       of a job need the same: set FOREBAY_RUN where torchrun does not start them.
+                       Default: FOREBAY_RUN, else the run of torchrun, srun or mpirun, else this process
+                       alone. All ranks of a job need the same: set FOREBAY_RUN where none of them has
+                       started the ranks.
     resume             Continues a job that another run has left.
     durability         What the death of the daemon, or a power cut, can undo of the training; that of a
                        trainer undoes nothing. "memory": all of it. "epoch=10": at most 10 steps; every
@@ -261,8 +263,9 @@ def attach_reader(
 def _refuse_several_nodes(world_size: int) -> None:
     """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: the
     daemon would wait for the others at every step."""
+    variables = {**environment_of(), **os.environ}
     for variable in LOCAL_WORLD_SIZES:
-        local = os.environ.get(variable, "")
+        local = variables.get(variable, "")
         if local.isdigit() and int(local) < world_size:
             raise unsupported(
                 f"a job over several nodes, shared: world size {world_size}, of which {local} ranks are "
@@ -274,7 +277,8 @@ def _refuse_several_nodes(world_size: int) -> None:
 def _rank_number(name: str, value: Any, least: int) -> int:
     """The argument, else the launcher's variable, as a number that the wire has room for."""
     variable = name.upper()
-    given = os.environ.get(variable, least) if value is None else value
+    variables = {**environment_of(), **os.environ}
+    given = variables.get(variable, least) if value is None else value
     number = _whole(given)
     if number is None or not least <= number < 1 << 32:
         raise usage_error(
