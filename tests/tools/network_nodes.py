@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 PORT = 2222
 SETUP = """
 set -e
@@ -78,9 +78,9 @@ class Node:
         )
         assert self.process.stdout.readline() == "made\n", (folder / f"{name}.log").read_text(encoding="utf-8")
 
-    def command(self, *words):
+    def command(self, *words, folder="/"):
         spaces = ("--net", "--uts", "--mount")
-        return ["nsenter", "--target", str(self.process.pid), *spaces, f"--wd={os.getcwd()}", *map(str, words)]
+        return ["nsenter", "--target", str(self.process.pid), *spaces, f"--wd={folder}", *map(str, words)]
 
     def run(self, *words):
         subprocess.run(self.command(*words), check=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL)
