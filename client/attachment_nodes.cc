@@ -101,6 +101,10 @@ absl::StatusOr<NodeMessage> Attachment::State::MessageOfStep(const WaitLimits& l
   message.kind =
       answer.completion.attempt > attempt ? NodeMessage::Kind::kLost : NodeMessage::Kind::kRefused;
   message.error = answer.status;
+  if ((answer.completion.flags & protocol::kStepWithdrawn) != 0) {
+    message.kind = NodeMessage::Kind::kWithdrawn;
+    return message;
+  }
   ASSIGN_OR_RETURN(
       const auto withdrawn,
       SendDecision(EmptySummary(step->t, params, StepDecision::kWithdraw), step->t, limits));
@@ -121,6 +125,8 @@ absl::Status Attachment::State::DecideOverNodes(const WaitLimits& limits) {
   const StepDecision decision = step->outcome->summary.head.decision;
   if (!is_prepared) {
     step->drops = decision == StepDecision::kDrop;
+    const bool is_withdrawn = (step->answer->completion.flags & protocol::kStepWithdrawn) != 0;
+    if (is_withdrawn) step->answer->status = step->outcome->error;
     return absl::OkStatus();
   }
   if (step->decided == nullptr) {

@@ -142,7 +142,9 @@ enum class StepAnswer : uint16_t {
 enum CompletionFlags : uint16_t {
   kStepRepeated = 1,  // the step had been committed before: nothing was applied
   kStepClipped = 2,   // the gradient was scaled to max_grad_norm
-  kStepPrepared = 4,  // of a job over several nodes: see kStep
+  // Of a job over several nodes: see kStep; and the call is refused because another rank of the node has withdrawn.
+  kStepPrepared = 4,
+  kStepWithdrawn = 8,
 };
 
 // ------------------------------------------------------------------------------------ step request

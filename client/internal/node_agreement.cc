@@ -74,17 +74,19 @@ std::string WhoSays(std::span<const NodeMessage> messages, Say say) {
   return absl::StrJoin(parts, ", ");
 }
 
-// The error of the lowest rank that has one, and what it does to the step; nothing: none has.
+// The error of the lowest rank that has one of its own, and what it does to the step; nothing: none has.
 std::optional<StepOutcome> FirstError(std::span<const NodeMessage> messages) {
   std::optional<StepOutcome> outcome;
+  bool is_own = false;
   for (size_t rank = 0; rank < messages.size(); ++rank) {
     const NodeMessage& message = messages[rank];
     if (message.kind == NodeMessage::Kind::kPrepared) continue;
     if (!outcome) {
       outcome.emplace();
       outcome->summary.head.decision = StepDecision::kRepeat;
-      outcome->error = ErrorOf(rank, message);
     }
+    if (!is_own) outcome->error = ErrorOf(rank, message);
+    is_own = is_own || message.kind != NodeMessage::Kind::kWithdrawn;
     if (message.kind == NodeMessage::Kind::kLost) {
       outcome->summary.head.decision = StepDecision::kDrop;
     }
@@ -123,7 +125,7 @@ absl::StatusOr<NodeMessage> DecodeNodeMessage(std::string_view bytes) {
   if (bytes.size() < sizeof(head)) return BadMessage(bytes.size());
   std::memcpy(&head, bytes.data(), sizeof(head));
   const std::string_view rest = bytes.substr(sizeof(head));
-  if (head.kind < NodeMessage::Kind::kPrepared || head.kind > NodeMessage::Kind::kAttached ||
+  if (head.kind < NodeMessage::Kind::kPrepared || head.kind > NodeMessage::Kind::kWithdrawn ||
       head.message_bytes > rest.size()) {
     return BadMessage(bytes.size());
   }
@@ -140,8 +142,9 @@ absl::StatusOr<NodeMessage> DecodeNodeMessage(std::string_view bytes) {
     const auto* const begin = reinterpret_cast<const std::byte*>(rest.data());
     message.summary.assign(begin, begin + rest.size());
   }
-  const bool is_error =
-      head.kind == NodeMessage::Kind::kRefused || head.kind == NodeMessage::Kind::kLost;
+  const bool is_error = head.kind == NodeMessage::Kind::kRefused ||
+                        head.kind == NodeMessage::Kind::kLost ||
+                        head.kind == NodeMessage::Kind::kWithdrawn;
   if (is_error == message.error.ok()) return BadMessage(bytes.size());
   return message;
 }

@@ -22,6 +22,8 @@ struct NodeMessage {
     kRefused = 2,   // its call was refused with `error`; what it has delivered is kept
     kLost = 3,      // and is lost
     kAttached = 4,  // its session stands at `state`
+    // Its call was refused because of another rank of its node, which says why.
+    kWithdrawn = 5,
   };
   struct State {
     uint64_t committed_step = 0;

@@ -222,6 +222,7 @@ class Step {
   std::pmr::vector<bool> ParamsOf(const protocol::StepSummary& summary) const;
   absl::Status CheckDecision(const protocol::Command& command,
                              const protocol::StepSummary& summary) const;
+  void WithdrawCalls(const absl::Status& status);
   void GiveUpPrepared(protocol::StepDecision decision);
   void EndMasters();
   void AnswerInitialDone();

@@ -159,14 +159,22 @@ void Step::OnSummary(Session& session, const SummaryCopied& copied) {
   if (phase_ == Phase::kPrepared && command.attempt == attempt_) {
     GiveUpPrepared(summary->head.decision);
   } else if (phase_ == Phase::kOpen && summary->head.decision == StepDecision::kWithdraw) {
-    RefuseCalls(MakeError(ErrorId::kStep,
-                          absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
-                                       " of this node met an error and does not "
-                                       "call step ",
-                                       command.step, " of job ", spec_.name, " now"),
-                          "see what that rank says; call step again: the gradients are kept"));
+    WithdrawCalls(MakeError(ErrorId::kStep,
+                            absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                         " of this node met an error and does not "
+                                         "call step ",
+                                         command.step, " of job ", spec_.name, " now"),
+                            "see what that rank says; call step again: the gradients are kept"));
   }
   io_.Answer(id, absl::OkStatus());
+}
+
+// As RefuseCalls, of calls of which none is answered.
+void Step::WithdrawCalls(const absl::Status& status) {
+  protocol::Completion completion{};
+  completion.flags = protocol::kStepWithdrawn;
+  for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, completion, status);
+  gradients_.ReopenRanks();
 }
 
 void Step::GiveUpPrepared(StepDecision decision) {

@@ -90,6 +90,17 @@ TEST(NodeAgreement, ARefusedCallIsHeardByAllAndRepeated) {
   EXPECT_EQ(protocol::HintOf(outcome.error), "release them");
 }
 
+TEST(NodeAgreement, ACallThatAnotherRankHasWithdrawnIsNoReason) {
+  World world = Prepared();
+  const absl::Status withdrawn = MakeError(ErrorId::kStep, "rank 1 met an error");
+  world.messages[0] = {.kind = Kind::kWithdrawn, .error = withdrawn};
+  world.messages[1] = {.kind = Kind::kRefused, .error = MakeError(ErrorId::kLease, "leases")};
+  world.messages[2] = {.kind = Kind::kWithdrawn, .first_rank = 2, .error = withdrawn};
+  ASSERT_OK_AND_ASSIGN(const StepOutcome outcome, DecideStep(world.sent(), MakeLayout(), kStep));
+  EXPECT_EQ(outcome.error.message(), "rank 1: leases");
+  EXPECT_EQ(outcome.summary.head.decision, StepDecision::kRepeat);
+}
+
 TEST(NodeAgreement, GradientsThatAreLostAnywhereAreDroppedEverywhere) {
   World world = Prepared();
   world.messages[0] = {.kind = Kind::kRefused, .error = MakeError(ErrorId::kStep, "withdrawn")};

@@ -293,6 +293,7 @@ TEST_F(NodeStateNodes, AWithdrawnCallLetsTheOthersOfItsNodeGo) {
                            .lacking = {0}};
   EXPECT_EQ(a_.node_.ErrorOf(a_.node_.Decide(a_.sessions_[1], withdrawn)), ErrorId::kNone);
   EXPECT_EQ(a_.node_.ErrorOf(waiting), ErrorId::kStep);
+  EXPECT_EQ(a_.node_.answer(waiting)->completion.flags, protocol::kStepWithdrawn);
   b_.Deliver(1);
   b_.Call(1);
   b_.Decide([&] {

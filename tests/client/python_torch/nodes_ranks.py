@@ -11,6 +11,8 @@ words behind it, joined by "+":
 clip          to a norm that clips
 hsdp          two replicas, of half the ranks each
 bad=R         rank R's first attempt at step 2 has a gradient that is not finite
+lease=R       rank R holds a lease at its first call of step 2
+rate=R-..     these ranks call step 2 with another learning rate the first time
 die=R,..@P    these ranks are killed in step 3 at point P, once: "call" (of step), "gather" (of what the nodes have
               prepared), "decide" (when they know what all have)
 states        rank 0 saves them in FOLDER
@@ -37,6 +39,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 STEPS = 4
 BAD_STEP, DEATH_STEP = 2, 3
+LR = 1e-2
 BEGINS_MAX = 3  # of a scenario
 
 
@@ -52,7 +55,8 @@ class Scenario:
         self.name = text
         words = dict(word.partition("=")[::2] for word in text.split("+"))
         self.clips, self.has_replicas, self.saves = "clip" in words, "hsdp" in words, "states" in words
-        self.bad_rank = int(words.get("bad", -1))
+        self.bad_rank, self.leasing_rank = (int(words.get(name, -1)) for name in ("bad", "lease"))
+        self.rate_ranks = [int(rank) for rank in words.get("rate", "").split("-") if rank]
         ranks, _, self.point = words.get("die", "@").partition("@")
         self.dying = [int(rank) for rank in ranks.split(",") if rank]
         self.steps = int(words.get("to", STEPS))
@@ -74,6 +78,26 @@ def model_of(scenario, size):
     return model
 
 
+def call(scenario, opt, rank, step, is_first):
+    """Once more where the first call is refused: the gradients are kept."""
+    is_refused = step == BAD_STEP and is_first and (scenario.leasing_rank >= 0 or scenario.rate_ranks)
+    if not is_refused:
+        opt.step()
+        return
+    attachment, lease = opt._engine.attachment, None
+    if rank == scenario.leasing_rank:
+        lease = attachment.fetch(min(opt._engine.partition_of.values()))
+    opt.param_groups[0]["lr"] = 2 * LR if rank in scenario.rate_ranks else LR
+    try:
+        opt.step()
+    except forebay.ForebayError as error:
+        say("error", scenario.name, rank, error.code, str(error))
+    if lease is not None:
+        attachment.release(lease)
+    opt.param_groups[0]["lr"] = LR
+    opt.step()
+
+
 def train(scenario, model, opt, rank, size, is_first):
     has_been_bad = not is_first
     while opt.committed_step < scenario.steps:
@@ -85,7 +109,7 @@ def train(scenario, model, opt, rank, size, is_first):
         if is_first:
             dies_at(scenario, rank, "call", step)
         try:
-            opt.step()
+            call(scenario, opt, rank, step, is_first)
         except forebay.ForebayError as error:
             say("error", scenario.name, rank, error.code, str(error))
             if error.code != "E_NONFINITE":
@@ -99,7 +123,7 @@ def train(scenario, model, opt, rank, size, is_first):
 def run(scenario, rank, size, folder, is_first):
     model = model_of(scenario, size)
     norm = 0.01 if scenario.clips else None
-    job = scenario.name.translate(str.maketrans("+=,@", "...."))
+    job = scenario.name.translate(str.maketrans("+=,@-", "....."))
     attached = []
     gather = _nodes.Nodes.all_gather
 
@@ -113,7 +137,7 @@ def run(scenario, rank, size, folder, is_first):
     _nodes.Nodes.all_gather = gathered
     try:
         opt = forebay.attach(
-            model, forebay.AdamW(lr=1e-2, max_grad_norm=norm), job=job, run="one", durability="memory"
+            model, forebay.AdamW(lr=LR, max_grad_norm=norm), job=job, run="one", durability="memory"
         )
     except forebay.ForebayError as error:
         say("error", scenario.name, rank, error.code, str(error))

@@ -22,6 +22,13 @@ RANKS = 2 * NODE_RANKS
 DEADLINE_S = 240
 PROBE = missing() or two_nodes.missing()
 HOW = ("plain+states", "clip", "clip+hsdp")
+# What all ranks raise.
+REFUSALS = {
+    "bad=3": ("E_NONFINITE", ""),
+    "lease=1": ("E_LEASE", "rank 1 called step 2 with leases"),
+    "rate=2": ("E_STEP", "ranks 2 and 3 called step 2 with different scalars: lr of parameter group 0"),
+    "rate=2-3": ("E_STEP", "ranks 0 and 2 called step 2 with different scalars"),
+}
 # Alone, and both of a node: then the other one goes on with what this one has only prepared, or drops it with it.
 DEATHS = [
     f"die={ranks}@{point}" for point in ("call", "gather", "decide") for ranks in ("0", "3", "0,1", "2,3")
@@ -36,7 +43,7 @@ class Run:
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
         nodes = [Node(number, self.folder / str(number)) for number in range(2)]
-        scenarios = [*HOW, "bad=3", *DEATHS]
+        scenarios = [*HOW, *REFUSALS, *DEATHS]
         ranks = [node.ranks(folder, *scenarios) for node in nodes]
         self.lines = [*itertools.chain(*(one.wait(DEADLINE_S) for one in ranks))]
         for node in nodes:
@@ -90,10 +97,13 @@ def test_states_of_both_nodes_are_saved_in_one_file(run):
     assert all(torch.equal(two[name], one[name]) for name in one)
 
 
-def test_what_is_not_finite_on_one_node_is_repeated_on_all(run):
-    errors = named(run.lines, "error", "bad=3")
-    assert sorted(errors) == [(rank, "E_NONFINITE") for rank in range(RANKS)]
-    assert named(run.lines, "digest", "bad=3") == named(run.reference, "digest", HOW[0])
+@pytest.mark.parametrize("why", REFUSALS)
+def test_what_is_refused_on_one_node_is_raised_by_all_and_repeated(run, why):
+    code, text = REFUSALS[why]
+    errors = named(run.lines, "error", why)
+    assert sorted(errors) == [(rank, code) for rank in range(RANKS)]
+    assert all(text in line[0] for line in errors.values())
+    assert named(run.lines, "digest", why) == named(run.reference, "digest", HOW[0])
 
 
 @pytest.mark.parametrize("deaths", DEATHS)
