@@ -23,10 +23,12 @@ struct Entry {
   absl::Status (*run)(const BenchOptions& options, const Report& report);
 };
 
-constexpr std::array kBenches = {Entry{"adam", BenchAdam},         Entry{"commit", BenchCommit},
-                                 Entry{"copies", BenchCopies},     Entry{"fetch", BenchFetch},
-                                 Entry{"pipeline", BenchPipeline}, Entry{"step", BenchStep},
-                                 Entry{"swap", BenchSwap},         Entry{"update", BenchUpdate}};
+constexpr std::array kBenches = {
+    Entry{"adam", BenchAdam},     Entry{"cluster", BenchCluster}, Entry{"commit", BenchCommit},
+    Entry{"copies", BenchCopies}, Entry{"fetch", BenchFetch},     Entry{"pipeline", BenchPipeline},
+    Entry{"step", BenchStep},     Entry{"swap", BenchSwap},       Entry{"update", BenchUpdate}};
+
+constexpr uint64_t kParamsMax = uint64_t{1} << 30;  // of a job that is made
 
 absl::StatusOr<std::vector<uint64_t>> ParseRates(const std::string& text) {
   std::vector<uint64_t> rates;
@@ -67,10 +69,22 @@ absl::Status Bench(const BenchOptions& options, bool as_json) {
                                  absl::StrCat("bench ", options.what, " needs no driver"),
                                  "leave out --driver: it belongs to copies");
     }
-    if (entry.run != BenchStep && options.compute_ms != 0) {
+    if (entry.run != BenchCluster && options.params > kParamsMax) {
+      return protocol::MakeError(
+          protocol::ErrorId::kOption,
+          absl::StrCat("--params ", options.params, " is more than bench ", options.what, " makes"),
+          absl::StrCat("give ", kParamsMax, " at most; a cluster may have more"));
+    }
+    if (entry.run != BenchCluster && (options.plan.cluster.nodes > 0 || !options.staging.empty())) {
+      return protocol::MakeError(protocol::ErrorId::kOption,
+                                 absl::StrCat("bench ", options.what, " has no cluster"),
+                                 "leave out --nodes and --staging: they belong to cluster");
+    }
+    const bool computes = entry.run == BenchStep || entry.run == BenchCluster;
+    if (!computes && options.compute_ms != 0) {
       return protocol::MakeError(protocol::ErrorId::kOption,
                                  absl::StrCat("bench ", options.what, " computes nothing"),
-                                 "leave out --compute-ms: it belongs to step");
+                                 "leave out --compute-ms: it belongs to step and cluster");
     }
     if (entry.run != BenchStep && entry.run != BenchUpdate && !options.limit_rate.empty()) {
       return protocol::MakeError(protocol::ErrorId::kOption,
@@ -79,6 +93,9 @@ absl::Status Bench(const BenchOptions& options, bool as_json) {
     }
     BenchOptions parsed = options;
     ASSIGN_OR_RETURN(parsed.limit_rates, ParseRates(options.limit_rate));
+    if (!options.staging.empty()) {
+      ASSIGN_OR_RETURN(parsed.staging_bytes, protocol::ParseBytes(options.staging));
+    }
     std::vector<BenchResult> results;
     RETURN_IF_ERROR(entry.run(parsed, [&](const BenchResult& result) {
       if (!as_json) return results.push_back(result);

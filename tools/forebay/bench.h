@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "tools/forebay/plan.h"
 
 namespace forebay::tools {
 
@@ -21,11 +22,20 @@ struct BenchOptions {
   // as many paths; empty: one path and no limit. Bench() makes the numbers of it.
   std::string limit_rate;
   std::vector<uint64_t> limit_rates;
-  uint32_t compute_ms = 0;  // step: of a forward and a backward; 0: as long as the update takes
+  uint32_t compute_ms =
+      0;  // step, cluster: of a forward and a backward; 0: as long as the update takes
+  // cluster: the model, but for its --params, and the cluster.
+  PlanOptions plan;
+  uint32_t workers = 2;    // cluster
+  uint64_t blocks = 4096;  // cluster: of a node, at most; then they are larger than the daemon's
+  uint32_t ranks = 4;      // cluster: of a node, at most; then several GPUs share one
+  bool drain = true;       // cluster: step returns at its decision
+  std::string staging;     // cluster: "64MiB"; empty: the daemon's default
+  uint64_t staging_bytes = 0;                        // Bench() makes it of `staging`
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
 };
 
-std::string BenchNames();  // "adam, commit, copies, fetch, pipeline, step, swap, update"
+std::string BenchNames();  // "adam, cluster, commit, copies, fetch, pipeline, step, swap, update"
 
 // Runs every case of one bench, on a private daemon where it needs one, and prints a line a case:
 // JSON as each comes, or a table at the end.

@@ -72,6 +72,7 @@ using Report = std::function<void(const BenchResult& result)>;
 // The benches; each reports its cases one by one.
 struct BenchOptions;
 absl::Status BenchAdam(const BenchOptions& options, const Report& report);
+absl::Status BenchCluster(const BenchOptions& options, const Report& report);
 absl::Status BenchCommit(const BenchOptions& options, const Report& report);
 absl::Status BenchCopies(const BenchOptions& options, const Report& report);
 absl::Status BenchFetch(const BenchOptions& options, const Report& report);

@@ -199,41 +199,84 @@ CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& 
   return view;
 }
 
-CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
-  PlanOptions& plan = arguments.plan;
-  CLI::App* command =
-      AddView(app, "plan", "what a job takes, or would take, of DRAM and swap", arguments);
-  command->add_option("--job", plan.job, "a job of the daemon's, as it is");
+// Of a model, and of the node it is for; --params aside.
+void AddModel(CLI::App* command, PlanOptions& plan) {
   command->add_option("--hf", plan.hugging_face, "the model: a config.json of Hugging Face's");
-  command->add_option("--params", plan.params, "the model: so many parameters in equal layers")
-      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 44));
   command->add_option("--layers", plan.layers, "of --params and --width")
       ->check(CLI::Range(1, 10000));
   command->add_option("--width", plan.width, "the model: a decoder of this width")
       ->check(CLI::Range(1, 1 << 20));
   command->add_option("--vocab", plan.vocab, "of --width")->check(CLI::Range(1, 1 << 24));
-  command->add_option("--ranks", plan.ranks, "on this node")->check(CLI::Range(1, 1024));
-  CLI::Option* shared =
-      command->add_flag("--shared", plan.is_shared, "one copy of the weights, without FSDP2");
-  command->add_flag("--gpu", plan.is_on_gpu, "each rank on a GPU")->excludes(shared);
-  command->add_flag("--accumulate", plan.accumulate, "several backward passes a step");
   command->add_flag("!--no-early-updates", plan.early_updates,
                     "blocks wait for step: no room for their new weights");
   command->add_option("--dtype", plan.dtype, "of the weights");
   command->add_option("--format", plan.format, "of the states (exact for bfloat16, else fp32)");
   command->add_option("--optimizer", plan.optimizer, "adamw, ...");
-  command->add_option("--durability", plan.durability,
-                      "memory, epoch=N or step; else the daemon's default");
-  CLI::Option* dram = command->add_option(
-      "--dram", plan.dram, "on an empty node with this limit; else on this one, as it is");
-  command->add_option("--swap-size", plan.swap_size, "and so much swap")->needs(dram);
+  command->add_option("--dram", plan.dram,
+                      "on an empty node with this limit; else on this one, as it is");
   command->add_option("--read-rate", plan.read_rate, "of the swap, GB/s: the disk's time is shown")
       ->check(CLI::Range(1e-3, 1e6));
   command->add_option("--write-rate", plan.write_rate, "the same")->check(CLI::Range(1e-3, 1e6));
-  command
-      ->add_option("--compute", plan.compute_s,
-                   "seconds of forward and backward a step: the step's time is shown")
-      ->check(CLI::Range(0.0, 1e6));
+}
+
+// Returns --nodes, without which there is no cluster.
+CLI::Option* AddCluster(CLI::App* command, ClusterOptions& cluster) {
+  CLI::Option* nodes =
+      command
+          ->add_option("--nodes", cluster.nodes,
+                       "of a cluster: each node's share, each link's bytes, and a step's time; "
+                       "no daemon is asked")
+          ->check(CLI::Range(1, 1 << 20));
+  const auto add = [&](const char* name, auto& value, const char* help) {
+    return command->add_option(name, value, help)->needs(nodes);
+  };
+  add("--gpus", cluster.gpus, "of a node (8)")->check(CLI::Range(1, 1024));
+  add("--tensor-parallel", cluster.tensor_parallel, "GPUs of a node that split each layer (1)")
+      ->check(CLI::Range(1, 1024));
+  add("--tokens", cluster.tokens, "of a step, for each GPU of the cluster (2048)")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40));
+  command->add_flag("--recompute", cluster.recompute, "activation checkpointing")->needs(nodes);
+  const CLI::Range rates(1e-3, 1e9);
+  add("--gpu-tflops", cluster.gpu_tflops, "what a GPU achieves, without waiting")->check(rates);
+  add("--gpu-link-rate", cluster.gpu_link_rate, "GB/s of a GPU to others of its node")
+      ->check(rates);
+  add("--link-rate", cluster.link_rate, "GB/s of a node to the others, each way")->check(rates);
+  add("--host-link-rate", cluster.host_link_rate, "GB/s of DRAM to all GPUs of a node, each way")
+      ->check(rates);
+  add("--update-rate", cluster.update_rate, "GB/s of DRAM under the optimizer's pass")
+      ->check(rates);
+  return nodes;
+}
+
+CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
+  PlanOptions& plan = arguments.plan;
+  CLI::App* command =
+      AddView(app, "plan", "what a job takes, or would take, of DRAM and swap", arguments);
+  CLI::Option* job = command->add_option("--job", plan.job, "a job of the daemon's, as it is");
+  command->add_option("--params", plan.params, "the model: so many parameters in equal layers")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 50));
+  AddModel(command, plan);
+  command->add_option("--swap-size", plan.swap_size, "and so much swap")
+      ->needs(command->get_option("--dram"));
+  CLI::Option* ranks =
+      command->add_option("--ranks", plan.ranks, "on this node")->check(CLI::Range(1, 1024));
+  CLI::Option* shared =
+      command->add_flag("--shared", plan.is_shared, "one copy of the weights, without FSDP2");
+  CLI::Option* gpu = command->add_flag("--gpu", plan.is_on_gpu, "each rank on a GPU");
+  gpu->excludes(shared);
+  CLI::Option* accumulate =
+      command->add_flag("--accumulate", plan.accumulate, "several backward passes a step");
+  CLI::Option* durability = command->add_option(
+      "--durability", plan.durability, "memory, epoch=N or step; else the daemon's default");
+  CLI::Option* compute =
+      command
+          ->add_option("--compute", plan.compute_s,
+                       "seconds of forward and backward a step: the step's time is shown")
+          ->check(CLI::Range(0.0, 1e6));
+  CLI::Option* nodes = AddCluster(command, plan.cluster);
+  for (CLI::Option* other : {job, ranks, shared, gpu, accumulate, durability, compute}) {
+    nodes->excludes(other);
+  }
   return command;
 }
 
@@ -395,6 +438,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
           "WHAT", arguments.bench.what,
           absl::StrCat("one of: ", BenchNames(),
                        "; adam: the fused passes of the optimizers, without a daemon; "
+                       "cluster: a step of a cluster, in virtual time; "
                        "copies: a GPU's, from and to the daemon's memory; "
                        "fetch: from the request to the lease of a group, in DRAM and on swap; "
                        "pipeline: a group's cost in a loop in C++, each way; "
@@ -404,19 +448,32 @@ int Main(std::vector<std::string> words, const Environment& environment) {
       ->required();
   bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
   bench->add_option("--params", arguments.bench.params, "of the synthetic job; adam: 100000000")
-      ->check(CLI::Range(1024, 1 << 30));
+      ->check(CLI::Range(uint64_t{1024}, uint64_t{1} << 50));
   bench->add_option("--swap", arguments.bench.swap_folder, "a directory for the cases on swap");
   bench->add_option("--driver", arguments.bench.driver,
                     "copies: a driver in the place of libcuda.so.1");
   bench->add_option("--case", arguments.bench.only, "adam: only cases whose name contains this");
   bench
       ->add_option("--compute-ms", arguments.bench.compute_ms,
-                   "step: of forward and backward together; else as long as the update takes")
+                   "step, cluster: of forward and backward together; else as long as the update "
+                   "takes, or as --gpu-tflops says")
       ->check(CLI::Range(1, 3600000));
   bench->add_option(
       "--limit-rate", arguments.bench.limit_rate,
       "step, update: bytes a second of swap at most, reads and writes together, "
       "\"500MiB\", or of several paths, \"500MiB,250MiB\"; the daemon's swap.limit_rate");
+  bench->add_option("--workers", arguments.bench.workers, "cluster: of a node's daemon (2)")
+      ->check(CLI::Range(1, 1024));
+  bench->add_option("--blocks", arguments.bench.blocks, "cluster: of a node at most (4096)")
+      ->check(CLI::Range(16, 1 << 24));
+  bench
+      ->add_option("--ranks", arguments.bench.ranks,
+                   "cluster: of a node at most, shared by its GPUs (4)")
+      ->check(CLI::Range(1, 1024));
+  bench->add_flag("!--no-drain", arguments.bench.drain, "cluster: step waits for its update");
+  bench->add_option("--staging", arguments.bench.staging, "cluster: the daemon's swap.staging");
+  AddModel(bench, arguments.bench.plan);
+  AddCluster(bench, arguments.bench.plan.cluster);
   bench->add_flag_callback(
       "--list", [&] { arguments.bench.list = BenchOptions::List::kNames; },
       "adam: print the names of the cases and measure nothing");

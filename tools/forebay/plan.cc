@@ -337,12 +337,46 @@ absl::Status PlanOfJob(const PlanOptions& options, client::AdminClient& admin,
   return MakeError(ErrorId::kJobName, absl::StrCat("job ", options.job, " was deleted"));
 }
 
+absl::Status PlanOfCluster(const PlanOptions& options) {
+  ASSIGN_OR_RETURN(const ClusterModel model, ClusterModelOf(options));
+  ASSIGN_OR_RETURN(const ClusterOptions cluster, ClusterOptionsOf(options));
+  ASSIGN_OR_RETURN(const ClusterPlan plan, PlanCluster(model, cluster));
+  Print(options.as_json ? ClusterJson(model, cluster, plan).dump(2) + "\n"
+                        : ClusterText(model, cluster, plan));
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+absl::StatusOr<ClusterModel> ClusterModelOf(const PlanOptions& options) {
+  RETURN_IF_ERROR(CheckOneModel(options));
+  ASSIGN_OR_RETURN(const ModelShape shape, ShapeOf(options));
+  ASSIGN_OR_RETURN(const LayoutChoice choice, ChoiceOf(options));
+  return ClusterModel{.params = shape.elems(),
+                      .layers = shape.groups.size(),
+                      .dtype = choice.dtype,
+                      .format = choice.format,
+                      .optimizer = choice.optimizer};
+}
+
+absl::StatusOr<ClusterOptions> ClusterOptionsOf(const PlanOptions& options) {
+  ClusterOptions cluster = options.cluster;
+  cluster.read_rate = options.read_rate;
+  cluster.write_rate = options.write_rate;
+  cluster.early_updates = options.early_updates;
+  ASSIGN_OR_RETURN(const auto node, NodeOf(options));
+  if (node) {
+    cluster.dram_bytes = node->dram_bytes;
+    cluster.swap_bytes = node->swap_bytes;
+  }
+  return cluster;
+}
 
 absl::Status Plan(const PlanOptions& options) {
   if (std::isnan(options.read_rate) || std::isnan(options.write_rate)) {
     return MakeError(ErrorId::kOption, "nan is no rate", "write GB/s, as 3.5");
   }
+  if (options.cluster.nodes > 0) return PlanOfCluster(options);
   RETURN_IF_ERROR(CheckOneModel(options));
   ASSIGN_OR_RETURN(const auto node, NodeOf(options));
   const auto connect = [&] { return client::AdminClient::Connect({.socket = options.socket}); };

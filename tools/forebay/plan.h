@@ -6,6 +6,8 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tools/forebay/cluster_model.h"
 
 namespace forebay::tools {
 
@@ -37,7 +39,16 @@ struct PlanOptions {
   // Of forward and backward, seconds a step; 0: not known.
   double compute_s = 0;
   bool as_json = false;
+  // With nodes: of a cluster, by its closed form, without a daemon. Its rates of swap, placing and early_updates
+  // are those above.
+  ClusterOptions cluster;
 };
+
+// What options of a cluster say.
+//
+// Errors  E_OPTION  none or two models, or a name or size that is none.
+absl::StatusOr<ClusterModel> ClusterModelOf(const PlanOptions& options);
+absl::StatusOr<ClusterOptions> ClusterOptionsOf(const PlanOptions& options);
 
 // Prints the plan.
 //

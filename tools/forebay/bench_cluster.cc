@@ -1,0 +1,103 @@
+// Bench cluster: a step of one node of a cluster in virtual time, by the daemon's own state machine, beside the
+// closed form of `forebay plan --nodes`. The other nodes are like this one and wait for nothing else.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "tools/forebay/bench.h"
+#include "tools/forebay/bench_cluster_node.h"
+#include "tools/forebay/bench_harness.h"
+#include "tools/forebay/cluster_model.h"
+#include "tools/forebay/model_shape.h"
+
+namespace forebay::tools {
+namespace {
+
+constexpr uint32_t kSteps = 3;
+constexpr uint64_t kBlockElems = uint64_t{1} << 20;
+constexpr uint64_t kBlockUnit = 65536;
+
+absl::StatusOr<VirtualNodeOptions> NodeOf(const BenchOptions& options, const ClusterModel& model,
+                                          const ClusterOptions& cluster, const ClusterPlan& plan) {
+  const uint64_t params = (model.params + cluster.nodes - 1) / cluster.nodes;
+  const ModelShape shape = EvenShape(params, static_cast<uint32_t>(model.layers));
+  ASSIGN_OR_RETURN(
+      protocol::Layout layout,
+      protocol::Layout::Create(LayoutOf(shape, {.dtype = model.dtype,
+                                                .format = model.format,
+                                                .optimizer = model.optimizer,
+                                                .ranks = std::min(cluster.gpus, options.ranks)})));
+  VirtualNodeOptions node;
+  node.layout = std::make_shared<const protocol::Layout>(std::move(layout));
+  node.dram_bytes = cluster.dram_bytes;
+  node.block_elems = std::max(
+      kBlockElems, protocol::RoundUp((params + options.blocks - 1) / options.blocks, kBlockUnit));
+  node.workers = options.workers;
+  node.staging_bytes = options.staging_bytes;
+  node.early_updates = cluster.early_updates;
+  node.drain = options.drain;
+  node.compute_s = options.compute_ms > 0 ? options.compute_ms * 1e-3 : plan.seconds.compute;
+  node.forward_share = cluster.recompute ? 1.0 / 4 : 1.0 / 3;
+  node.gather_s_per_elem =
+      std::max(plan.seconds.link, plan.seconds.gpu_link) / 3 / plan.node.params;
+  node.host_link_rate = cluster.host_link_rate;
+  node.update_rate = cluster.update_rate;
+  node.read_rate = cluster.read_rate;
+  node.write_rate = cluster.write_rate;
+  return node;
+}
+
+}  // namespace
+
+absl::Status BenchCluster(const BenchOptions& options, const Report& report) {
+  PlanOptions asked = options.plan;
+  asked.params = options.params;
+  ASSIGN_OR_RETURN(const ClusterModel model, ClusterModelOf(asked));
+  ASSIGN_OR_RETURN(ClusterOptions cluster, ClusterOptionsOf(asked));
+  if (cluster.nodes == 0) {
+    return protocol::MakeError(protocol::ErrorId::kOption, "bench cluster needs a cluster",
+                               "give --nodes, --gpus and a model as to forebay plan");
+  }
+  if (options.compute_ms > 0) {  // in the place of the GPUs' rate
+    cluster.gpu_tflops = ClusterFlops(model, cluster) / (options.compute_ms * 1e-3) / 1e12;
+  }
+  ASSIGN_OR_RETURN(const ClusterPlan plan, PlanCluster(model, cluster));
+  ASSIGN_OR_RETURN(const VirtualNodeOptions node, NodeOf(options, model, cluster, plan));
+  ASSIGN_OR_RETURN(const VirtualSteps steps, SimulateNode(node, kSteps));
+  BenchResult result;
+  result.what = {
+      .bench = "cluster",
+      .name = absl::StrCat("cluster/params=", model.params, "/nodes=", cluster.nodes,
+                           "/gpus=", cluster.gpus, "/early=", cluster.early_updates ? "yes" : "no",
+                           "/drain=", options.drain ? "yes" : "no"),
+      .unit = "s",
+      .limit_what = "the closed form",
+      .measure = Measure::kTime};
+  result.value = steps.step_s;
+  result.limit = plan.seconds.step;
+  result.share = result.value > 0 ? result.limit / result.value : 0;
+  result.samples = 1;
+  result.bytes_read = static_cast<uint64_t>(steps.read_bytes);
+  result.bytes_written = static_cast<uint64_t>(steps.written_bytes);
+  result.more = {
+      {"compute_s", node.compute_s},
+      {"disk_s", steps.disk_s},
+      {"gpu_wait_s", steps.gpu_wait_s},
+      {"tflops_per_gpu", steps.step_s > 0 ? ClusterFlops(model, cluster) / steps.step_s / 1e12 : 0},
+      {"blocks", steps.blocks},
+      {"resident_blocks", steps.resident_blocks},
+      {"block_elems", node.block_elems},
+      {"weights_on_swap", steps.weights_on_swap_bytes},
+      {"events", steps.events}};
+  report(result);
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::tools

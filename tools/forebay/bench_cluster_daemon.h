@@ -1,0 +1,110 @@
+// The daemon's state machine in virtual time, with a disk and workers that take as long as their rates say.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/node_state.h"
+#include "protocol/wire.h"
+#include "tools/forebay/bench_cluster_node.h"
+
+namespace forebay::tools {
+
+// Seconds of virtual time, and what happens in it, in order; of one moment, in the order in which it was said.
+class VirtualClock {
+ public:
+  double now() const { return now_; }
+  void At(double time, std::function<void()> what) {
+    due_.emplace(std::pair(std::max(time, now_), ++last_), std::move(what));
+  }
+  bool RunOne() {
+    if (due_.empty()) return false;
+    auto first = due_.extract(due_.begin());
+    now_ = first.key().first;
+    first.mapped()();
+    return true;
+  }
+
+ private:
+  double now_ = 0;
+  uint64_t last_ = 0;
+  std::map<std::pair<double, uint64_t>, std::function<void()>> due_;
+};
+
+// Serves one request after the other.
+struct Server {
+  double free_at = 0;
+  double worked_s = 0;
+
+  // When it will be done.
+  double Serve(double now, double seconds) {
+    free_at = std::max(free_at, now) + seconds;
+    worked_s += seconds;
+    return free_at;
+  }
+};
+
+// Bytes of transfers, each way.
+struct Transfer {
+  uint64_t read = 0;
+  uint64_t written = 0;
+};
+
+// Carries out the actions: events that follow from one another are handled before time goes on.
+class VirtualDaemon {
+ public:
+  using OnAnswer = std::function<void(const protocol::Completion&)>;
+
+  // Both outlive it. Tasks take no time before StartTime().
+  VirtualDaemon(const VirtualNodeOptions& options, VirtualClock& clock);
+
+  void Send(daemon::Event event);
+  void Call(uint64_t session, protocol::Command command, OnAnswer on_answer);
+  // `copied`: what lies in the step region.
+  void CallStep(uint64_t session, protocol::Command command, daemon::StepRequestCopied copied,
+                OnAnswer on_answer);
+  void StartTime() { takes_time_ = true; }
+
+  // Null: not answered yet.
+  const daemon::AnswerAttach* attached(uint64_t session) const;
+  // The first error of any answer.
+  const absl::Status& status() const { return status_; }
+  daemon::JobView View() const { return state_.Jobs().at(0); }
+  uint64_t handled() const { return handled_; }
+  const Transfer& moved() const { return moved_; }
+  double disk_s() const { return disk_.worked_s; }
+
+ private:
+  void Execute(const daemon::Action& action);
+  void Begin(const daemon::Action& action, daemon::TaskId task);
+  double WorkSeconds(const daemon::Action& action) const;
+
+  const VirtualNodeOptions& options_;
+  VirtualClock& clock_;
+  daemon::NodeState state_;
+  std::vector<Server> workers_;
+  Server disk_;
+  Transfer moved_;
+  uint64_t update_bytes_per_elem_ = 0;
+  bool takes_time_ = false;
+  bool is_handling_ = false;
+  uint64_t handled_ = 0;
+  uint64_t last_tag_ = 0;
+  std::deque<daemon::Event> events_;
+  std::unordered_map<uint64_t, OnAnswer> answers_;                         // by tag
+  std::unordered_map<uint64_t, daemon::StepRequestCopied> step_requests_;  // by tag
+  std::map<uint64_t, daemon::AnswerAttach> attached_;                      // by session
+  // Nobody verifies weights here, but a page of them without digests is a bug.
+  const daemon::WeightsDigests digests_ = std::make_shared<const std::vector<uint64_t>>();
+  absl::Status status_;
+};
+
+}  // namespace forebay::tools

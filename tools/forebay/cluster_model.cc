@@ -1,0 +1,286 @@
+#include "tools/forebay/cluster_model.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "protocol/error.h"
+#include "protocol/optimizer.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "tools/forebay/table.h"
+
+namespace forebay::tools {
+namespace {
+
+using protocol::ErrorId;
+using protocol::FormatBytes;
+using protocol::MakeError;
+
+constexpr double kGb = 1e9;
+constexpr double kSlotsPerBlock = 2;  // the current one, and the one that the next step writes
+constexpr uint64_t kSampleElems = uint64_t{1} << 20;
+// Gathers of the weights for forward and for backward, and the reduce-scatter of the gradient.
+constexpr double kCollectives = 3;
+
+double WeightsWidth(const ClusterModel& model) {
+  return static_cast<double>(protocol::SizeBytes(model.dtype));
+}
+
+double StatesWidth(const ClusterModel& model) {
+  return static_cast<double>(
+             protocol::StateBytes(model.optimizer, model.format, model.dtype, kSampleElems)) /
+         static_cast<double>(kSampleElems);
+}
+
+absl::Status CheckCluster(const ClusterModel& model, const ClusterOptions& options) {
+  if (options.nodes == 0 || options.gpus == 0 || options.tokens == 0 || model.layers == 0) {
+    return MakeError(ErrorId::kOption, "a cluster has nodes, GPUs, layers and tokens",
+                     "give numbers of 1 and more");
+  }
+  if (options.tensor_parallel == 0 || options.gpus % options.tensor_parallel != 0) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat(options.gpus, " GPUs of a node cannot be cut into groups of ",
+                                  options.tensor_parallel),
+                     "--tensor-parallel divides --gpus");
+  }
+  const uint64_t ranks = uint64_t{options.nodes} * options.gpus;
+  if (model.params < ranks || model.params < model.layers) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat(model.params, " parameters are fewer than the ", ranks,
+                                  " GPUs or the ", model.layers, " layers"),
+                     "give a larger model, or fewer nodes");
+  }
+  for (const double rate :
+       {options.gpu_tflops, options.gpu_link_rate, options.link_rate, options.host_link_rate,
+        options.update_rate, options.read_rate, options.write_rate}) {
+    if (!std::isfinite(rate) || rate < 0) {
+      return MakeError(ErrorId::kOption, absl::StrFormat("%g is no rate", rate),
+                       "write GB/s, as 3.5, or TFLOPS");
+    }
+  }
+  if (StatesWidth(model) == 0) {
+    return MakeError(ErrorId::kOption, "this format does not take weights of this type",
+                     "fp32 takes all; exact, bf16 and int8 take bfloat16");
+  }
+  return absl::OkStatus();
+}
+
+// Weights come first, then states, as attach has it.
+absl::StatusOr<ClusterMemory> PlaceOn(const ClusterModel& model, const ClusterOptions& options) {
+  const double weights_width = WeightsWidth(model);
+  const double states_width = StatesWidth(model);
+  ClusterMemory node;
+  node.params = static_cast<double>(model.params) / options.nodes;
+  node.weights = node.params * weights_width;
+  node.states = node.params * states_width;
+  node.gradients = node.params * weights_width;
+  if (options.dram_bytes == 0) return node;
+  const auto dram = static_cast<double>(options.dram_bytes);
+  const double left = dram - node.gradients;
+  const double cache = 2 * node.weights / static_cast<double>(model.layers);
+  if (left < std::min(cache, node.weights)) {
+    const double needed = node.gradients + std::min(cache, node.weights);
+    return MakeError(ErrorId::kDramLimit,
+                     absl::StrCat("gradients and two layers of weights take ",
+                                  FormatBytes(static_cast<uint64_t>(needed)),
+                                  " of each node, which has ", FormatBytes(options.dram_bytes)),
+                     absl::StrCat("raise --dram, or --nodes to ",
+                                  static_cast<uint64_t>(std::ceil(needed / dram * options.nodes))));
+  }
+  // A block on swap that is updated before the decision has its new weights in DRAM until then, unless its weights
+  // are on swap too.
+  const double aside = options.early_updates ? weights_width : 0;
+  const double per_param = left / node.params;
+  double resident = 0;
+  if (per_param >= weights_width + states_width) {
+    resident = 1;
+  } else if (per_param < weights_width + aside) {
+    const double share = per_param / (weights_width + aside);
+    node.weights_on_swap = (1 - share) * node.weights;
+    node.weights *= share;
+  } else if (states_width > aside) {
+    resident = (per_param - weights_width - aside) / (states_width - aside);
+  }
+  node.states_on_swap = (1 - resident) * node.states;
+  node.states *= resident;
+  node.new_weights = (1 - resident) * node.weights * (aside / weights_width);
+  node.swap = kSlotsPerBlock * (node.states_on_swap + node.weights_on_swap);
+  const auto swap = static_cast<double>(options.swap_bytes);
+  if (options.swap_bytes > 0 && node.swap > swap) {
+    return MakeError(
+        ErrorId::kSwapNospc,
+        absl::StrCat("each node has ", FormatBytes(static_cast<uint64_t>(node.swap)),
+                     " on swap, which has ", FormatBytes(options.swap_bytes)),
+        absl::StrCat("raise --swap-size or --dram, or --nodes to ",
+                     static_cast<uint64_t>(std::ceil(node.swap / swap * options.nodes)),
+                     ", or choose a smaller --format"));
+  }
+  return node;
+}
+
+ClusterTraffic TrafficOf(const ClusterModel& model, const ClusterOptions& options,
+                         const ClusterMemory& node) {
+  const double width = WeightsWidth(model);
+  const auto params = static_cast<double>(model.params);
+  const double nodes = options.nodes;
+  const double sharers = nodes * options.gpus / options.tensor_parallel;
+  ClusterTraffic traffic;
+  traffic.link = kCollectives * params * width * (nodes - 1) / nodes;
+  traffic.gpu_link =
+      kCollectives * params * width / options.tensor_parallel * (sharers - 1) / sharers;
+  traffic.to_gpus = 2 * node.params * width;
+  traffic.from_gpus = node.params * width;
+  // Weights there are read by forward, backward and the update.
+  traffic.swap_read = node.states_on_swap + 3 * node.weights_on_swap;
+  traffic.swap_written = node.states_on_swap + node.weights_on_swap;
+  traffic.update = node.params * (2 * StatesWidth(model) + 3 * width);
+  return traffic;
+}
+
+double Seconds(double bytes, double rate) { return rate > 0 ? bytes / kGb / rate : 0; }
+
+// The longest is called.
+using Part = std::pair<std::string_view, double>;
+template <size_t kParts>
+Part Longest(const std::array<Part, kParts>& parts) {
+  return *std::ranges::max_element(parts, {}, &Part::second);
+}
+
+ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
+                   const ClusterMemory& node, const ClusterTraffic& traffic) {
+  ClusterTime time;
+  const double flops = ClusterFlops(model, options);
+  time.compute = options.gpu_tflops > 0 ? flops / (options.gpu_tflops * 1e12) : 0;
+  time.link = Seconds(traffic.link, options.link_rate);
+  time.gpu_link = Seconds(traffic.gpu_link, options.gpu_link_rate);
+  const double to_gpus = Seconds(traffic.to_gpus, options.host_link_rate);
+  const double from_gpus = Seconds(traffic.from_gpus, options.host_link_rate);
+  time.host_link = std::max(to_gpus, from_gpus);
+  time.swap = Seconds(traffic.swap_read, options.read_rate) +
+              Seconds(traffic.swap_written, options.write_rate);
+  time.update = Seconds(traffic.update, options.update_rate);
+  const double forward_share = options.recompute ? 1.0 / 4 : 1.0 / 3;
+  const double fetched = Seconds(node.weights_on_swap, options.read_rate);  // in each direction
+  const Part forward = Longest<5>({Part("compute", time.compute * forward_share),
+                                   {"link", time.link / kCollectives},
+                                   {"gpu_link", time.gpu_link / kCollectives},
+                                   {"host_link", to_gpus / 2},
+                                   {"swap", fetched}});
+  const Part backward = Longest<5>({Part("compute", time.compute * (1 - forward_share)),
+                                    {"link", time.link * 2 / kCollectives},
+                                    {"gpu_link", time.gpu_link * 2 / kCollectives},
+                                    {"host_link", std::max(to_gpus / 2, from_gpus)},
+                                    {"swap", fetched}});
+  const double both = forward.second + backward.second;
+  const std::string_view of_both = Longest<2>({forward, backward}).first;
+  const Part update = Longest<2>(
+      {Part("swap", time.swap - 2 * fetched), {"update", time.update}});  // after backward
+  Part step;
+  if (options.early_updates) {
+    step = Longest<3>({Part(of_both, both), {"swap", time.swap}, {"update", time.update}});
+  } else {
+    step = Part(update.second > both ? update.first : of_both, both + update.second);
+  }
+  time.step = step.second;
+  time.bound = step.second > 0 ? std::string(step.first) : "";
+  time.tflops = time.step > 0 ? flops / time.step / 1e12 : 0;
+  return time;
+}
+
+std::string Bytes(double bytes) { return FormatBytes(static_cast<uint64_t>(bytes)); }
+
+}  // namespace
+
+double ClusterFlops(const ClusterModel& model, const ClusterOptions& options) {
+  return (options.recompute ? 8.0 : 6.0) * static_cast<double>(model.params) *
+         static_cast<double>(options.tokens);
+}
+
+absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options) {
+  RETURN_IF_ERROR(CheckCluster(model, options));
+  ClusterPlan plan;
+  ASSIGN_OR_RETURN(plan.node, PlaceOn(model, options));
+  plan.traffic = TrafficOf(model, options, plan.node);
+  plan.seconds = TimeOf(model, options, plan.node, plan.traffic);
+  return plan;
+}
+
+nlohmann::ordered_json ClusterJson(const ClusterModel& model, const ClusterOptions& options,
+                                   const ClusterPlan& plan) {
+  const ClusterMemory& node = plan.node;
+  const ClusterTraffic& traffic = plan.traffic;
+  const ClusterTime& time = plan.seconds;
+  nlohmann::ordered_json json = {{"params", model.params},
+                                 {"layers", model.layers},
+                                 {"nodes", options.nodes},
+                                 {"gpus", options.gpus},
+                                 {"node",
+                                  {{"params", node.params},
+                                   {"weights", node.weights},
+                                   {"states", node.states},
+                                   {"gradients", node.gradients},
+                                   {"new_weights", node.new_weights},
+                                   {"dram", node.dram()},
+                                   {"weights_on_swap", node.weights_on_swap},
+                                   {"states_on_swap", node.states_on_swap},
+                                   {"swap", node.swap}}},
+                                 {"traffic",
+                                  {{"link", traffic.link},
+                                   {"gpu_link", traffic.gpu_link},
+                                   {"to_gpus", traffic.to_gpus},
+                                   {"from_gpus", traffic.from_gpus},
+                                   {"swap_read", traffic.swap_read},
+                                   {"swap_written", traffic.swap_written},
+                                   {"update", traffic.update}}}};
+  if (time.step > 0) {
+    json["seconds"] = {
+        {"compute", time.compute},     {"link", time.link},   {"gpu_link", time.gpu_link},
+        {"host_link", time.host_link}, {"swap", time.swap},   {"update", time.update},
+        {"step", time.step},           {"bound", time.bound}, {"tflops_per_gpu", time.tflops}};
+  }
+  return json;
+}
+
+std::string ClusterText(const ClusterModel& model, const ClusterOptions& options,
+                        const ClusterPlan& plan) {
+  const ClusterMemory& node = plan.node;
+  const ClusterTraffic& traffic = plan.traffic;
+  const ClusterTime& time = plan.seconds;
+  Table memory({"OF EACH NODE", "DRAM", "SWAP"});
+  memory.Add({"weights", Bytes(node.weights), Bytes(node.weights_on_swap)});
+  memory.Add({"states", Bytes(node.states), Bytes(node.states_on_swap)});
+  memory.Add({"gradients, until their step is decided", Bytes(node.gradients), ""});
+  memory.Add({"new weights, until then", Bytes(node.new_weights), ""});
+  memory.Add({"in all", Bytes(node.dram()), absl::StrCat(Bytes(node.swap), " taken")});
+  Table step({"OF A STEP", "BYTES", "SECONDS"});
+  const auto add = [&](const char* what, const std::string& bytes, double seconds) {
+    step.Add({what, bytes, seconds > 0 ? absl::StrFormat("%.3f", seconds) : "-"});
+  };
+  add("compute of a GPU", "-", time.compute);
+  add("link between nodes, in and as much out", Bytes(traffic.link), time.link);
+  add("link between GPUs, into each", Bytes(traffic.gpu_link), time.gpu_link);
+  add("DRAM to the GPUs", Bytes(traffic.to_gpus), time.host_link);
+  add("GPUs to DRAM", Bytes(traffic.from_gpus), 0);
+  add("swap, read", Bytes(traffic.swap_read), time.swap);
+  add("swap, written", Bytes(traffic.swap_written), 0);
+  add("DRAM, of the optimizer", Bytes(traffic.update), time.update);
+  std::string text =
+      absl::StrCat(model.params, " parameters in ", model.layers, " layers on ", options.nodes,
+                   options.nodes == 1 ? " node" : " nodes", " of ", options.gpus, " GPUs, ",
+                   options.tokens, " tokens a GPU\n\n", memory.Text(), "\n", step.Text());
+  if (time.step > 0) {
+    absl::StrAppendFormat(
+        &text, "\na step takes %.3f s, %s for %s: %.1f TFLOPS a GPU\n", time.step,
+        options.early_updates ? "and waits" : "the update after compute, and waits", time.bound,
+        time.tflops);
+  }
+  return text;
+}
+
+}  // namespace forebay::tools

@@ -1,0 +1,105 @@
+// A cluster of equal nodes that train one model by ZeRO-3 on Forebay, in closed form: what each node holds,
+// what crosses each link in a step, and how long a step takes at given rates.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "nlohmann/json.hpp"
+#include "protocol/optimizer_ids.h"
+
+namespace forebay::tools {
+
+// Rates are in GB/s (1e9 bytes), of a node unless they say otherwise, each way; 0: that part takes no time.
+struct ClusterOptions {
+  uint32_t nodes = 0;  // 0: not of a cluster
+  uint32_t gpus = 8;   // of a node
+  // GPUs of a node that split each layer; the others of the cluster are data-parallel to it. Divides `gpus`.
+  uint32_t tensor_parallel = 1;
+  uint64_t tokens = 2048;     // of a step, for each GPU of the cluster
+  bool recompute = false;     // activation checkpointing: a second forward under backward
+  double gpu_tflops = 0;      // what a GPU achieves while it waits for nothing
+  double gpu_link_rate = 0;   // of a GPU, to those of its node
+  double link_rate = 0;       // to the other nodes
+  double host_link_rate = 0;  // DRAM to all GPUs of the node
+  double update_rate = 0;     // DRAM traffic of the optimizer's pass
+  // Of the swap of a node. Reads and writes share it: their times add up.
+  double read_rate = 0;
+  double write_rate = 0;
+  bool early_updates =
+      true;  // the update runs under backward and the next forward; else after backward
+  // Of a node; 0: as much as everything takes, and no swap limit.
+  uint64_t dram_bytes = 0;
+  uint64_t swap_bytes = 0;
+};
+
+struct ClusterModel {
+  uint64_t params = 0;
+  uint64_t layers = 0;  // groups that are gathered one after the other
+  protocol::DType dtype = protocol::DType::kBFloat16;
+  protocol::Format format = protocol::Format::kExact;
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
+};
+
+// Bytes of one node.
+struct ClusterMemory {
+  double params = 0;  // elements whose states it owns
+  double weights = 0;
+  double states = 0;
+  double gradients = 0;    // until their step is decided
+  double new_weights = 0;  // of blocks on swap that are updated before it
+  double weights_on_swap = 0;
+  double states_on_swap = 0;
+  double swap = 0;  // taken: two slots of each block
+
+  double dram() const { return weights + states + gradients + new_weights; }
+};
+
+// Bytes of one step through the links of one node; `gpu_link`: into one GPU. What is gathered goes in, as much
+// goes out.
+struct ClusterTraffic {
+  double link = 0;
+  double gpu_link = 0;
+  double to_gpus = 0;
+  double from_gpus = 0;
+  double swap_read = 0;
+  double swap_written = 0;
+  double update = 0;  // DRAM, of the optimizer's pass
+};
+
+// Seconds of one step. Each of the parts is what it takes alone.
+struct ClusterTime {
+  double compute = 0;
+  double link = 0;
+  double gpu_link = 0;
+  double host_link = 0;  // the longer of both ways
+  double swap = 0;
+  double update = 0;
+  double step = 0;
+  std::string bound;  // which of them the step waits for most: "compute"
+  double tflops = 0;  // of a GPU, over the whole step
+};
+
+struct ClusterPlan {
+  ClusterMemory node;
+  ClusterTraffic traffic;
+  ClusterTime seconds;
+};
+
+// Gathers and copies of one group run while another computes; the update's swap and pass under both, or after.
+//
+// Errors  E_OPTION      a number breaks its rule above, or the format does not take such weights.
+//         E_DRAM_LIMIT  the gradients, or two layers of weights with them, do not fit: needed and given bytes.
+//         E_SWAP_NOSPC  what does not fit in DRAM does not fit on swap either.
+absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options);
+
+// Operations of one GPU in one step: 6 a parameter and token, 8 with recomputation.
+double ClusterFlops(const ClusterModel& model, const ClusterOptions& options);
+
+nlohmann::ordered_json ClusterJson(const ClusterModel& model, const ClusterOptions& options,
+                                   const ClusterPlan& plan);
+std::string ClusterText(const ClusterModel& model, const ClusterOptions& options,
+                        const ClusterPlan& plan);
+
+}  // namespace forebay::tools
