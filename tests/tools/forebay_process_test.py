@@ -778,4 +778,4 @@ def test_bench_copies_without_a_driver_says_so():
 
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "adam, commit, copies, fetch, pipeline, step, swap, update" in done.stderr
+    assert done.returncode == 1 and "adam, cluster, commit, copies, fetch, pipeline, step, swap, update" in done.stderr

@@ -22,8 +22,8 @@ struct BenchOptions {
   // as many paths; empty: one path and no limit. Bench() makes the numbers of it.
   std::string limit_rate;
   std::vector<uint64_t> limit_rates;
-  uint32_t compute_ms =
-      0;  // step, cluster: of a forward and a backward; 0: as long as the update takes
+  // step, cluster: of a forward and a backward; 0: as long as the update takes, or as the GPUs' rate says.
+  uint32_t compute_ms = 0;
   // cluster: the model, but for its --params, and the cluster.
   PlanOptions plan;
   uint32_t workers = 2;    // cluster

@@ -27,8 +27,8 @@ struct ClusterOptions {
   // Of the swap of a node. Reads and writes share it: their times add up.
   double read_rate = 0;
   double write_rate = 0;
-  bool early_updates =
-      true;  // the update runs under backward and the next forward; else after backward
+  // The update runs under backward and the next forward; else after backward.
+  bool early_updates = true;
   // Of a node; 0: as much as everything takes, and no swap limit.
   uint64_t dram_bytes = 0;
   uint64_t swap_bytes = 0;

@@ -1,0 +1,65 @@
+"""One node, predicted and measured: `forebay bench cluster` beside `forebay bench step`, whose disk is limited to a rate and
+whose compute is timers.
+
+usage: python3 tests/bench/cluster_step.py [--swap DIRECTORY] [--samples N]
+
+Prints a row a case: the median of the measured steps, the prediction, and what it is off by. Nothing is a test: a busy
+machine measures longer steps.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import subprocess
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOREBAY = ROOT / "build/bin/forebay"
+PARAMS, GROUPS = 1 << 25, 32
+RATE_MIB = 500
+COMPUTE_MS = (500, 1000, 2000)
+FLAGS = {
+    ("yes", "yes"): (),
+    ("yes", "no"): ("--no-drain",),
+    ("no", "yes"): ("--no-early-updates",),
+    ("no", "no"): ("--no-early-updates", "--no-drain"),
+}
+
+
+def lines(*words):
+    done = subprocess.run([FOREBAY, "bench", *map(str, words), "--json"], capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def predicted(compute_ms, flags):
+    """Seconds of a step with all states on swap: with the largest DRAM limit that leaves none resident."""
+    rate = RATE_MIB * 2**20 / 1e9
+    model = ("--nodes", 1, "--gpus", 1, "--params", PARAMS, "--layers", GROUPS, "--dtype", "float32")
+    disk = ("--read-rate", rate, "--write-rate", rate, "--staging", "64MiB")
+    for dram_mib in range(600, 200, -4):
+        call = ("cluster", *model, *disk, "--compute-ms", compute_ms, "--dram", f"{dram_mib}MiB", *flags)
+        for found in lines(*call):
+            if found["resident_blocks"] == 0 and found["weights_on_swap"] == 0:
+                return found["value"]
+    raise AssertionError("no limit leaves all states on swap")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--swap", default=ROOT / "build")
+    parser.add_argument("--samples", type=int, default=5)
+    arguments = parser.parse_args()
+    print("| compute | early | drain | measured | predicted | off by |\n| --- | --- | --- | --- | --- | --- |")
+    for compute_ms in COMPUTE_MS:
+        limits = ("--limit-rate", f"{RATE_MIB}MiB", "--compute-ms", compute_ms)
+        job = ("--params", PARAMS, "--swap", arguments.swap, "--samples", arguments.samples)
+        for found in lines("step", *limits, *job):
+            early, drain = re.search(r"early=(\w+)/drain=(\w+)", found["case"]).groups()
+            seconds = predicted(compute_ms, FLAGS[early, drain])
+            off = seconds / found["value"] - 1
+            row = f"| {compute_ms / 1000} s | {early} | {drain} | {found['value']:.3f} s | {seconds:.3f} s | {off:+.1%} |"
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
