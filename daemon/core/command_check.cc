@@ -140,7 +140,7 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
   RETURN_IF_ERROR(CheckParam(command.partition, layout));
   RETURN_IF_ERROR(CheckStateKind(command.kind, layout));
   RETURN_IF_ERROR(CheckHasStates(command.partition, layout));
-  if (command.length_bytes == 0) return absl::OkStatus();
+  if (command.length_bytes == 0 && command.element_offset == 0) return absl::OkStatus();
   return CheckFloats(command, layout.params()[command.partition].elems,
                      absl::StrCat("parameter ", layout.spec().params[command.partition].name),
                      gradients);

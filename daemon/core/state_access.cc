@@ -15,8 +15,11 @@ using protocol::MakeError;
 using State = StagedBlocks::State;
 
 void StateAccess::AddRead(const CommandId& command, const protocol::Command& words) {
-  const std::pmr::vector<ElementRun> runs = pipeline_.map().Locate(
-      words.partition, words.element_offset, words.length_bytes / sizeof(float));
+  std::pmr::vector<ElementRun> runs;
+  if (words.length_bytes > 0) {
+    runs = pipeline_.map().Locate(words.partition, words.element_offset,
+                                  words.length_bytes / sizeof(float));
+  }
   uint64_t elems = 0;
   for (const ElementRun& run : runs) elems += run.elems;
   if (elems != words.length_bytes / sizeof(float)) {

@@ -49,12 +49,12 @@ class NodeStateProtection : public ::testing::Test {
 };
 
 TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
-  for (const int op : {0, 13, 0xffff}) {
+  for (const int op : {0, 14, 0xffff}) {
     Command command = Gradient();
     command.op = static_cast<uint16_t>(op);
     EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << op;
   }
-  for (const Op op : {Op::kFetch, Op::kStep}) {
+  for (const Op op : {Op::kFetch, Op::kStep, Op::kDecide}) {
     for (const int kind : {2, 0xffff}) {
       Command command{};
       command.op = static_cast<uint16_t>(op);
@@ -145,7 +145,8 @@ TEST_F(NodeStateProtection, ReadsOfStatesStayInTheirParameter) {
   EXPECT_EQ(refused(0, elems, 4), ErrorId::kRange);
   EXPECT_EQ(refused(0, elems - 1, 8), ErrorId::kRange);
   EXPECT_EQ(refused(0, UINT64_MAX, 4), ErrorId::kRange);
-  EXPECT_EQ(refused(0, 0, 0), ErrorId::kRange);
+  EXPECT_EQ(refused(0, 1, 0), ErrorId::kRange) << "none, and not from the first on";
+  EXPECT_EQ(refused(0, 0, 0), ErrorId::kNone) << "how many updates it has had";
   EXPECT_EQ(refused(0, 0, 6), ErrorId::kRange) << "not whole elements";
   EXPECT_EQ(refused(0, 0, UINT64_MAX - 3), ErrorId::kRange);
   Command other = good;
