@@ -11,7 +11,6 @@ words behind it, joined by "+":
 clip          to a norm that clips
 hsdp          two replicas, of half the ranks each
 bad=R         rank R's first attempt at step 2 has a gradient that is not finite
-lease=R       rank R holds a lease at its first call of step 2
 rate=R-..     these ranks call step 2 with another learning rate the first time
 die=R,..@P    these ranks are killed in step 3 at point P, once: "call" (of step), "gather" (of what the nodes have
               prepared), "decide" (when they know what all have)
@@ -55,7 +54,7 @@ class Scenario:
         self.name = text
         words = dict(word.partition("=")[::2] for word in text.split("+"))
         self.clips, self.has_replicas, self.saves = "clip" in words, "hsdp" in words, "states" in words
-        self.bad_rank, self.leasing_rank = (int(words.get(name, -1)) for name in ("bad", "lease"))
+        self.bad_rank = int(words.get("bad", -1))
         self.rate_ranks = [int(rank) for rank in words.get("rate", "").split("-") if rank]
         ranks, _, self.point = words.get("die", "@").partition("@")
         self.dying = [int(rank) for rank in ranks.split(",") if rank]
@@ -80,21 +79,13 @@ def model_of(scenario, size):
 
 def call(scenario, opt, rank, step, is_first):
     """Once more where the first call is refused: the gradients are kept."""
-    is_refused = step == BAD_STEP and is_first and (scenario.leasing_rank >= 0 or scenario.rate_ranks)
-    if not is_refused:
-        opt.step()
-        return
-    attachment, lease = opt._engine.attachment, None
-    if rank == scenario.leasing_rank:
-        lease = attachment.fetch(min(opt._engine.partition_of.values()))
-    opt.param_groups[0]["lr"] = 2 * LR if rank in scenario.rate_ranks else LR
-    try:
-        opt.step()
-    except forebay.ForebayError as error:
-        say("error", scenario.name, rank, error.code, str(error))
-    if lease is not None:
-        attachment.release(lease)
-    opt.param_groups[0]["lr"] = LR
+    if step == BAD_STEP and is_first and scenario.rate_ranks:
+        opt.param_groups[0]["lr"] = 2 * LR if rank in scenario.rate_ranks else LR
+        try:
+            opt.step()
+        except forebay.ForebayError as error:
+            say("error", scenario.name, rank, error.code, str(error))
+        opt.param_groups[0]["lr"] = LR
     opt.step()
 
 

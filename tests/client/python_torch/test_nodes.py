@@ -25,14 +25,13 @@ HOW = ("plain+states", "clip", "clip+hsdp")
 # What all ranks raise.
 REFUSALS = {
     "bad=3": ("E_NONFINITE", ""),
-    "lease=1": ("E_LEASE", "rank 1 called step 2 with leases"),
     "rate=2": ("E_STEP", "ranks 2 and 3 called step 2 with different scalars: lr of parameter group 0"),
     "rate=2-3": ("E_STEP", "ranks 0 and 2 called step 2 with different scalars"),
 }
-# Alone, and both of a node: then the other one goes on with what this one has only prepared, or drops it with it.
-DEATHS = [
-    f"die={ranks}@{point}" for point in ("call", "gather", "decide") for ranks in ("0", "3", "0,1", "2,3")
-]
+# Before each message, on either node; and both ranks of a node, so that it has prepared what the other one commits, or
+# drops.
+DEATHS = [f"die={rank}@{point}" for point in ("call", "gather", "decide") for rank in (0, 3)]
+DEATHS += ["die=2,3@gather", "die=0,1@decide", "die=2,3@decide"]
 
 pytestmark = pytest.mark.skipif(bool(PROBE), reason=str(PROBE))
 
