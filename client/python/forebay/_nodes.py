@@ -73,7 +73,7 @@ def _refuse_gaps(nodes: Sequence[str]) -> None:
     for rank, node in enumerate(nodes):
         if rank > 0 and node != nodes[rank - 1] and node in seen:
             raise unsupported(
-                f"ranks {rank - 1} and {rank} are on two nodes, and node of rank {rank} has lower ranks "
+                f"ranks {rank - 1} and {rank} are on two nodes, and the node of rank {rank} has lower ranks "
                 "too: the ranks of a node do not follow each other",
                 "mpirun --map-by slot, srun --distribution=block; torchrun does so",
             )

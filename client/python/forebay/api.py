@@ -268,7 +268,7 @@ def _refuse_several_nodes(world_size: int) -> None:
         local = variables.get(variable, "")
         if local.isdigit() and int(local) < world_size:
             raise unsupported(
-                f"a job over several nodes, shared: world size {world_size}, of which {local} ranks are "
+                f"a shared job over several nodes: world size {world_size}, of which {local} ranks are "
                 f"on this node ({variable})",
                 'mode="sharded", or pass rank= and world_size= for a job per node',
             )

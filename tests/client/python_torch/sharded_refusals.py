@@ -3,14 +3,12 @@ each the same session trains on as torch does, or the model is as it was before 
 
 import contextlib
 import copy
-import pathlib
 import re
-import tempfile
 import types
 
 import forebay
 import torch
-from forebay import _ranks
+from forebay import _nodes
 from forebay._shard_tensor import ShardTensor
 from models import loss_of
 from sharded_ranks import LR, Twins, case, refused, small_net
@@ -360,26 +358,26 @@ def what_one_rank_alone_meets(ranks):
 
 
 @case(2)
-def ranks_of_several_nodes_or_daemons(ranks):
+def ranks_of_a_node_that_reach_several_daemons(ranks):
     model = ranks.shard(small_net())
-    before = _ranks.BOOT_ID
-    with tempfile.NamedTemporaryFile("w") as other:
-        other.write("another boot")
-        other.flush()
-        if ranks.rank == 1:
-            _ranks.BOOT_ID = pathlib.Path(other.name)
-        message = "a process group over several nodes: of its 2 ranks 1 are on this node"
-        at_attach(ranks, model, "E_UNSUPPORTED", message, "one node")
-        _ranks.BOOT_ID = before
     status = forebay._core.status
     if ranks.rank == 1:
         forebay._core.status = lambda socket: {"info": {"pid": 0}}
-    message = r"the ranks reach 2 daemons: of 2 ranks 1 reach this one \(process \d+\)"
+    message = (
+        r"the ranks of a node reach several daemons; of the 2 ranks of this node 1 reach this one \(process \d+\)"
+    )
     try:
         with refused("E_OPTION", message, "the same socket="):
             ranks.attach(model)
     finally:
         forebay._core.status = status
+
+
+@case(2)
+def nodes_whose_ranks_do_not_follow_each_other(ranks):
+    _nodes._refuse_gaps(["a", "a", "b", "c", "c"])
+    with refused("E_UNSUPPORTED", "ranks 1 and 2 are on two nodes, and the node of rank 2 has lower ranks", "map-by slot"):
+        _nodes._refuse_gaps(["a", "b", "a"])
 
 
 @case()
