@@ -30,8 +30,9 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import torch._dynamo  # noqa: E402, F401: fully_shard() does, in each rank if not here
 import torch.distributed as dist  # noqa: E402
-from forebay import _nodes  # noqa: E402
+from forebay import _attach, _nodes, _optimizer, _sharded  # noqa: E402, F401: likewise attach()
 from models import batch, loss_of, net  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402

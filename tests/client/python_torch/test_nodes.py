@@ -8,6 +8,7 @@ Method  Two network namespaces of this machine, joined by a link, a daemon in ea
 import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -25,7 +26,7 @@ HOW = ("plain+states", "clip", "clip+hsdp")
 # What all ranks raise.
 REFUSALS = {
     "bad=3": ("E_NONFINITE", ""),
-    "rate=2": ("E_STEP", "ranks 2 and 3 called step 2 with different scalars: lr of parameter group 0"),
+    "rate=2": ("E_STEP", "ranks (2 and 3|3 and 2) called step 2 with different scalars: lr of parameter group 0"),
     "rate=2-3": ("E_STEP", "ranks 0 and 2 called step 2 with different scalars"),
 }
 # Before each message, on either node; and both ranks of a node, so that it has prepared what the other one commits, or
@@ -101,7 +102,7 @@ def test_what_is_refused_on_one_node_is_raised_by_all_and_repeated(run, why):
     code, text = REFUSALS[why]
     errors = named(run.lines, "error", why)
     assert sorted(errors) == [(rank, code) for rank in range(RANKS)]
-    assert all(text in line[0] for line in errors.values())
+    assert all(re.search(text, line[0]) for line in errors.values())
     assert named(run.lines, "digest", why) == named(run.reference, "digest", HOW[0])
 
 
