@@ -88,7 +88,7 @@ def attach(
                        forebayd`), within `timeout`; training then goes on as if nothing had happened.
                        After that E_DAEMON_GONE. None: FOREBAY_DAEMON_WAIT, else 60.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
-                       process group. None: sharded where fully_shard() was called on the model or it
+                       process group, whose ranks may be on several nodes. None: sharded where fully_shard() was called on the model or it
                        is on the meta device or a GPU, else shared; opt.mode says which. A plain
                        model is sharded by fully_shard() on the elements of its outermost ModuleList
                        or Sequential, and on the model.
