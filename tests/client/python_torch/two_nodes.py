@@ -76,21 +76,12 @@ class Node:
         place = [ADDRESSES[0], PORT, first, NODE_RANKS, NODE_RANKS * len(NAMES), folder]
         return self._start(sys.executable, HERE / "nodes_ranks.py", *place, *scenarios)
 
-    def torchrun(self, script, *arguments, restarts=0):
-        """Its ranks' part of a job over both; ends with its launcher."""
-        options = [f"--nnodes={len(NAMES)}", f"--nproc-per-node={NODE_RANKS}", f"--max-restarts={restarts}"]
-        options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=nodes"]
-        # The name of a real node would say which of them has the store.
-        options += [f"--rdzv-conf=is_host={self.number == 0}", f"--local-addr={ADDRESSES[self.number]}"]
-        return self._start(sys.executable, "-m", "torch.distributed.run", *options, script, *arguments)
-
     def _start(self, *command):
         environment = {
             **os.environ,
             "FOREBAY_SOCKET": self.daemon.socket,
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # pytorch issue 135712
         }
         words = [*self._inside, *map(str, command)]
         pipe = subprocess.PIPE
