@@ -65,24 +65,23 @@ absl::StatusOr<std::vector<std::string>> GatherFrom(const Nodes& nodes, const No
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::SendDecision(
-    std::span<const std::byte> summary, uint64_t t, const WaitLimits& limits) {
+// Where the daemon writes a node's summary, and this rank the world's.
+std::span<std::byte> Attachment::State::summary_bytes() {
+  const uint64_t params = parts.layout->params().size();
   const uint64_t offset = protocol::StepSummaryOffset(
-      {.offset_bytes = parts.step_region_offset, .size_bytes = parts.step_region_bytes},
-      parts.layout->params().size());
-  CopyToArena(offset, summary);
-  Command command = MakeCommand(Op::kDecide);
-  command.kind = static_cast<uint16_t>(parts.step_answered_when);
-  command.step = t;
-  command.attempt = attempt;
-  return Start(command, limits);
+      {.offset_bytes = parts.step_region_offset, .size_bytes = parts.step_region_bytes}, params);
+  return parts.grad->bytes().subspan(offset, protocol::StepSummaryBytes(params));
 }
 
+// `summary`: of as many parameters as the layout has.
 absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::SendDecision(
-    const StepSummary& summary, uint64_t t, const WaitLimits& limits) {
-  std::vector<std::byte> bytes(protocol::StepSummaryBytes(summary.head.params));
-  protocol::EncodeStepSummary(summary, bytes);
-  return SendDecision(bytes, t, limits);
+    const StepSummary& summary, const WaitLimits& limits) {
+  protocol::EncodeStepSummary(summary, summary_bytes());
+  Command command = MakeCommand(Op::kDecide);
+  command.kind = static_cast<uint16_t>(parts.step_answered_when);
+  command.step = summary.head.step;
+  command.attempt = attempt;
+  return Start(command, limits);
 }
 
 // What this rank says of the step whose call is answered.
@@ -92,9 +91,7 @@ absl::StatusOr<NodeMessage> Attachment::State::MessageOfStep(const WaitLimits& l
   NodeMessage message{.first_rank = parts.layout->spec().first_rank};
   if (answer.status.ok()) {
     message.kind = NodeMessage::Kind::kPrepared;
-    const uint64_t offset = protocol::StepSummaryOffset(
-        {.offset_bytes = parts.step_region_offset, .size_bytes = parts.step_region_bytes}, params);
-    const auto bytes = parts.grad->bytes().subspan(offset, protocol::StepSummaryBytes(params));
+    const std::span<const std::byte> bytes = summary_bytes();
     message.summary.assign(bytes.begin(), bytes.end());
     return message;
   }
@@ -105,9 +102,8 @@ absl::StatusOr<NodeMessage> Attachment::State::MessageOfStep(const WaitLimits& l
     message.kind = NodeMessage::Kind::kWithdrawn;
     return message;
   }
-  ASSIGN_OR_RETURN(
-      const auto withdrawn,
-      SendDecision(EmptySummary(step->t, params, StepDecision::kWithdraw), step->t, limits));
+  ASSIGN_OR_RETURN(const auto withdrawn,
+                   SendDecision(EmptySummary(step->t, params, StepDecision::kWithdraw), limits));
   RETURN_IF_ERROR(WaitFor(*withdrawn, limits));
   return message;
 }
@@ -134,7 +130,7 @@ absl::Status Attachment::State::DecideOverNodes(const WaitLimits& limits) {
     if (decision != StepDecision::kCommit) {
       summary = EmptySummary(step->t, parts.layout->params().size(), decision);
     }
-    ASSIGN_OR_RETURN(step->decided, SendDecision(summary, step->t, limits));
+    ASSIGN_OR_RETURN(step->decided, SendDecision(summary, limits));
   }
   RETURN_IF_ERROR(waiter.Wait([&] { return step->decided->arrived; }, limits));
   step->answer = step->decided;
@@ -150,14 +146,12 @@ absl::Status Attachment::State::Follow(const AttachOutcome& outcome) {
   const WaitLimits limits = Limits(parts.timeout);
   const bool is_prepared = parts.prepared_step == outcome.step;
   if (outcome.todo == AttachOutcome::Todo::kNothing || !is_prepared) return absl::OkStatus();
-  std::shared_ptr<Answer> answer;
+  const uint64_t params = parts.layout->params().size();
+  StepSummary summary = EmptySummary(outcome.step, params, StepDecision::kDrop);
   if (outcome.todo == AttachOutcome::Todo::kCommit) {
-    ASSIGN_OR_RETURN(answer, SendDecision(outcome.summary, outcome.step, limits));
-  } else {
-    ASSIGN_OR_RETURN(answer, SendDecision(EmptySummary(outcome.step, parts.layout->params().size(),
-                                                       StepDecision::kDrop),
-                                          outcome.step, limits));
+    ASSIGN_OR_RETURN(summary, protocol::DecodeStepSummary(outcome.summary, params));
   }
+  ASSIGN_OR_RETURN(const std::shared_ptr<Answer> answer, SendDecision(summary, limits));
   RETURN_IF_ERROR(WaitFor(*answer, limits));
   if (!answer->status.ok()) return answer->status;
   parts.prepared_step = 0;

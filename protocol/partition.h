@@ -52,14 +52,15 @@ struct BoxedParam {
   uint64_t elems = 0;
 };
 
+enum class Coverage : uint8_t { kWhole, kPart };  // kPart: other nodes hold some of the elements
+
 // Checks partitions that a client has named: their order, (group, owner, replica) ascending; every
 // box's shape and bounds, without a sum that could wrap around; no two boxes of one replica overlap;
-// replica 0 holds every element, unless other nodes hold some.
+// replica 0 holds every element, of kWhole.
 //
 // Limits  Boxes of one parameter whose strides differ are compared run by run, with a bound on that
 //         work: no list of boxes takes longer than about a second.
 // Errors  E_LAYOUT  names the partition, the parameter and the box.
-enum class Coverage : uint8_t { kWhole, kPart };
 absl::Status CheckPartitions(std::span<const BoxedParam> params, uint32_t groups,
                              std::span<const PartitionSpec> partitions,
                              Coverage coverage = Coverage::kWhole);

@@ -178,8 +178,8 @@ constexpr void SetPresent(std::span<uint64_t> presence, uint32_t param) {
   presence[param / 64] |= uint64_t{1} << (param % 64);
 }
 
-// At the end of a session's step region, behind the summary of a step over several nodes: the client's. Zeros once the daemon has taken the arena's
-// memory back, which it does from the arena's begin on.
+// At the end of a session's step region, behind the summary of a step over several nodes: the client's. Zeros once the
+// daemon has taken the arena's memory back, which it does from the arena's begin on.
 inline constexpr uint64_t kSessionMarkBytes = 64;
 
 inline constexpr size_t kExchangeBytesMax = 4096;  // of one rank

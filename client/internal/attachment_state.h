@@ -338,11 +338,8 @@ struct Attachment::State {
   // Of a job over several nodes, where the step's call is answered: what comes of it becomes its answer.
   absl::Status DecideOverNodes(const internal::WaitLimits& limits);
   absl::StatusOr<internal::NodeMessage> MessageOfStep(const internal::WaitLimits& limits);
-  absl::StatusOr<std::shared_ptr<Answer>> SendDecision(std::span<const std::byte> summary,
-                                                       uint64_t t,
-                                                       const internal::WaitLimits& limits);
+  std::span<std::byte> summary_bytes();
   absl::StatusOr<std::shared_ptr<Answer>> SendDecision(const protocol::StepSummary& summary,
-                                                       uint64_t t,
                                                        const internal::WaitLimits& limits);
   absl::Status Follow(const internal::AttachOutcome& outcome);
   void DropOpen();

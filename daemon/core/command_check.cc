@@ -189,6 +189,13 @@ absl::Status CheckWriteUpdates(const Command& command, const Layout& layout) {
                                 protocol::kUpdatesMax, " can be counted"));
 }
 
+absl::Status CheckStepAnswer(const Command& command) {
+  if (command.kind <= static_cast<uint16_t>(protocol::StepAnswer::kCommitted)) {
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of step call ", command.kind));
+}
+
 absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& layout) {
   const uint64_t params = layout.params().size();
   const uint64_t rest = params % 64;
@@ -247,11 +254,7 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
                             layout.grad_dtype(), gradients);
     case Op::kStep:
     case Op::kAnnounceStep:
-      if (op == Op::kStep &&
-          command.kind > static_cast<uint16_t>(protocol::StepAnswer::kCommitted)) {
-        return MakeError(ErrorId::kProtocol,
-                         absl::StrCat("unknown kind of step call ", command.kind));
-      }
+      if (op == Op::kStep) RETURN_IF_ERROR(CheckStepAnswer(command));
       if (command.length_bytes < sizeof(protocol::StepRequest)) {
         return MakeError(ErrorId::kRange,
                          absl::StrCat("a step request of ", command.length_bytes,
@@ -260,11 +263,7 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       return CheckWithin(command,
                          {.offset = limits.step_region_offset, .bytes = limits.step_region_bytes});
     case Op::kDecide:
-      if (command.kind > static_cast<uint16_t>(protocol::StepAnswer::kCommitted)) {
-        return MakeError(ErrorId::kProtocol,
-                         absl::StrCat("unknown kind of decision ", command.kind));
-      }
-      return absl::OkStatus();
+      return CheckStepAnswer(command);
     case Op::kGradNorm:
       return command.partition == protocol::kAllParams ? absl::OkStatus()
                                                        : CheckParam(command.partition, layout);

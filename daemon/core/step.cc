@@ -228,8 +228,10 @@ void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
 }
 
 // Of one that is not answered yet.
-void Step::AnswerCall(const StepCall& call, const absl::Status& status) {
-  if (!call.is_answered) io_.Answer(call.command, status);
+void Step::AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags) {
+  protocol::Completion completion{};
+  completion.flags = flags;
+  if (!call.is_answered) io_.Answer(call.command, completion, status);
 }
 
 // A gradient that is not finite ends the attempt for every rank.
@@ -423,8 +425,8 @@ void Step::AddCall(Session& session, StepCall call) {
 }
 
 // Every call is refused; the gradients are kept.
-void Step::RefuseCalls(const absl::Status& status) {
-  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status);
+void Step::RefuseCalls(const absl::Status& status, uint16_t flags) {
+  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status, flags);
   gradients_.ReopenRanks();
 }
 

@@ -186,7 +186,7 @@ class Step {
 
   absl::Status CheckAttempt(const Session& session, const protocol::Command& command) const;
   void BeginAttempt(uint64_t attempt, const absl::Status& status);
-  void AnswerCall(const StepCall& call, const absl::Status& status);
+  void AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags = 0);
   void FollowAttempt(const Session& session, const protocol::Command& command);
   void DropFaulty();
   absl::Status DroppedError(uint64_t attempt) const;
@@ -208,7 +208,7 @@ class Step {
   std::pmr::vector<bool> ParamsWithGradient() const;
   absl::Status DetachedError(uint32_t rank) const;
   void AddCall(Session& session, StepCall call);
-  void RefuseCalls(const absl::Status& status);
+  void RefuseCalls(const absl::Status& status, uint16_t flags = 0);
   void BeginReducing();
   void DecideWhenReduced();
   void Decide();
@@ -222,7 +222,6 @@ class Step {
   std::pmr::vector<bool> ParamsOf(const protocol::StepSummary& summary) const;
   absl::Status CheckDecision(const protocol::Command& command,
                              const protocol::StepSummary& summary) const;
-  void WithdrawCalls(const absl::Status& status);
   void GiveUpPrepared(protocol::StepDecision decision);
   void EndMasters();
   void AnswerInitialDone();

@@ -129,8 +129,8 @@ absl::Status Step::CheckDecision(const Command& command, const StepSummary& summ
     return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
                                                   " is to be committed, and is not prepared"));
   }
-  const StepSummary own = SummaryOfNode();
-  if (summary.head.scalars == own.head.scalars) return absl::OkStatus();
+  const uint64_t own = ScalarsOf(barrier_.by_rank().begin()->second);
+  if (summary.head.scalars == own) return absl::OkStatus();
   return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
                                                 " is to be committed with other scalars than its "
                                                 "ranks have called it with"));
@@ -159,22 +159,14 @@ void Step::OnSummary(Session& session, const SummaryCopied& copied) {
   if (phase_ == Phase::kPrepared && command.attempt == attempt_) {
     GiveUpPrepared(summary->head.decision);
   } else if (phase_ == Phase::kOpen && summary->head.decision == StepDecision::kWithdraw) {
-    WithdrawCalls(MakeError(ErrorId::kStep,
-                            absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
-                                         " of this node met an error and does not "
-                                         "call step ",
-                                         command.step, " of job ", spec_.name, " now"),
-                            "see what that rank says; call step again: the gradients are kept"));
+    RefuseCalls(MakeError(ErrorId::kStep,
+                          absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                       " of this node met an error and does not call step ",
+                                       command.step, " of job ", spec_.name, " now"),
+                          "see what that rank says; call step again: the gradients are kept"),
+                protocol::kStepWithdrawn);
   }
   io_.Answer(id, absl::OkStatus());
-}
-
-// As RefuseCalls, of calls of which none is answered.
-void Step::WithdrawCalls(const absl::Status& status) {
-  protocol::Completion completion{};
-  completion.flags = protocol::kStepWithdrawn;
-  for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, completion, status);
-  gradients_.ReopenRanks();
 }
 
 void Step::GiveUpPrepared(StepDecision decision) {
