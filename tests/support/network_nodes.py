@@ -1,5 +1,6 @@
-"""Nodes of a small cluster on this machine: each has a network, a host name, a /run and an sshd of its own, and all
-reach each other by name. Nothing of them is outside their namespaces, which end with their processes."""
+"""Nodes of a small cluster on this machine: each has a network, a host name and a /run of its own, and where it is asked
+for an sshd; all reach each other by name. Nothing of them is outside their namespaces, which end with their
+processes."""
 
 import contextlib
 import os
@@ -12,6 +13,9 @@ import time
 
 DEADLINE_S = 60
 PORT = 2222
+NAMES = ("worker-0", "worker-1")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+LINK = "eth0"
 SETUP = """
 set -e
 mount --make-rprivate /
@@ -45,14 +49,16 @@ SSH_CONFIG = """Host *
 """
 
 
-def missing():
-    """Why there can be no nodes here; empty where there can."""
-    programs = {"sshd": "openssh-server", "ssh": "openssh-client", "ip": "iproute2", "nsenter": "util-linux"}
+def missing(ssh=False):
+    """Why there can be no nodes here, with or without ssh between them; empty where there can."""
+    programs = {"ip": "iproute2", "nsenter": "util-linux"}
+    if ssh:
+        programs |= {"sshd": "openssh-server", "ssh": "openssh-client"}
     for program, package in programs.items():
         if not _find(program):
             return f"no {program} here: apt-get install {package}"
     if os.geteuid() != 0:
-        return "sshd for several users, and namespaces, need root"
+        return "namespaces, and sshd for several users, need root"
     made = subprocess.run(
         ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False
     )
@@ -115,25 +121,33 @@ def _await_port(node):
 
 @contextlib.contextmanager
 def two_nodes(folder):
-    """(nodes worker-0 and worker-1, the ssh command that reaches them)."""
+    """Nodes worker-0 and worker-1, joined by a link."""
     folder = pathlib.Path(folder)
-    names = ("worker-0", "worker-1")
-    hosts = "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(names, 1))
+    hosts = "".join(f"{address} {name}\n" for address, name in zip(ADDRESSES, NAMES))
     (folder / "etc_hosts").write_text("127.0.0.1 localhost\n" + hosts, encoding="utf-8")
-    for name, text in (("sshd_config", SSHD_CONFIG), ("ssh_config", SSH_CONFIG)):
-        (folder / name).write_text(text.format(port=PORT, folder=folder), encoding="utf-8")
-    _make_keys(folder, names)
     with contextlib.ExitStack() as stack:
         nodes = []
-        for name in names:
+        for name in NAMES:
             nodes.append(Node(name, folder))
             stack.callback(nodes[-1].end)
-        ends = [("name", "eth0", "netns", str(node.process.pid)) for node in nodes]
+        ends = [("name", LINK, "netns", str(node.process.pid)) for node in nodes]
         link = ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]]
         subprocess.run(link, check=True, timeout=DEADLINE_S)
-        for number, node in enumerate(nodes, 1):
-            node.run("ip", "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
-            node.run("ip", "link", "set", "eth0", "up")
+        for address, node in zip(ADDRESSES, nodes):
+            node.run("ip", "addr", "add", f"{address}/24", "dev", LINK)
+            node.run("ip", "link", "set", LINK, "up")
+        yield nodes
+
+
+@contextlib.contextmanager
+def two_nodes_with_ssh(folder):
+    """(The same nodes, the ssh command that reaches them.)"""
+    folder = pathlib.Path(folder)
+    for name, text in (("sshd_config", SSHD_CONFIG), ("ssh_config", SSH_CONFIG)):
+        (folder / name).write_text(text.format(port=PORT, folder=folder), encoding="utf-8")
+    _make_keys(folder, NAMES)
+    with two_nodes(folder) as nodes:
+        for node in nodes:
             node.start_sshd()
         for node in nodes:
             _await_port(node)

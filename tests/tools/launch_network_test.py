@@ -32,10 +32,10 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def cluster():
-    if reason := network_nodes.missing():
+    if reason := network_nodes.missing(ssh=True):
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="fb") as folder, contextlib.ExitStack() as stack:
-        nodes, ssh = stack.enter_context(network_nodes.two_nodes(folder))
+        nodes, ssh = stack.enter_context(network_nodes.two_nodes_with_ssh(folder))
         for node in nodes:
             stack.enter_context(daemon_on(node))
         path = pathlib.Path(folder)

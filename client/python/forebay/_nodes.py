@@ -6,7 +6,6 @@ import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,9 +25,7 @@ class Nodes:
 
     def all_gather(self, own: bytes) -> list[bytes]:
         """What every rank sends, by rank. A collective."""
-        everyone: list[Any] = [None] * self.world_ranks
-        dist.all_gather_object(everyone, own, group=self.group)
-        return everyone
+        return _ranks.gather(own, self.group)
 
 
 def find(socket: str) -> Nodes | None:
@@ -55,10 +52,9 @@ def find(socket: str) -> Nodes | None:
 
 
 def _refuse_several_daemons(daemons: Sequence[tuple[str, int]]) -> None:
-    own = daemons[dist.get_rank()]
-    here = [daemon for daemon in daemons if daemon[0] == own[0]]
-    several = len(set(here)) > 1
-    if any(_ranks.gather(several)):
+    if len(set(daemons)) > len({node for node, _ in daemons}):
+        own = daemons[dist.get_rank()]
+        here = [daemon for daemon in daemons if daemon[0] == own[0]]
         same = here.count(own)
         raise usage_error(
             "E_OPTION",

@@ -14,10 +14,10 @@ from .errors import ForebayError, make_error, usage_error
 T = TypeVar("T")
 
 
-def gather(held: Any) -> list[Any]:
-    """What every rank of the process group passes."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, held)
+def gather(held: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of the process group passes; None: of the default one."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, held, group=group)
     return everyone
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from . import _fsdp
+from . import _fsdp, _ranks
 from ._boxes import Box, Source
 from ._copy_ahead import CopyAhead
 from ._fsdp import Shard, Unit
@@ -409,9 +409,7 @@ class ShardedEngine(Engine):
         """What all ranks say, of several nodes; else what this one does."""
         if self.nodes is None:
             return own
-        everyone: list[Any] = [None] * self.nodes.world_ranks
-        dist.all_gather_object(everyone, own, group=self.nodes.group)
-        return [one for of_rank in everyone for one in of_rank]
+        return [one for of_rank in _ranks.gather(own, self.nodes.group) for one in of_rank]
 
     def read_elements(self, name: str, state: str, elements: range) -> tuple[torch.Tensor, int]:
         if self.nodes is None:

@@ -263,9 +263,8 @@ def attach_reader(
 def _refuse_several_nodes(world_size: int) -> None:
     """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: the
     daemon would wait for the others at every step."""
-    variables = {**environment_of(), **os.environ}
     for variable in LOCAL_WORLD_SIZES:
-        local = variables.get(variable, "")
+        local = _launched_with(variable, "")
         if local.isdigit() and int(local) < world_size:
             raise unsupported(
                 f"a shared job over several nodes: world size {world_size}, of which {local} ranks are "
@@ -274,11 +273,15 @@ def _refuse_several_nodes(world_size: int) -> None:
             )
 
 
+def _launched_with(variable: str, default: str) -> str:
+    """The environment's, else what srun or mpirun say."""
+    return {**environment_of(), **os.environ}.get(variable, default)
+
+
 def _rank_number(name: str, value: Any, least: int) -> int:
     """The argument, else the launcher's variable, as a number that the wire has room for."""
     variable = name.upper()
-    variables = {**environment_of(), **os.environ}
-    given = variables.get(variable, least) if value is None else value
+    given = _launched_with(variable, str(least)) if value is None else value
     number = _whole(given)
     if number is None or not least <= number < 1 << 32:
         raise usage_error(

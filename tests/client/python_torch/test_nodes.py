@@ -12,16 +12,16 @@ import re
 import subprocess
 import sys
 
-import two_nodes
+import network_nodes
 import pytest
 import torch
+import two_nodes
 from daemon_process import Daemon, missing
-from two_nodes import NODE_RANKS, Node
+from two_nodes import NODE_RANKS, NodeOfJob
 
 HERE = pathlib.Path(__file__).parent
 RANKS = 2 * NODE_RANKS
 DEADLINE_S = 240
-PROBE = missing() or two_nodes.missing()
 HOW = ("plain+states", "clip", "clip+hsdp")
 # What all ranks raise.
 REFUSALS = {
@@ -34,15 +34,13 @@ REFUSALS = {
 DEATHS = [f"die={rank}@{point}" for point in ("call", "gather", "decide") for rank in (0, 3)]
 DEATHS += ["die=2,3@gather", "die=0,1@decide", "die=2,3@decide"]
 
-pytestmark = pytest.mark.skipif(bool(PROBE), reason=str(PROBE))
-
 
 class Run:
     """What the ranks of both nodes have said, and what those of one node with as many ranks have."""
 
-    def __init__(self, folder):
+    def __init__(self, network, folder):
         self.folder = pathlib.Path(folder)
-        nodes = [Node(number, self.folder / str(number)) for number in range(2)]
+        nodes = on_each(network, self.folder)
         scenarios = [*HOW, *REFUSALS, *DEATHS]
         ranks = [node.ranks(folder, *scenarios) for node in nodes]
         self.lines = [*itertools.chain(*(one.wait(DEADLINE_S) for one in ranks))]
@@ -71,15 +69,22 @@ def named(lines, kind, scenario):
     return {(line[2], line[3]): line[4:] for line in lines if line[:2] == [kind, scenario]}
 
 
+def on_each(network, folder):
+    return [NodeOfJob(node, number, f"{folder}/{number}") for number, node in enumerate(network)]
+
+
 @pytest.fixture(scope="module")
-def network():
-    with two_nodes.namespaces():
-        yield
+def network(tmp_path_factory):
+    """Two nodes; without root or namespaces there are none."""
+    if reason := missing() or network_nodes.missing():
+        pytest.skip(reason)
+    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")
 def run(network, tmp_path_factory):
-    return Run(tmp_path_factory.mktemp("nodes"))
+    return Run(network, tmp_path_factory.mktemp("nodes"))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -117,7 +122,7 @@ def test_all_go_on_from_one_step_where_ranks_die(run, deaths):
 
 
 def test_a_daemon_that_lost_its_memory_is_named_with_both_steps(network, folder):
-    nodes = [Node(number, f"{folder}/{number}") for number in range(2)]
+    nodes = on_each(network, folder)
     for one in [node.ranks(folder, "to=2") for node in nodes]:
         one.wait(DEADLINE_S)
     nodes[1].kill_daemon()

@@ -1,70 +1,31 @@
-"""Nodes in network namespaces of this machine's, joined by a link, each with a daemon of its own."""
+"""The daemon and the ranks of one node of network_nodes.py, and what they say."""
 
 import contextlib
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import threading
 
 from daemon_process import Daemon
+from network_nodes import ADDRESSES, LINK
 
 HERE = pathlib.Path(__file__).parent
-PORT = 29577  # within the namespaces: nobody else's
-NAMES = ("fbnode0", "fbnode1")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29577  # in the nodes' network: nobody else's
 NODE_RANKS = 2
 
 
-def missing():
-    """Why there can be no namespaces here; None where there can."""
-    if shutil.which("ip") is None:
-        return "no command ip (Debian's iproute2)"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    made = subprocess.run(["ip", "netns", "add", "fbprobe"], capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        return f"ip netns add: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "fbprobe"], check=True)
-    return None
+class NodeOfJob:
+    """What a job has on one node."""
 
-
-def ip(*words):
-    subprocess.run(["ip", *words], check=True)
-
-
-@contextlib.contextmanager
-def namespaces():
-    """Two, joined by a link: `eth0` in each."""
-    for name in NAMES:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)  # of a killed test
-    try:
-        for name in NAMES:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", NAMES[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", NAMES[1])
-        for name, address in zip(NAMES, ADDRESSES):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield
-    finally:
-        for name in NAMES:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-class Node:
-    """One of them: its daemon, and what runs there."""
-
-    def __init__(self, number, folder, *settings):
-        self.number, self.folder, self.settings = number, pathlib.Path(folder), settings
+    def __init__(self, node, number, folder):
+        self.number, self.folder, self._node = number, pathlib.Path(folder), node
         self.folder.mkdir(exist_ok=True)
-        self._inside = ["ip", "netns", "exec", NAMES[number]]
         self.start_daemon()
 
     def start_daemon(self):
-        self.daemon = Daemon(self.folder, *self.settings, launcher=self._inside)
+        self.daemon = Daemon(self.folder, launcher=self._node.command())
 
     def kill_daemon(self):
         self.daemon.process.kill()
@@ -72,20 +33,16 @@ class Node:
 
     def ranks(self, folder, *scenarios):
         """Its ranks of the scenarios of nodes_ranks.py."""
-        first = self.number * NODE_RANKS
-        place = [ADDRESSES[0], PORT, first, NODE_RANKS, NODE_RANKS * len(NAMES), folder]
-        return self._start(sys.executable, HERE / "nodes_ranks.py", *place, *scenarios)
-
-    def _start(self, *command):
+        place = [ADDRESSES[0], PORT, self.number * NODE_RANKS, NODE_RANKS, NODE_RANKS * len(ADDRESSES), folder]
+        command = self._node.command(sys.executable, HERE / "nodes_ranks.py", *place, *scenarios, folder=HERE)
         environment = {
             **os.environ,
             "FOREBAY_SOCKET": self.daemon.socket,
-            "GLOO_SOCKET_IFNAME": "eth0",
+            "GLOO_SOCKET_IFNAME": LINK,
             "OMP_NUM_THREADS": "1",
         }
-        words = [*self._inside, *map(str, command)]
         pipe = subprocess.PIPE
-        return Output(subprocess.Popen(words, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+        return Output(subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True))
 
 
 class Output:
