@@ -44,11 +44,12 @@ absl::StatusOr<VirtualNodeOptions> NodeOf(const BenchOptions& options, const Clu
   node.early_updates = cluster.early_updates;
   node.drain = options.drain;
   node.compute_s = options.compute_ms > 0 ? options.compute_ms * 1e-3 : plan.seconds.compute;
-  node.forward_share = cluster.recompute ? 1.0 / 4 : 1.0 / 3;
+  node.forward_share = ForwardShare(cluster);
   node.gather_s_per_elem =
-      std::max(plan.seconds.link, plan.seconds.gpu_link) / 3 / plan.node.params;
+      std::max(plan.seconds.link, plan.seconds.gpu_link) / kCollectives / plan.node.params;
   node.host_link_rate = cluster.host_link_rate;
   node.update_rate = cluster.update_rate;
+  node.update_bytes_per_param = UpdateBytesPerParam(model);
   node.read_rate = cluster.read_rate;
   node.write_rate = cluster.write_rate;
   return node;

@@ -5,13 +5,12 @@
 #include <utility>
 #include <variant>
 
-#include "protocol/optimizer.h"
 #include "protocol/units.h"
+#include "tools/forebay/cluster_model.h"
 
 namespace forebay::tools {
 namespace {
 
-constexpr double kGb = 1e9;
 constexpr uint64_t kPlenty = uint64_t{1} << 56;  // bytes
 constexpr uint64_t kDaemonBytes = 4 * protocol::kMiB;
 constexpr uint64_t kStagingSlotsMin = 3;
@@ -52,18 +51,10 @@ daemon::NodeOptions OptionsOf(const VirtualNodeOptions& options) {
   return node;
 }
 
-double Seconds(double bytes, double rate) { return rate > 0 ? bytes / kGb / rate : 0; }
-
 }  // namespace
 
 VirtualDaemon::VirtualDaemon(const VirtualNodeOptions& options, VirtualClock& clock)
-    : options_(options), clock_(clock), state_(OptionsOf(options)), workers_(options.workers) {
-  const protocol::LayoutSpec& spec = options.layout->spec();
-  constexpr uint64_t kSample = uint64_t{1} << 20;
-  const uint64_t states =
-      protocol::StateBytes(spec.optimizer, spec.format, spec.dtype, kSample) / kSample;
-  update_bytes_per_elem_ = 2 * states + 3 * protocol::SizeBytes(spec.dtype);
-}
+    : options_(options), clock_(clock), state_(OptionsOf(options)), workers_(options.workers) {}
 
 void VirtualDaemon::Send(daemon::Event event) {
   events_.push_back(std::move(event));
@@ -125,8 +116,9 @@ void VirtualDaemon::Begin(const daemon::Action& action, daemon::TaskId task) {
   const Transfer transfer = TransferOf(action);
   if (!takes_time_) {
   } else if (transfer.read + transfer.written > 0) {
-    const double seconds = Seconds(static_cast<double>(transfer.read), options_.read_rate) +
-                           Seconds(static_cast<double>(transfer.written), options_.write_rate);
+    const double seconds =
+        TransferSeconds(static_cast<double>(transfer.read), options_.read_rate) +
+        TransferSeconds(static_cast<double>(transfer.written), options_.write_rate);
     moved_.read += transfer.read;
     moved_.written += transfer.written;
     end = disk_.Serve(clock_.now(), seconds);
@@ -142,15 +134,19 @@ void VirtualDaemon::Begin(const daemon::Action& action, daemon::TaskId task) {
 // Of one worker, which has its share of the DRAM's rate.
 double VirtualDaemon::WorkSeconds(const daemon::Action& action) const {
   uint64_t bytes = 0;
+  double update_bytes = 0;
   if (const auto* update = std::get_if<daemon::UpdateBlock>(&action)) {
-    for (const auto& segment : update->segments) bytes += segment.elems * update_bytes_per_elem_;
+    for (const auto& segment : update->segments) {
+      update_bytes += static_cast<double>(segment.elems) * options_.update_bytes_per_param;
+    }
   } else if (const auto* add = std::get_if<daemon::AddGradients>(&action)) {
     bytes = add->elems * (add->sources.size() * protocol::SizeBytes(add->dtype) +
                           (add->assign ? 1 : 2) * protocol::SizeBytes(add->sum_dtype));
   } else if (const auto* install = std::get_if<daemon::InstallWeights>(&action)) {
     for (const daemon::BytesCopy& copy : install->copies) bytes += 2 * copy.size_bytes;
   }
-  return Seconds(static_cast<double>(bytes) * options_.workers, options_.update_rate);
+  return TransferSeconds((static_cast<double>(bytes) + update_bytes) * options_.workers,
+                         options_.update_rate);
 }
 
 }  // namespace forebay::tools

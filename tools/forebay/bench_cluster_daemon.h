@@ -93,7 +93,6 @@ class VirtualDaemon {
   std::vector<Server> workers_;
   Server disk_;
   Transfer moved_;
-  uint64_t update_bytes_per_elem_ = 0;
   bool takes_time_ = false;
   bool is_handling_ = false;
   uint64_t handled_ = 0;

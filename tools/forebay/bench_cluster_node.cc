@@ -9,6 +9,7 @@
 #include "protocol/os/status_macros.h"
 #include "protocol/wire.h"
 #include "tools/forebay/bench_cluster_daemon.h"
+#include "tools/forebay/cluster_model.h"
 
 namespace forebay::tools {
 namespace {
@@ -16,7 +17,6 @@ namespace {
 using protocol::Completion;
 using protocol::Op;
 
-constexpr double kGb = 1e9;
 constexpr uint32_t kPieces = 2;  // of a rank's arena for gradients, as the client has it
 constexpr uint32_t kStepsBefore = 2;
 constexpr protocol::HyperParams kHyper{
@@ -142,9 +142,8 @@ class VirtualTrainer {
     return static_cast<double>(group_elems_[group]) / static_cast<double>(elems_);
   }
   double HostSeconds(uint32_t group, protocol::DType dtype) const {
-    if (options_.host_link_rate <= 0) return 0;
-    return static_cast<double>(group_elems_[group] * protocol::SizeBytes(dtype)) / kGb /
-           options_.host_link_rate;
+    return TransferSeconds(static_cast<double>(group_elems_[group] * protocol::SizeBytes(dtype)),
+                           options_.host_link_rate);
   }
   double GatherSeconds(uint32_t group) const {
     return static_cast<double>(group_elems_[group]) * options_.gather_s_per_elem;
@@ -259,7 +258,7 @@ class VirtualTrainer {
       copied.presence.assign(protocol::PresenceWords(layout_.params().size()), 0);
       for (const protocol::BoxPlace& place : layout_.boxes()) {
         if (op != Op::kStep || layout_.partitions()[place.partition].owner != number) continue;
-        copied.presence[place.box.param / 64] |= uint64_t{1} << (place.box.param % 64);
+        protocol::SetPresent(copied.presence, place.box.param);
       }
       protocol::Command command = MakeCommand(op);
       if (op == Op::kStep && options_.drain) {

@@ -26,6 +26,7 @@ struct VirtualNodeOptions {
   double gather_s_per_elem = 0;
   double host_link_rate = 0;  // each way; 0: ranks compute where the weights are
   double update_rate = 0;     // DRAM traffic of all workers
+  double update_bytes_per_param = 0;
   // 0: nothing is on swap.
   double read_rate = 0;
   double write_rate = 0;

@@ -25,8 +25,6 @@ using protocol::MakeError;
 constexpr double kGb = 1e9;
 constexpr double kSlotsPerBlock = 2;  // the current one, and the one that the next step writes
 constexpr uint64_t kSampleElems = uint64_t{1} << 20;
-// Gathers of the weights for forward and for backward, and the reduce-scatter of the gradient.
-constexpr double kCollectives = 3;
 
 double WeightsWidth(const ClusterModel& model) {
   return static_cast<double>(protocol::SizeBytes(model.dtype));
@@ -139,11 +137,9 @@ ClusterTraffic TrafficOf(const ClusterModel& model, const ClusterOptions& option
   // Weights there are read by forward, backward and the update.
   traffic.swap_read = node.states_on_swap + 3 * node.weights_on_swap;
   traffic.swap_written = node.states_on_swap + node.weights_on_swap;
-  traffic.update = node.params * (2 * StatesWidth(model) + 3 * width);
+  traffic.update = node.params * UpdateBytesPerParam(model);
   return traffic;
 }
-
-double Seconds(double bytes, double rate) { return rate > 0 ? bytes / kGb / rate : 0; }
 
 // The longest is called.
 using Part = std::pair<std::string_view, double>;
@@ -157,16 +153,17 @@ ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
   ClusterTime time;
   const double flops = ClusterFlops(model, options);
   time.compute = options.gpu_tflops > 0 ? flops / (options.gpu_tflops * 1e12) : 0;
-  time.link = Seconds(traffic.link, options.link_rate);
-  time.gpu_link = Seconds(traffic.gpu_link, options.gpu_link_rate);
-  const double to_gpus = Seconds(traffic.to_gpus, options.host_link_rate);
-  const double from_gpus = Seconds(traffic.from_gpus, options.host_link_rate);
+  time.link = TransferSeconds(traffic.link, options.link_rate);
+  time.gpu_link = TransferSeconds(traffic.gpu_link, options.gpu_link_rate);
+  const double to_gpus = TransferSeconds(traffic.to_gpus, options.host_link_rate);
+  const double from_gpus = TransferSeconds(traffic.from_gpus, options.host_link_rate);
   time.host_link = std::max(to_gpus, from_gpus);
-  time.swap = Seconds(traffic.swap_read, options.read_rate) +
-              Seconds(traffic.swap_written, options.write_rate);
-  time.update = Seconds(traffic.update, options.update_rate);
-  const double forward_share = options.recompute ? 1.0 / 4 : 1.0 / 3;
-  const double fetched = Seconds(node.weights_on_swap, options.read_rate);  // in each direction
+  time.swap = TransferSeconds(traffic.swap_read, options.read_rate) +
+              TransferSeconds(traffic.swap_written, options.write_rate);
+  time.update = TransferSeconds(traffic.update, options.update_rate);
+  const double forward_share = ForwardShare(options);
+  // In each direction.
+  const double fetched = TransferSeconds(node.weights_on_swap, options.read_rate);
   const Part forward = Longest<5>({Part("compute", time.compute * forward_share),
                                    {"link", time.link / kCollectives},
                                    {"gpu_link", time.gpu_link / kCollectives},
@@ -196,6 +193,14 @@ ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
 std::string Bytes(double bytes) { return FormatBytes(static_cast<uint64_t>(bytes)); }
 
 }  // namespace
+
+double TransferSeconds(double bytes, double rate) { return rate > 0 ? bytes / kGb / rate : 0; }
+
+double UpdateBytesPerParam(const ClusterModel& model) {
+  return 2 * StatesWidth(model) + 3 * WeightsWidth(model);
+}
+
+double ForwardShare(const ClusterOptions& options) { return options.recompute ? 1.0 / 4 : 1.0 / 3; }
 
 double ClusterFlops(const ClusterModel& model, const ClusterOptions& options) {
   return (options.recompute ? 8.0 : 6.0) * static_cast<double>(model.params) *

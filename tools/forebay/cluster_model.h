@@ -94,6 +94,17 @@ struct ClusterPlan {
 //         E_SWAP_NOSPC  what does not fit in DRAM does not fit on swap either.
 absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options);
 
+// What the closed form and the simulation of a node both count.
+
+// Gathers of the weights for forward and for backward, and the reduce-scatter of the gradient.
+inline constexpr double kCollectives = 3;
+// At GB/s; 0: no time.
+double TransferSeconds(double bytes, double rate);
+// What an update moves in DRAM: states read and written, gradient and weights.
+double UpdateBytesPerParam(const ClusterModel& model);
+// Of a step's compute.
+double ForwardShare(const ClusterOptions& options);
+
 // Operations of one GPU in one step: 6 a parameter and token, 8 with recomputation.
 double ClusterFlops(const ClusterModel& model, const ClusterOptions& options);
 

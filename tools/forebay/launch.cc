@@ -34,7 +34,6 @@ using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kFailed = 1;
-constexpr std::array kForwarded = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 // For the hosts whose command is ended: longer than what launch-node gives it.
 constexpr std::chrono::seconds kEndLimit(15);
 constexpr std::array<std::string_view, 4> kExportedNames = {"PATH", "LD_LIBRARY_PATH",
@@ -153,7 +152,7 @@ class Nodes {
     if (!ended.has_value()) return;
     node.out.Finish(to_stdout);
     node.err.Finish(to_stderr);
-    node.exit_status = WIFSIGNALED(*ended) ? 128 + WTERMSIG(*ended) : WEXITSTATUS(*ended);
+    node.exit_status = ShellStatus(*ended);
     if (*node.exit_status != 0 && exit_status_ == 0) OnFirstFailure(node);
   }
 
@@ -270,12 +269,8 @@ std::vector<std::string> TorchrunVariables(const std::vector<HostSlots>& hosts, 
 }
 
 int Launch(const LaunchOptions& options) {
-  sigset_t handled;
-  sigemptyset(&handled);
-  for (const int number : kForwarded) sigaddset(&handled, number);
-  ::sigprocmask(SIG_BLOCK, &handled, nullptr);
   ::signal(SIGPIPE, SIG_IGN);  // of a host that is gone
-  const UniqueFd signal_fd(::signalfd(-1, &handled, SFD_CLOEXEC | SFD_NONBLOCK));
+  const UniqueFd signal_fd = CatchForwardedSignals();
   if (!signal_fd.valid()) {
     Print(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd", errno)));
     return kFailed;

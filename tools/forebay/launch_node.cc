@@ -150,8 +150,7 @@ int LaunchNode() {
     if (!status.has_value()) status = command->WaitFor(std::chrono::seconds(1));
   }
   EndDescendants(/*spared=*/0, kLeftOverGrace);
-  const int ended = status.value_or(W_EXITCODE(kFailed, 0));
-  return WIFSIGNALED(ended) ? 128 + WTERMSIG(ended) : WEXITSTATUS(ended);
+  return ShellStatus(status.value_or(W_EXITCODE(kFailed, 0)));
 }
 
 }  // namespace forebay::tools

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -209,6 +210,20 @@ std::optional<int> Process::WaitFor(std::chrono::milliseconds limit) {
   int status = 0;
   if (::waitpid(pid_, &status, 0) == pid_) status_ = status;
   return status_;
+}
+
+protocol::UniqueFd CatchForwardedSignals(sigset_t* before) {
+  sigset_t forwarded;
+  sigemptyset(&forwarded);
+  for (const int number : {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2}) {
+    sigaddset(&forwarded, number);
+  }
+  ::sigprocmask(SIG_BLOCK, &forwarded, before);
+  return protocol::UniqueFd(::signalfd(-1, &forwarded, SFD_CLOEXEC | SFD_NONBLOCK));
+}
+
+int ShellStatus(int wait_status) {
+  return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
 }
 
 std::string DescribeWaitStatus(int wait_status) {

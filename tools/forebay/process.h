@@ -66,6 +66,13 @@ class Process {
   std::optional<int> status_;
 };
 
+// Blocks the signals that a command which stands for another one passes on, and gives a signalfd for them, not valid where
+// there is none (errno says why). `before`: the mask that was.
+protocol::UniqueFd CatchForwardedSignals(sigset_t* before = nullptr);
+
+// Of a wait status, as a shell has it: 128 and its number for a signal.
+int ShellStatus(int wait_status);
+
 // "exit status 3", "signal 9 (Killed)".
 std::string DescribeWaitStatus(int wait_status);
 

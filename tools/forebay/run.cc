@@ -44,7 +44,6 @@ constexpr std::chrono::milliseconds kGrace(3000);  // for what the command left 
 constexpr size_t kStartsAgainMax = 5;
 constexpr std::chrono::seconds kStartsAgainPeriod(60);
 constexpr int kOfTerminal = 0x666f7265;  // marks a signal that the first process hands on
-constexpr std::array kForwarded = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
 void Print(const absl::Status& status) {
   std::fprintf(stderr, "%s\n", FormatError(status).c_str());
@@ -255,12 +254,8 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd) {
 }  // namespace
 
 int Run(const RunOptions& options) {
-  sigset_t handled;
-  sigemptyset(&handled);
-  for (const int number : kForwarded) sigaddset(&handled, number);
   sigset_t before;
-  ::sigprocmask(SIG_BLOCK, &handled, &before);
-  const UniqueFd signal_fd(::signalfd(-1, &handled, SFD_CLOEXEC | SFD_NONBLOCK));
+  const UniqueFd signal_fd = CatchForwardedSignals(&before);
   std::array<int, 2> report_ends = {-1, -1};
   const pid_t self = ::getpid();
   UniqueFd self_pidfd = protocol::OpenPidfd(self);
