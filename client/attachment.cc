@@ -179,6 +179,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
   parts.attempt = reply.getAttempt();
   parts.prepared_step = reply.getPreparedStep();
   parts.durable_step = reply.getDurableStep();
+  parts.durable_before = reply.getDurableBefore();
   const auto summary = reply.getSummary();
   const auto* const summary_begin = reinterpret_cast<const std::byte*>(summary.begin());
   parts.summary.assign(summary_begin, summary_begin + summary.size());
@@ -337,6 +338,7 @@ std::string_view Attachment::device_name() const { return state_->parts.device->
 uint64_t Attachment::gradient_room_bytes() const { return state_->slots.capacity_bytes(); }
 bool Attachment::weights_on_swap() const { return state_->parts.weights_on_swap; }
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }
+uint64_t Attachment::went_back_from() const { return state_->parts.went_back_from; }
 uint64_t Attachment::committed_step() const { return state_->committed_step(); }
 std::span<const std::byte> Attachment::extra_state() const { return state_->parts.extra_state; }
 std::span<const std::byte> Attachment::rank0_extra_state() const {

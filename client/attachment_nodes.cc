@@ -1,10 +1,12 @@
 // A job over several nodes: its ranks tell each other what their nodes have prepared, and bring every daemon what they
 // conclude.
 
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,9 +21,11 @@ namespace forebay::client {
 
 using internal::AgreeOnStep;
 using internal::AttachOutcome;
+using internal::Deadline;
 using internal::DecideStep;
 using internal::MakeCommand;
 using internal::NodeMessage;
+using internal::ReplicaDigestsOf;
 using internal::WaitLimits;
 using protocol::Command;
 using protocol::ErrorId;
@@ -32,7 +36,7 @@ using protocol::StepSummary;
 
 namespace {
 
-constexpr int kAttachRoundsMax = 4;  // one more than the longest way to one step takes
+constexpr int kAttachRoundsMax = 5;  // one more than the longest way to one step takes
 
 // A session with these has ended: the rank has no part in what the others decide.
 bool IsOver(const absl::Status& status) {
@@ -67,10 +71,10 @@ absl::StatusOr<std::vector<std::string>> GatherFrom(const Nodes& nodes, const No
 
 // Where the daemon writes a node's summary, and this rank the world's.
 std::span<std::byte> Attachment::State::summary_bytes() {
-  const uint64_t params = parts.layout->params().size();
   const uint64_t offset = protocol::StepSummaryOffset(
-      {.offset_bytes = parts.step_region_offset, .size_bytes = parts.step_region_bytes}, params);
-  return parts.grad->bytes().subspan(offset, protocol::StepSummaryBytes(params));
+      {.offset_bytes = parts.step_region_offset, .size_bytes = parts.step_region_bytes},
+      *parts.layout);
+  return parts.grad->bytes().subspan(offset, protocol::NodeSummaryBytes(*parts.layout));
 }
 
 // `summary`: of as many parameters as the layout has.
@@ -87,12 +91,13 @@ absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::Se
 // What this rank says of the step whose call is answered.
 absl::StatusOr<NodeMessage> Attachment::State::MessageOfStep(const WaitLimits& limits) {
   const Answer& answer = *step->answer;
-  const uint64_t params = parts.layout->params().size();
   NodeMessage message{.first_rank = parts.layout->spec().first_rank};
   if (answer.status.ok()) {
     message.kind = NodeMessage::Kind::kPrepared;
     const std::span<const std::byte> bytes = summary_bytes();
-    message.summary.assign(bytes.begin(), bytes.end());
+    const uint64_t size = protocol::StepSummaryBytes(parts.layout->params().size());
+    message.summary.assign(bytes.begin(), bytes.begin() + static_cast<ptrdiff_t>(size));
+    if (parts.rank == 0) message.digests = ReplicaDigestsOf(*parts.layout, bytes.subspan(size));
     return message;
   }
   message.kind =
@@ -102,10 +107,25 @@ absl::StatusOr<NodeMessage> Attachment::State::MessageOfStep(const WaitLimits& l
     message.kind = NodeMessage::Kind::kWithdrawn;
     return message;
   }
-  ASSIGN_OR_RETURN(const auto withdrawn,
-                   SendDecision(EmptySummary(step->t, params, StepDecision::kWithdraw), limits));
-  RETURN_IF_ERROR(WaitFor(*withdrawn, limits));
+  RETURN_IF_ERROR(Withdraw(step->t, limits));
   return message;
+}
+
+// This rank does not call the step; the others raise why.
+absl::Status Attachment::State::RefuseOverNodes(uint64_t t, const absl::Status& error,
+                                                const WaitLimits& limits) {
+  const NodeMessage message{.kind = NodeMessage::Kind::kRefused,
+                            .first_rank = parts.layout->spec().first_rank,
+                            .error = error};
+  RETURN_IF_ERROR(Withdraw(t, limits));
+  return GatherFrom(parts.nodes, message).status();
+}
+
+absl::Status Attachment::State::Withdraw(uint64_t t, const WaitLimits& limits) {
+  const uint64_t params = parts.layout->params().size();
+  ASSIGN_OR_RETURN(const std::shared_ptr<Answer> answer,
+                   SendDecision(EmptySummary(t, params, StepDecision::kWithdraw), limits));
+  return WaitFor(*answer, limits);
 }
 
 absl::Status Attachment::State::DecideOverNodes(const WaitLimits& limits) {
@@ -144,6 +164,15 @@ absl::Status Attachment::State::DecideOverNodes(const WaitLimits& limits) {
 // Does its part of what all ranks have concluded.
 absl::Status Attachment::State::Follow(const AttachOutcome& outcome) {
   const WaitLimits limits = Limits(parts.timeout);
+  if (outcome.todo == AttachOutcome::Todo::kGoBack) {
+    Command command = MakeCommand(Op::kGoBack);
+    command.step = outcome.step;
+    ASSIGN_OR_RETURN(const std::shared_ptr<Answer> answer, Start(command, limits));
+    const absl::Status waited = WaitFor(*answer, limits);
+    if (!waited.ok() && !IsOver(waited)) return waited;
+    // Another rank of the node may have asked before, which has ended this session.
+    return IsOver(answer->status) ? absl::OkStatus() : answer->status;
+  }
   const bool is_prepared = parts.prepared_step == outcome.step;
   if (outcome.todo == AttachOutcome::Todo::kNothing || !is_prepared) return absl::OkStatus();
   const uint64_t params = parts.layout->params().size();
@@ -159,23 +188,40 @@ absl::Status Attachment::State::Follow(const AttachOutcome& outcome) {
   return absl::OkStatus();
 }
 
+// While a job goes back to a durable step attaches to it are refused.
+absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachWhenBack(
+    const AttachOptions& options) {
+  constexpr std::chrono::milliseconds kPause(20);
+  for (const Deadline until = Deadline::After(options.timeout);;) {
+    absl::StatusOr<std::unique_ptr<Attachment>> attached = AttachHere(options);
+    if (protocol::IdOf(attached.status()) != ErrorId::kBusy || until.Expired()) return attached;
+    if (options.interrupt_check && options.interrupt_check()) {
+      return MakeError(ErrorId::kInterrupted, "attach was interrupted while the job went back");
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+NodeMessage Attachment::State::MessageOfAttach() const {
+  return {.kind = NodeMessage::Kind::kAttached,
+          .first_rank = parts.layout->spec().first_rank,
+          .state = {.committed_step = committed_step(),
+                    .prepared_step = parts.prepared_step,
+                    .durable_step = parts.durable_step,
+                    .durable_before = parts.durable_before,
+                    .is_new = parts.writes_initial},
+          .summary = parts.summary};
+}
+
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachOverNodes(
     const AttachOptions& options) {
   absl::StatusOr<std::unique_ptr<Attachment>> attached = AttachHere(options);
+  uint64_t went_back_from = 0;
   for (int round = 0; round < kAttachRoundsMax; ++round) {
-    NodeMessage message{.kind = NodeMessage::Kind::kAttached,
-                        .first_rank = options.layout.first_rank};
-    if (attached.ok()) {
-      const internal::SessionParts& parts = (*attached)->state_->parts;
-      message.state = {.committed_step = (*attached)->committed_step(),
-                       .prepared_step = parts.prepared_step,
-                       .durable_step = parts.durable_step,
-                       .is_new = parts.writes_initial};
-      message.summary = parts.summary;
-    } else {
-      message.kind = NodeMessage::Kind::kRefused;
-      message.error = attached.status();
-    }
+    NodeMessage message{.kind = NodeMessage::Kind::kRefused,
+                        .first_rank = options.layout.first_rank,
+                        .error = attached.status()};
+    if (attached.ok()) message = (*attached)->state_->MessageOfAttach();
     ASSIGN_OR_RETURN(const std::vector<std::string> all, GatherFrom(options.nodes, message));
     if (!attached.ok()) return attached;
     absl::StatusOr<AttachOutcome> outcome = AgreeOnStep(all, options.job);
@@ -183,14 +229,26 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachOverNodes(
       (*attached)->Detach().IgnoreError();
       return outcome.status();
     }
-    if (outcome->todo == AttachOutcome::Todo::kNothing) return attached;
-    const bool is_behind = (*attached)->committed_step() < outcome->step &&
-                           outcome->todo == AttachOutcome::Todo::kCommit;
-    const absl::Status followed = (*attached)->state_->Follow(*outcome);
+    State& state = *(*attached)->state_;
+    if (outcome->todo == AttachOutcome::Todo::kNothing) {
+      state.parts.went_back_from = went_back_from;
+      return attached;
+    }
+    const bool goes_back = outcome->todo == AttachOutcome::Todo::kGoBack;
+    if (goes_back) went_back_from = outcome->from_step;
+    const bool is_elsewhere =
+        state.committed_step() != outcome->step || state.parts.prepared_step > 0;
+    if (goes_back && !is_elsewhere) continue;
+    const absl::Status followed = state.Follow(*outcome);
     if (!followed.ok()) {
       (*attached)->Detach().IgnoreError();
       attached = followed;
-    } else if (is_behind) {  // what the ranks have committed with the step comes with a new session
+    } else if (goes_back) {
+      (*attached)->Detach().IgnoreError();
+      attached->reset();
+      attached = AttachWhenBack(options);
+    } else if (outcome->todo == AttachOutcome::Todo::kCommit && is_elsewhere) {
+      // What the ranks have committed with the step comes with a new session.
       (*attached)->Detach().IgnoreError();
       attached = AttachHere(options);
     }

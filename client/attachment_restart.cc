@@ -149,7 +149,9 @@ absl::Status Attachment::State::GoOnWith(GrantedSession granted, uint64_t leases
   expected.committed_step = committed_step();
   // A daemon that was killed may have published the step, and answered nobody.
   const bool is_one_more = granted.terms.committed_step == expected.committed_step + 1;
-  if (is_one_more && port.IsPending(protocol::Op::kStep)) ++expected.committed_step;
+  const bool may_be_decided =
+      port.IsPending(protocol::Op::kStep) || port.IsPending(protocol::Op::kDecide);
+  if (is_one_more && may_be_decided) ++expected.committed_step;
   const std::string difference = internal::Difference(expected, granted.terms);
   if (!difference.empty()) {
     return EndSession(Gone(absl::StrCat("this session cannot go on: ", difference)));

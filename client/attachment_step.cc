@@ -51,7 +51,7 @@ absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
   append(extra_state);
   const uint64_t room_bytes =
       parts.step_region_bytes -
-      protocol::StepRegionTailBytes(parts.layout->params().size(), parts.nodes.world_ranks > 0);
+      protocol::StepRegionTailBytes(*parts.layout, parts.nodes.world_ranks > 0);
   if (request.size() > room_bytes) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("hyper-parameters and extra_state of the step take ",
@@ -116,10 +116,16 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   // The daemon knows of non-finite gradients too; its answer lets every rank repeat the step.
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
   if (!s.step.has_value() && kept.ok()) RETURN_IF_ERROR(s.DeliverAllPieces(limits));
-  ASSIGN_OR_RETURN(std::pmr::vector<std::byte> request,
-                   s.EncodeStep(ScalarsOf(t, max_grad_norm, edit), hyper_params, extra_state,
-                                s.step.has_value() ? std::span<const uint64_t>(s.step->presence)
-                                                   : std::span<const uint64_t>(s.presence)));
+  absl::StatusOr<std::pmr::vector<std::byte>> encoded =
+      s.EncodeStep(ScalarsOf(t, max_grad_norm, edit), hyper_params, extra_state,
+                   s.step.has_value() ? std::span<const uint64_t>(s.step->presence)
+                                      : std::span<const uint64_t>(s.presence));
+  if (!encoded.ok()) {
+    const bool others_wait = s.parts.nodes.world_ranks > 0 && !s.step.has_value();
+    if (others_wait) RETURN_IF_ERROR(s.RefuseOverNodes(t, encoded.status(), limits));
+    return encoded.status();
+  }
+  std::pmr::vector<std::byte> request = *std::move(encoded);
   if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {
     if (!s.step->answer->arrived || (s.step->outcome && s.step->decided != nullptr)) {
       return MakeError(ErrorId::kStep,

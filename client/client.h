@@ -210,7 +210,8 @@ class Attachment {
   //
   // Over several nodes every rank of the job attaches at once, and all of them raise what one of them meets. A step
   // that some nodes have committed and the others have prepared is committed by these too; one that none has is dropped.
-  // Errors  E_STEP  the nodes stand at different steps all the same.
+  // Where a node has lost newer steps, all go back to the newest durable one that every node has (went_back_from).
+  // Errors  E_STEP  the nodes stand at different steps all the same, and have no durable one in common.
   static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
 
   // The last part of Attach, for tests that play the daemon: from mapped arenas and a ring.
@@ -228,6 +229,8 @@ class Attachment {
   bool weights_on_swap() const;
   bool writes_initial() const;      // this session must write its partitions, then call InitialDone
   uint64_t committed_step() const;  // the newest step this session knows of
+  // Of a job over several nodes that went back in this attach: the newest step that any node stood at; 0: it did not.
+  uint64_t went_back_from() const;
   std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
   std::span<const std::byte> rank0_extra_state() const;  // the same of rank 0
   // Partitions in the order of a step; empty before the first.
@@ -440,6 +443,7 @@ class Attachment {
   class CallLock;
   static absl::StatusOr<std::unique_ptr<Attachment>> AttachHere(AttachOptions options);
   static absl::StatusOr<std::unique_ptr<Attachment>> AttachOverNodes(const AttachOptions& options);
+  static absl::StatusOr<std::unique_ptr<Attachment>> AttachWhenBack(const AttachOptions& options);
   explicit Attachment(std::unique_ptr<State> state);
 
   std::unique_ptr<State> state_;

@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/targets.h"
 #include "daemon/control/control_plane.h"
+#include "daemon/core/killed_jobs.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/executor.h"
 #include "daemon/exec/path_rates.h"
@@ -304,6 +305,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
     options.state.swap_rates = prepared.swap->rates;
     options.state.ledger_bytes_max = state->swap->ledger_bytes_max();
     options.state.recovered = state->swap->recovered();
+    ReserveBefore(options.state);
     if (const std::string jobs = DescribeJobs(options.state.recovered); !jobs.empty()) {
       spdlog::info("swap: recovered {}", jobs);
     }

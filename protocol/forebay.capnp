@@ -80,6 +80,7 @@ struct LayoutMessage {
   gradDtype @7 :Text;                # of gradients; empty: that of the weights
   isPart @8 :Bool;                   # the partitions are those of one node; the other elements are elsewhere
   firstRank @9 :UInt32;              # of its ranks in the world: that of owner 0
+  hasReplicas @10 :Bool;             # other nodes hold some of the partitions too
 
   struct Param {
     name @0 :Text;
@@ -126,6 +127,7 @@ struct AttachReply {
   preparedStep @16 :UInt64;     # committedStep + 1, which the node has prepared and nobody has decided; 0: none
   durableStep @17 :UInt64;      # the newest that the node can go back to; of level "memory" 0
   summary @18 :Data;            # by which committedStep was committed; empty: the daemon does not know
+  durableBefore @19 :UInt64;    # an older one that it can go back to; 0: none
 }
 
 interface Session {

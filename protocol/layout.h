@@ -64,6 +64,8 @@ struct LayoutSpec {
   // Of a job over several nodes: the partitions are those of one node's ranks, and the other elements are elsewhere.
   bool is_part = false;
   uint32_t first_rank = 0;  // the rank of owner 0 in the world
+  // Of one: other nodes hold some of its partitions too, and compare their weights.
+  bool has_replicas = false;
 
   bool operator==(const LayoutSpec&) const = default;
 };

@@ -73,6 +73,7 @@ absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
   spec.seed = message.getSeed();
   spec.is_part = message.getIsPart();
   spec.first_rank = message.getFirstRank();
+  spec.has_replicas = message.getHasReplicas();
 
   const auto group_names = message.getGroupNames();
   if (group_names.size() > kGroupsMax) return TooMany("groups", group_names.size(), kGroupsMax);
@@ -101,6 +102,7 @@ void Write(const LayoutSpec& spec, schema::LayoutMessage::Builder message) {
   message.setDtype(std::string(Name(spec.dtype)).c_str());
   message.setIsPart(spec.is_part);
   message.setFirstRank(spec.first_rank);
+  message.setHasReplicas(spec.has_replicas);
   if (spec.grad_dtype) message.setGradDtype(std::string(Name(*spec.grad_dtype)).c_str());
   message.setOptimizer(std::string(Name(spec.optimizer)).c_str());
   message.setFormat(std::string(Name(spec.format)).c_str());

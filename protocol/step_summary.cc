@@ -27,7 +27,6 @@ void Or(std::vector<uint64_t>& to, const std::vector<uint64_t>& from) {
 }  // namespace
 
 void StepSummary::Merge(const StepSummary& other) {
-  head.durable_step = std::min(head.durable_step, other.head.durable_step);
   head.overflowed += other.head.overflowed;
   for (size_t digit = 0; digit < kSquareDigits; ++digit) {
     head.squares[digit] += other.head.squares[digit];
@@ -43,14 +42,18 @@ uint32_t StepSummary::FirstPartial() const {
   return head.params;
 }
 
-uint64_t StepSummaryOffset(const StepRegion& region, uint64_t params) {
-  return region.offset_bytes + region.size_bytes - kSessionMarkBytes -
-         RoundUp(StepSummaryBytes(params), kSessionMarkBytes);
+uint64_t NodeSummaryBytes(const Layout& layout) {
+  const uint64_t digests = layout.spec().has_replicas ? layout.partitions().size() : 0;
+  return StepSummaryBytes(layout.params().size()) + digests * sizeof(uint64_t);
 }
 
-uint64_t StepRegionTailBytes(uint64_t params, bool is_over_nodes) {
+uint64_t StepSummaryOffset(const StepRegion& region, const Layout& layout) {
+  return region.offset_bytes + region.size_bytes - StepRegionTailBytes(layout, true);
+}
+
+uint64_t StepRegionTailBytes(const Layout& layout, bool is_over_nodes) {
   if (!is_over_nodes) return kSessionMarkBytes;
-  return kSessionMarkBytes + RoundUp(StepSummaryBytes(params), kSessionMarkBytes);
+  return kSessionMarkBytes + RoundUp(NodeSummaryBytes(layout), kSessionMarkBytes);
 }
 
 void EncodeStepSummary(const StepSummary& summary, std::span<std::byte> to) {
@@ -61,6 +64,12 @@ void EncodeStepSummary(const StepSummary& summary, std::span<std::byte> to) {
   append(std::as_bytes(std::span(&summary.head, 1)));
   append(std::as_bytes(std::span(summary.present)));
   append(std::as_bytes(std::span(summary.lacking)));
+}
+
+std::vector<std::byte> EncodeStepSummary(const StepSummary& summary) {
+  std::vector<std::byte> bytes(StepSummaryBytes(summary.head.params));
+  EncodeStepSummary(summary, bytes);
+  return bytes;
 }
 
 absl::StatusOr<StepSummary> DecodeStepSummary(std::span<const std::byte> bytes, uint64_t params) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "protocol/layout.h"
 #include "protocol/wire.h"
 
 namespace forebay::protocol {
@@ -35,11 +36,10 @@ struct StepSummaryHead {
   // Hash of what an update takes beside the gradients: scale, bounds, max_grad_norm, hyper-parameters. The same on all
   // nodes.
   uint64_t scalars = 0;
-  uint64_t durable_step = 0;  // the newest that is durable; of the world: on every node
   uint64_t overflowed = 0;    // masters in the step before that are not reported yet
   SquareDigits squares = {};
 };
-static_assert(sizeof(StepSummaryHead) == 40 + 8 * kSquareDigits);
+static_assert(sizeof(StepSummaryHead) == 32 + 8 * kSquareDigits);
 
 struct StepSummary {
   StepSummaryHead head;
@@ -58,18 +58,23 @@ constexpr uint64_t StepSummaryBytes(uint64_t params) {
   return sizeof(StepSummaryHead) + 2 * PresenceBytes(params);
 }
 
+// A node's, with what its replicas are compared by behind it: of a layout with replicas a digest of each partition's
+// weights as the step before has left them (8 bytes, in order; 0: not known).
+uint64_t NodeSummaryBytes(const Layout& layout);
+
 // Where it is in a session's step region, of a job over several nodes: the daemon writes a node's there, the client
 // the world's. `region`: offset and size of the step region.
 struct StepRegion {
   uint64_t offset_bytes = 0;
   uint64_t size_bytes = 0;
 };
-uint64_t StepSummaryOffset(const StepRegion& region, uint64_t params);
+uint64_t StepSummaryOffset(const StepRegion& region, const Layout& layout);
 // What of the region is behind the request: the client's mark and, of a job over several nodes, a summary.
-uint64_t StepRegionTailBytes(uint64_t params, bool is_over_nodes);
+uint64_t StepRegionTailBytes(const Layout& layout, bool is_over_nodes);
 
 // StepSummaryBytes(head.params) bytes.
 void EncodeStepSummary(const StepSummary& summary, std::span<std::byte> to);
+std::vector<std::byte> EncodeStepSummary(const StepSummary& summary);
 // Errors  E_PROTOCOL  not the size of a summary of `params` parameters, an unknown decision, bits or digits that no
 //                     summary has.
 absl::StatusOr<StepSummary> DecodeStepSummary(std::span<const std::byte> bytes, uint64_t params);

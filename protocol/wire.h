@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 11;
+inline constexpr uint32_t kProtocolVersion = 12;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -63,6 +63,10 @@ enum class Op : uint16_t {
   // answered as kStep is where it is committed, else at once. StepDecision::kWithdraw, of a rank that does not call the
   // step: calls of the node's other ranks are refused.
   kDecide = 13,
+  // Of a job over several nodes, one of which has lost what came after `step`: the job goes back to it, where it stands
+  // behind it or has prepared one. It is durable here (AttachReply). The sessions of all ranks then end with E_FENCED, and
+  // attaches get E_BUSY until the job is back there.
+  kGoBack = 14,
 };
 
 inline constexpr uint32_t kAllParams = UINT32_MAX;          // of kGradNorm
@@ -93,7 +97,7 @@ struct Command {
   // kFetch, StepAnswer for kStep and kDecide, else 0
   uint16_t kind;
   uint32_t partition;  // kReadState, kWriteUpdates: the parameter
-  // t for kStep, kDecide and kAnnounceStep, the step a kGradReady belongs to (committed_step + 1), the number of
+  // t for kStep, kDecide, kGoBack and kAnnounceStep, the step a kGradReady belongs to (committed_step + 1), the number of
   // kWriteUpdates
   uint64_t step;
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64

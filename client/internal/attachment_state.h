@@ -71,6 +71,8 @@ struct SessionParts {
   // As AttachReply has them.
   uint64_t prepared_step = 0;
   uint64_t durable_step = 0;
+  uint64_t durable_before = 0;
+  uint64_t went_back_from = 0;  // see Attachment
   std::vector<std::byte> summary = {};
   std::vector<std::byte> extra_state = {};
   std::vector<std::byte> rank0_extra_state = {};
@@ -337,11 +339,15 @@ struct Attachment::State {
   absl::StatusOr<StepResult> EndStep();
   // Of a job over several nodes, where the step's call is answered: what comes of it becomes its answer.
   absl::Status DecideOverNodes(const internal::WaitLimits& limits);
+  absl::Status RefuseOverNodes(uint64_t t, const absl::Status& error,
+                               const internal::WaitLimits& limits);
+  absl::Status Withdraw(uint64_t t, const internal::WaitLimits& limits);
   absl::StatusOr<internal::NodeMessage> MessageOfStep(const internal::WaitLimits& limits);
   std::span<std::byte> summary_bytes();
   absl::StatusOr<std::shared_ptr<Answer>> SendDecision(const protocol::StepSummary& summary,
                                                        const internal::WaitLimits& limits);
   absl::Status Follow(const internal::AttachOutcome& outcome);
+  internal::NodeMessage MessageOfAttach() const;
   void DropOpen();
 
   const pid_t pid;

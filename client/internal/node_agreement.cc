@@ -29,10 +29,11 @@ struct Head {
   uint64_t committed_step;
   uint64_t prepared_step;
   uint64_t durable_step;
+  uint64_t durable_before;
   uint32_t message_bytes;  // of the error; its hint is behind it
-  uint32_t reserved;
+  uint32_t digests;        // behind the summary
 };
-static_assert(sizeof(Head) == 40);
+static_assert(sizeof(Head) == 48);
 
 absl::Status BadMessage(size_t bytes) {
   return MakeError(ErrorId::kProtocol,
@@ -94,12 +95,72 @@ std::optional<StepOutcome> FirstError(std::span<const NodeMessage> messages) {
   return outcome;
 }
 
+bool Has(const NodeMessage::State& node, uint64_t step) {
+  if (node.is_new) return false;
+  return node.committed_step == step || node.durable_step == step || node.durable_before == step;
+}
+
+// The newest step that every node stands at or can go back to; 0: none.
+uint64_t NewestCommonStep(std::span<const NodeMessage> messages) {
+  const NodeMessage::State& first = messages[0].state;
+  uint64_t newest = 0;
+  for (const uint64_t step : {first.committed_step, first.durable_step, first.durable_before}) {
+    const bool is_common = std::ranges::all_of(
+        messages, [step](const NodeMessage& one) { return Has(one.state, step); });
+    if (is_common) newest = std::max(newest, step);
+  }
+  return newest;
+}
+
+// Two nodes have other weights of a partition; OK: none has.
+absl::Status CompareReplicas(std::span<const NodeMessage> messages, const protocol::Layout& layout,
+                             uint64_t step) {
+  std::map<uint64_t, std::pair<uint64_t, size_t>> seen;  // by partition: digest, rank
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    for (const ReplicaDigest& one : messages[rank].digests) {
+      const auto [first, is_new] = seen.emplace(one.partition, std::pair(one.digest, rank));
+      if (is_new || first->second.first == one.digest) continue;
+      const std::vector<std::string>& groups = layout.spec().group_names;
+      return MakeError(ErrorId::kCorrupt,
+                       absl::StrCat("the replicas of ",
+                                    one.group < groups.size() ? groups[one.group] : "a group",
+                                    " on the nodes of ranks ", first->second.second, " and ", rank,
+                                    " have other weights after step ", step - 1, ": step ", step,
+                                    " is not applied"),
+                       "one of them was computed or kept wrongly (memory, or a gradient that was "
+                       "not reduced): go back to a "
+                       "checkpoint on all nodes");
+    }
+  }
+  return absl::OkStatus();
+}
+
 StepOutcome Refused(StepSummary summary, absl::Status error) {
   summary.head.decision = StepDecision::kRepeat;
   return {.summary = std::move(summary), .error = std::move(error)};
 }
 
 }  // namespace
+
+std::vector<ReplicaDigest> ReplicaDigestsOf(const protocol::Layout& layout,
+                                            std::span<const std::byte> bytes) {
+  std::vector<ReplicaDigest> digests;
+  for (uint32_t i = 0; (i + 1) * sizeof(uint64_t) <= bytes.size(); ++i) {
+    uint64_t digest = 0;
+    std::memcpy(&digest, bytes.data() + i * sizeof(digest), sizeof(digest));
+    if (digest == 0) continue;
+    const protocol::PartitionPlace& partition = layout.partitions()[i];
+    std::string name;
+    for (uint32_t box = partition.box_begin; box < partition.box_end; ++box) {
+      const protocol::BoxSpec& of = layout.boxes()[box].box;
+      absl::StrAppend(&name, layout.spec().params[of.param].name, " ", of.first_elem, " ",
+                      of.run_elems, " ", of.stride_elems, " ", of.runs, "\n");
+    }
+    digests.push_back(
+        {.partition = protocol::NameHash(name), .digest = digest, .group = partition.group});
+  }
+  return digests;
+}
 
 std::string EncodeNodeMessage(const NodeMessage& message) {
   const std::string text(message.error.message());
@@ -111,13 +172,18 @@ std::string EncodeNodeMessage(const NodeMessage& message) {
                   .committed_step = message.state.committed_step,
                   .prepared_step = message.state.prepared_step,
                   .durable_step = message.state.durable_step,
+                  .durable_before = message.state.durable_before,
                   .message_bytes = static_cast<uint32_t>(text.size()),
-                  .reserved = 0};
+                  .digests = static_cast<uint32_t>(message.digests.size())};
   std::string bytes(sizeof(head), '\0');
   std::memcpy(bytes.data(), &head, sizeof(head));
   if (!message.error.ok()) return bytes + text + hint;
-  return bytes.append(reinterpret_cast<const char*>(message.summary.data()),
-                      message.summary.size());
+  const auto append = [&bytes](std::span<const std::byte> more) {
+    bytes.append(reinterpret_cast<const char*>(more.data()), more.size());
+  };
+  append(message.summary);
+  append(std::as_bytes(std::span(message.digests)));
+  return bytes;
 }
 
 absl::StatusOr<NodeMessage> DecodeNodeMessage(std::string_view bytes) {
@@ -134,13 +200,20 @@ absl::StatusOr<NodeMessage> DecodeNodeMessage(std::string_view bytes) {
                       .state = {.committed_step = head.committed_step,
                                 .prepared_step = head.prepared_step,
                                 .durable_step = head.durable_step,
+                                .durable_before = head.durable_before,
                                 .is_new = head.is_new != 0}};
   if (head.error != 0) {
     message.error = MakeError(protocol::Info(static_cast<ErrorId>(head.error)).id,
                               rest.substr(0, head.message_bytes), rest.substr(head.message_bytes));
   } else {
+    const uint64_t digests_bytes = head.digests * uint64_t{sizeof(ReplicaDigest)};
+    if (digests_bytes > rest.size()) return BadMessage(bytes.size());
     const auto* const begin = reinterpret_cast<const std::byte*>(rest.data());
-    message.summary.assign(begin, begin + rest.size());
+    message.summary.assign(begin, begin + (rest.size() - digests_bytes));
+    message.digests.resize(head.digests);
+    if (digests_bytes > 0) {
+      std::memcpy(message.digests.data(), begin + message.summary.size(), digests_bytes);
+    }
   }
   const bool is_error = head.kind == NodeMessage::Kind::kRefused ||
                         head.kind == NodeMessage::Kind::kLost ||
@@ -171,6 +244,9 @@ absl::StatusOr<StepOutcome> DecideStep(std::span<const std::string> messages,
     }
   }
   if (!world) return BadMessage(messages.front().size());
+  if (absl::Status differ = CompareReplicas(decoded, layout, step); !differ.ok()) {
+    return Refused(*std::move(world), std::move(differ));
+  }
   for (size_t rank = 1; rank < nodes.size(); ++rank) {
     if (nodes[rank].head.scalars == nodes[0].head.scalars) continue;
     return Refused(*std::move(world),
@@ -223,6 +299,10 @@ absl::StatusOr<AttachOutcome> AgreeOnStep(std::span<const std::string> messages,
       return AttachOutcome{
           .todo = AttachOutcome::Todo::kCommit, .step = step, .summary = one.summary};
     }
+  }
+  if (const uint64_t common = NewestCommonStep(decoded); common > 0) {
+    return AttachOutcome{
+        .todo = AttachOutcome::Todo::kGoBack, .step = common, .from_step = committed(high)};
   }
   return MakeError(
       ErrorId::kStep,

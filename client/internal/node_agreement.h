@@ -15,6 +15,20 @@
 
 namespace forebay::client::internal {
 
+// The weights of a partition of which another node may have a replica.
+struct ReplicaDigest {
+  uint64_t partition = 0;  // the same number on every node: of its group and boxes
+  uint64_t digest = 0;
+  uint32_t group = 0;
+  uint32_t reserved = 0;
+
+  bool operator==(const ReplicaDigest&) const = default;
+};
+
+// `bytes`: what is behind the summary (NodeSummaryBytes). Those that are not known are left out.
+std::vector<ReplicaDigest> ReplicaDigestsOf(const protocol::Layout& layout,
+                                            std::span<const std::byte> bytes);
+
 // Of one rank, at the call of a step or at attach.
 struct NodeMessage {
   enum class Kind : uint8_t {
@@ -27,16 +41,18 @@ struct NodeMessage {
   };
   struct State {
     uint64_t committed_step = 0;
-    uint64_t prepared_step = 0;  // 0: none
-    uint64_t durable_step = 0;
-    bool is_new = false;  // its initial parameters are not written
+    uint64_t prepared_step = 0;   // 0: none
+    uint64_t durable_step = 0;    // that it can go back to, and
+    uint64_t durable_before = 0;  // an older one; 0: none
+    bool is_new = false;          // its initial parameters are not written
   };
 
   Kind kind = Kind::kRefused;
   uint32_t first_rank = 0;  // of its node
   State state = {};
   absl::Status error = {};
-  std::vector<std::byte> summary = {};  // encoded
+  std::vector<std::byte> summary = {};      // encoded
+  std::vector<ReplicaDigest> digests = {};  // with a summary: of the node, by its first rank
 };
 
 std::string EncodeNodeMessage(const NodeMessage& message);
@@ -60,9 +76,11 @@ struct AttachOutcome {
     kNothing,  // all nodes stand at one step
     kDrop,     // a node has prepared a step, and no node has committed it
     kCommit,   // a node has, by `summary`: the others follow, and their ranks attach again
+    kGoBack,  // a node lacks what the others have: they go back to `step`, and their ranks attach again
   };
   Todo todo = Todo::kNothing;
-  uint64_t step = 0;                    // that is dropped or committed
+  uint64_t step = 0;                    // that is dropped or committed, or that all nodes have
+  uint64_t from_step = 0;               // kGoBack: the newest one of any node
   std::vector<std::byte> summary = {};  // encoded
 };
 // Errors  what a rank met; E_STEP: the nodes stand at steps that none of these brings together.

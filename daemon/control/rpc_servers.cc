@@ -196,6 +196,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setLeases(answer.leases);
   reply.setPreparedStep(answer.prepared_step);
   reply.setDurableStep(answer.durable_step);
+  reply.setDurableBefore(answer.durable_before);
   reply.setSummary(
       {reinterpret_cast<const kj::byte*>(answer.summary.data()), answer.summary.size()});
   auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));

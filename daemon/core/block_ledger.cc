@@ -355,6 +355,13 @@ void BlockLedger::Recover(uint32_t entry, const Version& version, Home home) {
       home == Home::kSwap ? version : Version{.written_step = version.written_step};
 }
 
+void BlockLedger::RecoverBefore(uint32_t entry, const Version& version) {
+  Durable& durable = durable_[entry];
+  const bool is_last_too = durable.last && durable.last->slot == version.slot;
+  FOREBAY_CHECK(is_last_too || paths_[version.slot->path].free.erase(*version.slot) == 1);
+  durable.before = version;
+}
+
 void BlockLedger::RecoverKilled(uint32_t block, const Version& version) {
   if (is_durable()) durable_[block].is_changed = true;
   if (!version.slot) return;

@@ -141,6 +141,8 @@ class BlockLedger {
   // to be read back from it.
   enum class Home : uint8_t { kDram, kSwap };
   void Recover(uint32_t entry, const Version& version, Home home);
+  // Then: what the durable step before that one says of it.
+  void RecoverBefore(uint32_t entry, const Version& version);
   // Of one: a block is in DRAM since before.
   void RecoverInPlace(uint32_t block, uint64_t step) {
     blocks_[block].current = {.written_step = step};

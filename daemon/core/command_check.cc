@@ -221,7 +221,7 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
 absl::Status CheckCommand(const Command& command, const Layout& layout,
                           const CommandLimits& limits) {
   if (command.op < static_cast<uint16_t>(Op::kWriteInitial) ||
-      command.op > static_cast<uint16_t>(Op::kDecide)) {
+      command.op > static_cast<uint16_t>(Op::kGoBack)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
   }
   const Op op = static_cast<Op>(command.op);
@@ -277,6 +277,7 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
     case Op::kInitialDone:
     case Op::kRelease:
     case Op::kCheck:
+    case Op::kGoBack:
       return absl::OkStatus();
   }
   return absl::OkStatus();

@@ -7,8 +7,25 @@
 #include "daemon/core/job_name.h"
 
 namespace forebay::daemon {
+namespace {
+
+// Those of another step of the job, without doubles.
+void AddSlots(const DurableJob& of_step, std::vector<nvme::Slot>& slots) {
+  const std::set<nvme::Slot> current(slots.begin(), slots.end());
+  for (const nvme::Slot& slot : of_step.Slots()) {
+    if (!current.contains(slot)) slots.push_back(slot);
+  }
+}
+
+}  // namespace
 
 std::vector<nvme::Slot> DurableJob::Slots() const {
+  std::vector<nvme::Slot> slots = NamedSlots();
+  if (before != nullptr) AddSlots(*before, slots);
+  return slots;
+}
+
+std::vector<nvme::Slot> DurableJob::NamedSlots() const {
   std::vector<nvme::Slot> slots;
   for (const std::optional<DurableBytes>& block : blocks) {
     if (block) slots.push_back(block->slot);
@@ -19,12 +36,21 @@ std::vector<nvme::Slot> DurableJob::Slots() const {
       if (block.written) slots.push_back(block.written->slot);
     }
   }
-  if (!kept || kept->durable == nullptr) return slots;
-  const std::set<nvme::Slot> current(slots.begin(), slots.end());
-  for (const nvme::Slot& slot : kept->durable->Slots()) {
-    if (!current.contains(slot)) slots.push_back(slot);
-  }
+  if (kept && kept->durable != nullptr) AddSlots(*kept->durable, slots);
   return slots;
+}
+
+std::shared_ptr<const DurableJob> AsBefore(const std::shared_ptr<const DurableJob>& job) {
+  if (job == nullptr || job->before == nullptr) return job;
+  auto alone = std::make_shared<DurableJob>(*job);
+  alone->before = nullptr;
+  return alone;
+}
+
+std::shared_ptr<const DurableJob> OfStep(const std::shared_ptr<const DurableJob>& job,
+                                         uint64_t step) {
+  if (job == nullptr || job->step == step) return job;
+  return job->before != nullptr && job->before->step == step ? job->before : nullptr;
 }
 
 std::shared_ptr<const DurableJob> InLedger(const std::shared_ptr<const DurableJob>& job) {
@@ -53,7 +79,7 @@ void DurableJob::RemoveOwn(std::vector<nvme::Slot>& slots) const {
 std::vector<nvme::Slot> SlotsOf(const DurableNode& node) {
   std::vector<nvme::Slot> slots;
   for (const std::shared_ptr<const DurableJob>& job : node.jobs) {
-    const std::vector<nvme::Slot> of_job = job->Slots();
+    const std::vector<nvme::Slot> of_job = job->NamedSlots();
     slots.insert(slots.end(), of_job.begin(), of_job.end());
   }
   return slots;
@@ -97,7 +123,8 @@ uint64_t LedgerBytes(const DurableJob& job) {
       counts.extra_state_bytes += of_rank.size() + 2 * sizeof(uint64_t);
     }
   }
-  return LedgerBytes(*job.layout, counts);
+  const uint64_t of_before = job.before == nullptr ? 0 : LedgerBytes(*job.before);
+  return LedgerBytes(*job.layout, counts) + of_before;
 }
 
 uint64_t DurableJob::slots() const { return Slots().size(); }

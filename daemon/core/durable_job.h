@@ -13,6 +13,7 @@
 #include "nvme/slot_map.h"
 #include "protocol/durability.h"
 #include "protocol/layout.h"
+#include "protocol/wire.h"
 
 namespace forebay::daemon {
 
@@ -26,6 +27,14 @@ struct DurableBytes {
 };
 
 struct DurableJob;
+
+// Of a daemon that was killed when it had prepared a step of a job over several nodes, which was not decided.
+struct KeptPrepared {
+  uint64_t attempt = 0;
+  protocol::StepRequest request = {};   // of each rank, but for its extra_state
+  ExtraStates extra_states = {};        // by rank
+  std::vector<std::byte> summary = {};  // of the node, encoded
+};
 
 // Of a daemon that was killed in the middle of an update: how far it came. Of blocks in DRAM, and of those in staging slots,
 // UndoLog knows.
@@ -53,6 +62,8 @@ struct KeptUpdate {
   std::vector<float> trust = {};  // of RecordTrust; of LAMB, empty: no block has changed
   std::vector<Block> blocks;
   std::vector<Sums> sums = {};
+  // It is not decided: no block has changed, and of `order` step and hyper_params count.
+  std::optional<KeptPrepared> prepared = {};
 };
 
 // Of a job that goes on with the next daemon, because one hands it over or is killed: its arenas stay as they are, and
@@ -87,8 +98,10 @@ struct KeptMemory {
   double norm = 0;
   bool clipped = false;
   uint64_t overflowed = 0;
+  // By which the nodes have decided the step of the job, encoded; empty: of one node, or nobody knows.
+  std::vector<std::byte> summary = {};
   // The step of the job is decided, and is updated; its param_updates, blocks and `written_steps` are those of the step
-  // before. Null: it is published.
+  // before; or (KeptUpdate::prepared) the next one is prepared. Null: it is published.
   std::shared_ptr<const KeptUpdate> update = {};
 
   bool operator==(const KeptMemory&) const = default;
@@ -116,9 +129,14 @@ struct DurableJob {
   // Of a job that is handed over. With level memory it is all that entries in DRAM have: they name no slot then, and
   // `weights` is empty.
   std::optional<KeptMemory> kept = {};
+  // Of a job over several nodes: the durable step before this one, which another node may not be beyond. It has the same
+  // name, layout and sizes, and neither `kept` nor one before it. Null: none.
+  std::shared_ptr<const DurableJob> before = {};
 
-  // Those that it names, and what is durable of it.
+  // Those that it names, and what is durable of it; with the step before.
   std::vector<nvme::Slot> Slots() const;
+  // Without the step before: what a ledger keeps. The ledger before it kept the others, and the job does.
+  std::vector<nvme::Slot> NamedSlots() const;
   uint64_t slots() const;
   // These and spare ones: all that are the job's for blocks and parts of the weights.
   std::vector<nvme::Slot> BlockSlots() const;
@@ -127,6 +145,12 @@ struct DurableJob {
   // Takes them out of a list.
   void RemoveOwn(std::vector<nvme::Slot>& slots) const;
 };
+
+// A durable step as the next one keeps it.
+std::shared_ptr<const DurableJob> AsBefore(const std::shared_ptr<const DurableJob>& job);
+// `job`, or the one before it, if it is of that step; null: neither is.
+std::shared_ptr<const DurableJob> OfStep(const std::shared_ptr<const DurableJob>& job,
+                                         uint64_t step);
 
 // Null: of no job, or of one that comes back from its disk.
 inline const KeptMemory* KeptOf(const DurableJob* job) {
@@ -152,7 +176,7 @@ struct DurableNode {
   std::vector<std::shared_ptr<const DurableJob>> jobs;
 };
 
-// Every slot that the jobs name, in the order of jobs, blocks and weights.
+// Every slot that the jobs name (NamedSlots), in the order of jobs, blocks and weights.
 std::vector<nvme::Slot> SlotsOf(const DurableNode& node);
 
 // "2 jobs: gpt at step 41, 1000:bert at step 7", names as root writes them; empty: there are none.

@@ -44,6 +44,8 @@ void DurableSteps::Begin(Published published) {
   if (is_abandoned_) return;
   std::vector<StatePart> extra_states = std::move(published.extra_states);
   next_ = std::make_shared<DurableJob>(ValuesOf(std::move(published)));
+  // No node decides a step before the one before it is durable there: none is two durable steps behind.
+  if (spec_.is_over_nodes()) next_->before = AsBefore(last_);
   unsaved_ = pipeline_.ledger().BeginDurable();
   // One on swap without a slot: zeros that were never written.
   std::erase_if(unsaved_, [this](uint32_t entry) {

@@ -81,6 +81,10 @@ class DurableSteps {
   void Abandon() { is_abandoned_ = true; }
 
   uint64_t durable_step() const { return last_ == nullptr ? 0 : last_->step; }
+  // Of a job over several nodes, the one before: 0: none.
+  uint64_t durable_before() const {
+    return last_ == nullptr || last_->before == nullptr ? 0 : last_->before->step;
+  }
   // OK, or what the step in progress waits for.
   const absl::Status& wait() const { return wait_; }
 

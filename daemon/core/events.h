@@ -131,7 +131,7 @@ struct TaskDone {
   // UpdateBlock: masters that overflowed. CopyInitial, SetState: 1 if a value cannot be. AddGradients: 1 + the first
   // source that is not finite, 0 where all are.
   uint64_t count = 0;
-  // UpdateBlock, SetState on a staging slot, EvictBlock, SpillSums, SavePart: of the bytes.
+  // UpdateBlock, SetState on a staging slot, EvictBlock, SpillSums, SavePart, DigestWeights: of the bytes.
   uint64_t checksum = 0;
   // ReadBlock, WriteBlock, LoadWeights, SpillSums, LoadSums, SavePart, RestorePart: when the disk had the
   // transfer; both 0: it had none.
@@ -295,6 +295,7 @@ struct AnswerAttach {
   // As AttachReply has them.
   uint64_t prepared_step = 0;
   uint64_t durable_step = 0;
+  uint64_t durable_before = 0;
   std::vector<std::byte> summary = {};
 };
 
@@ -668,7 +669,15 @@ struct KeepExtraStates {
   std::vector<StatePart> parts = {};  // of the step arena, by rank
 };
 
-// The other way. Ends with TaskDone.
+// A digest of a partition's weights, which are in DRAM. Ends with TaskDone.
+struct DigestWeights {
+  TaskId task = 0;
+  JobId job = 0;
+  uint64_t offset_bytes = 0;  // into the weights arena
+  uint64_t bytes = 0;
+};
+
+// The other way of KeepExtraStates. Ends with TaskDone.
 struct RestoreExtraStates {
   TaskId task = 0;
   JobId job = 0;
@@ -746,17 +755,17 @@ struct SwapPathMarked {
 
 // One of the above; as Event.
 struct Action
-    : std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
-                   CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                   AnswerDelete, CopyStepRequest, WriteSummary, CopySummary, CopyInitial,
-                   CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock,
-                   InstallWeights, WriteBlock, EvictBlock, PromoteBlock, DecodeState, SetState,
-                   LoadWeights, SpillSums, LoadSums, SavePart, RestorePart, KeepExtraStates,
-                   RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer, StepCalled,
-                   StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob,
-                   RecordBlock, RecordInstalled, RecordStaged, RecordSums, RecordAttempt,
-                   RecordDecision, RecordTrust, RecordStep, RecordUpdates, RecordLease,
-                   RecordLeaseEnd, DropRecord, UpdateNotResumed, SwapPathMarked> {
+    : std::variant<
+          CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,
+          AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
+          WriteSummary, CopySummary, CopyInitial, CopyToStepArena, AddGradients, SumGradient,
+          ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock, PromoteBlock, DecodeState,
+          SetState, LoadWeights, SpillSums, LoadSums, SavePart, RestorePart, KeepExtraStates,
+          RestoreExtraStates, DigestWeights, CommitLedger, RoomAwaited, StartLeaseTimer, StepCalled,
+          StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob, RecordBlock,
+          RecordInstalled, RecordStaged, RecordSums, RecordAttempt, RecordPrepared, RecordDecision,
+          RecordTrust, RecordStep, RecordUpdates, RecordLease, RecordLeaseEnd, DropRecord,
+          UpdateNotResumed, JobWentBack, SwapPathMarked> {
   using variant::variant;
   Action(const Action& other);
   Action(Action&& other) noexcept;

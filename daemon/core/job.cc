@@ -23,7 +23,7 @@ bool NeedsRank(const Command& command) {
   const Op op = static_cast<Op>(command.op);
   return op == Op::kWriteInitial || op == Op::kInitialDone || op == Op::kGradReady ||
          op == Op::kStep || op == Op::kWriteState || op == Op::kWriteUpdates ||
-         op == Op::kGradNorm || op == Op::kAnnounceStep || op == Op::kDecide;
+         op == Op::kGradNorm || op == Op::kAnnounceStep || op == Op::kDecide || op == Op::kGoBack;
 }
 
 }  // namespace
@@ -205,10 +205,13 @@ void Job::OnSessionMemoryMade(SessionId id, const absl::Status& status) {
 absl::Status Job::CheckAttach(const AttachRequested& request) const {
   absl::Status status = members_.CheckAttach(request, room());
   if (!status.ok()) return status;
-  if (failed()) return FailedStatus();
+  if (failed() && !goes_back()) return FailedStatus();
   if (deleting_) {
-    return MakeError(ErrorId::kBusy, absl::StrCat("job ", spec_.name, " is being deleted"),
-                     "attach again in a moment");
+    return MakeError(
+        ErrorId::kBusy,
+        absl::StrCat("job ", spec_.name,
+                     goes_back() ? " goes back to a durable step" : " is being deleted"),
+        "attach again in a moment");
   }
   status = members_.CheckRun(request, step_.committed_step(),
                              initial_.ready() ? Membership::Ready::kYes : Membership::Ready::kNo);
@@ -411,6 +414,9 @@ void Job::Dispatch(Session& session, const Command& command) {
     case Op::kDecide:
       step_.HandleDecision(session, command);
       return;
+    case Op::kGoBack:
+      HandleGoBack(session, command);
+      return;
     case Op::kReadState:
       access_.AddRead(session.IdOf(command), command);
       return;
@@ -561,6 +567,9 @@ void Job::OnTaskDone(const TaskDone& done) {
       if (!done.status.ok() && failed_.ok()) failed_ = done.status;
       TryEndRestore();
       return;
+    case TaskKind::kDigestWeights:
+      step_.OnDigested(done);
+      return;
     case TaskKind::kSpillSums:
       pipeline_.sums().OnSpilled(done);
       return;
@@ -622,16 +631,20 @@ absl::Status Job::Delete() {
                                   members_.live_ranks() == 1 ? " session" : " sessions"),
                      "end its processes first");
   }
+  EndAll(MakeError(ErrorId::kFenced, absl::StrCat("job ", spec_.name, " was deleted"),
+                   "attach to another job"));
+  return absl::OkStatus();
+}
+
+// It is freed as soon as nothing uses it.
+void Job::EndAll(const absl::Status& reason) {
   deleting_ = true;
   is_unrestored_ = false;
-  const absl::Status status = MakeError(
-      ErrorId::kFenced, absl::StrCat("job ", spec_.name, " was deleted"), "attach to another job");
   for (const auto& [id, session] : members_.all()) {
-    if (session.state != Session::State::kEnded) Evict(*members_.Find(id), status);
+    if (session.state != Session::State::kEnded) Evict(*members_.Find(id), reason);
   }
   // Its ranks may have died after they had called step: nothing is decided or updated any more.
-  Fail(status);
-  return absl::OkStatus();
+  Fail(reason);
 }
 
 void Job::Advance() {
@@ -683,6 +696,7 @@ void Job::UseTimeBetweenSteps(bool is_due) {
   if (called && is_due) turns_left_ = kTurnsBetweenSteps;
   const auto may_begin = [&] {
     return !pipeline_.running() && !pipeline_.has_early_tasks() && !durable_.in_progress() &&
+           !step_.is_digesting() &&
            (step_.phase() == Step::Phase::kOpen || (called && turns_left_ > 0));
   };
   const auto is_busy = [&] { return access_.in_progress() || residency_.in_progress(); };

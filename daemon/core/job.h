@@ -127,15 +127,18 @@ class Job {
   bool is_in_ledger() const {
     return spec_.recovered != nullptr || durable_.ForLedger() != nullptr;
   }
+  // Or what it goes back to.
   std::shared_ptr<const DurableJob> unrestored() const {
+    if (goes_back_to_ != nullptr) return goes_back_to_;
     return is_unrestored_ ? spec_.recovered : nullptr;
   }
+  bool goes_back() const { return goes_back_to_ != nullptr; }
 
   const absl::Status& failure() const { return failed_; }
   // It comes back in the middle of an update. Where it cannot, what is durable of it is all that is left.
   bool is_resumed() const {
     const KeptMemory* const kept = KeptOf(spec_.recovered.get());
-    return kept != nullptr && kept->update != nullptr;
+    return kept != nullptr && kept->update != nullptr && !goes_back();
   }
 
   JobId id() const { return spec_.id; }
@@ -161,6 +164,7 @@ class Job {
   // Steps may be trained and states read.
   bool is_ready() const { return initial_.ready() && step_.phase() != Step::Phase::kMasters; }
   absl::Status FailedStatus() const;
+  void EndAll(const absl::Status& reason);
   void Fail(const absl::Status& first_error);
   bool MayMove() const { return is_ready() && !failed() && !deleting_; }
   void UseTimeBetweenSteps(bool is_due);
@@ -168,6 +172,7 @@ class Job {
   void OnMemoryMade(const TaskDone& done);
   void Restore();
   void OnRestored(const TaskDone& done);
+  void RestorePreparedStates();
   void TryEndRestore();
   bool is_at_rest() const { return hand_over_ >= HandOver::kSaving; }
   bool IsQuiet() const;
@@ -202,13 +207,13 @@ class Job {
   std::vector<uint32_t> TraceOf(uint32_t rank) const;
   std::vector<uint32_t> TracedGroups() const;
   void AnswerAttachOk(Session& session);
-  std::vector<std::byte> SummaryForAttach() const;
   void CloseEnded();
   void FreeWhenUnused();
 
   void Dispatch(Session& session, const protocol::Command& command);
   void HandleInitial(Session& session, const protocol::Command& command);
   void HandleWrite(Session& session, const protocol::Command& command);
+  void HandleGoBack(Session& session, const protocol::Command& command);
 
   JobSpec spec_;
   JobTasks io_;
@@ -225,6 +230,8 @@ class Job {
   bool freed_ = false;
   bool is_restoring_ = false;  // its arenas are made, and get their bytes
   bool is_unrestored_;         // of a job that comes back: until it has
+  // The durable step that is all that is left of it, once nothing uses it any more.
+  std::shared_ptr<const DurableJob> goes_back_to_;
   // Wanted; nothing changes it any more, and what the next daemon needs is made; it is made.
   enum class HandOver : uint8_t { kNone, kWanted, kSaving, kDone };
   HandOver hand_over_ = HandOver::kNone;

@@ -5,7 +5,6 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/job.h"
-#include "protocol/step_summary.h"
 
 namespace forebay::daemon {
 
@@ -69,15 +68,8 @@ void Job::AnswerAttachOk(Session& session) {
                    .leases = leases,
                    .prepared_step = step_.prepared_step(),
                    .durable_step = durable_.durable_step(),
-                   .summary = SummaryForAttach()});
-}
-
-std::vector<std::byte> Job::SummaryForAttach() const {
-  std::vector<std::byte> bytes;
-  if (!step_.last_decision()) return bytes;
-  bytes.resize(protocol::StepSummaryBytes(step_.last_decision()->head.params));
-  protocol::EncodeStepSummary(*step_.last_decision(), bytes);
-  return bytes;
+                   .durable_before = durable_.durable_before(),
+                   .summary = step_.LastSummary()});
 }
 
 std::vector<uint32_t> Job::TraceOf(uint32_t rank) const {

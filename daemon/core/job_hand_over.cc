@@ -126,6 +126,7 @@ void Job::TryRecord() {
   if (recorded_run_ != members_.run()) is_recorded_ = false;
   if (is_recorded_ || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
   if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
+  if (step_.prepared_step() > 0) return;  // the record that is there has it
   if (access_.in_progress() || residency_.in_progress()) return;
   if (spec_.options.loses_swap && swap_bytes() > 0) return;
   DurableSteps::Published published = step_.PublishedNow();

@@ -76,6 +76,7 @@ enum class TaskKind : uint8_t {
   kKeepExtraStates,
   kRestore,
   kRestoreExtraStates,
+  kDigestWeights,
 };
 
 struct Task {

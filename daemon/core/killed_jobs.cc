@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 
 namespace forebay::daemon {
 
@@ -35,6 +37,16 @@ absl::Status ReserveKilled(DurableJob& job, NodeOptions& node) {
     slots.insert(slots.end(), job.kept->sum_slots.begin(), job.kept->sum_slots.end());
   }
   return ReserveSlots(job, std::move(slots), node);
+}
+
+void ReserveBefore(NodeOptions& node) {
+  for (const auto& job : node.recovered.jobs) {
+    const std::vector<nvme::Slot> named = job->NamedSlots();
+    const std::set<nvme::Slot> kept(named.begin(), named.end());
+    for (const nvme::Slot& slot : job->Slots()) {
+      if (!kept.contains(slot)) FOREBAY_CHECK(node.swap.Reserve(slot));
+    }
+  }
 }
 
 namespace {

@@ -1,4 +1,4 @@
-// Jobs of a daemon that was killed, as their records say (KeptRecord): the next one's swap has them.
+// Jobs that a daemon comes back with, from its disk or (KeptRecord) of one that was killed: its swap has their slots.
 #pragma once
 
 #include <memory>
@@ -20,6 +20,10 @@ absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, 
 //
 // Errors  of ReserveSlots.
 absl::Status ReserveKilled(DurableJob& job, NodeOptions& node);
+
+// Slots of the steps before (DurableJob::before) of what `node.recovered` has become those of its jobs: the volume does not
+// keep them.
+void ReserveBefore(NodeOptions& node);
 
 // After ReserveKilled() of all of them: slots that hold nothing are the jobs' where nobody else has them, and
 // `node.recovered` has the jobs.

@@ -173,16 +173,24 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
   const bool has_trust = protocol::Info(layout.spec().optimizer).passes > 1;
   const uint64_t order = protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
                          layout.params().size() * (1 + (has_trust ? sizeof(float) : 0));
+  const uint64_t of_nodes = plan.session.world_ranks == 0
+                                ? 0
+                                : 3 * protocol::NodeSummaryBytes(layout) +
+                                      protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                                      plan.session.world_size * sizeof(StatePart) + kPageBytes;
   const uint64_t leases =
       plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
   const uint64_t bytes =
       LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
-      plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes +
+      plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes + of_nodes +
       UndoBytes(layout.spec(), blocks, BlockElems(layout, options, plan), options.workers) +
       2 * kPageBytes;
   return kRecords * RoundUp(bytes, kPageBytes) +
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }
+
+// With the one before (DurableJob::before).
+uint64_t DurableStepsKept(const SessionRequest& session) { return session.world_ranks > 0 ? 2 : 1; }
 
 // What tells of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
 uint64_t DurableTableBytes(const Layout& layout, const NodeOptions& options,
@@ -197,7 +205,8 @@ uint64_t DurableTableBytes(const Layout& layout, const NodeOptions& options,
       .entries = 2 * blocks,
       .digest_pages = pages,
       .extra_state_bytes = plan.session.world_size * plan.session.extra_state_bytes};
-  return RoundUp(2 * blocks * kEntryTableBytes + kLedgers * LedgerBytes(layout, counts),
+  return RoundUp(2 * blocks * kEntryTableBytes +
+                     DurableStepsKept(plan.session) * kLedgers * LedgerBytes(layout, counts),
                  kPageBytes);
 }
 
@@ -403,11 +412,11 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
         plan.block_bytes);
     // Each block's plane begins on a page of its own.
     const uint64_t pages = plan.weights_on_swap_bytes / kPageBytes + map.blocks();
-    plan.ledger_bytes = LedgerBytes(
-        layout,
-        {.entries = map.blocks() + plan.weights_parts,
-         .digest_pages = plan.has_weights_on_swap() ? pages : 0,
-         .extra_state_bytes = plan.session.world_size * (plan.session.extra_state_bytes + 16)});
+    const LedgerCounts counts{
+        .entries = map.blocks() + plan.weights_parts,
+        .digest_pages = plan.has_weights_on_swap() ? pages : 0,
+        .extra_state_bytes = plan.session.world_size * (plan.session.extra_state_bytes + 16)};
+    plan.ledger_bytes = DurableStepsKept(plan.session) * LedgerBytes(layout, counts);
   }
   plan.placement = kept != nullptr ? Placement(layout, map, kept->resident, durable)
                                    : Placement(layout, map, room, durable);
@@ -644,14 +653,13 @@ uint64_t StepRegionBytes(const Layout& layout, const SessionRequest& session) {
   return RoundUp(sizeof(protocol::StepRequest) +
                      protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
                      protocol::PresenceBytes(layout.params().size()) + session.extra_state_bytes +
-                     protocol::StepRegionTailBytes(layout.params().size(), session.world_ranks > 0),
+                     protocol::StepRegionTailBytes(layout, session.world_ranks > 0),
                  kPageBytes);
 }
 
 uint64_t MemoryPlan::summary_offset(const Layout& layout) const {
   return protocol::StepSummaryOffset(
-      {.offset_bytes = step_region_offset, .size_bytes = step_region_bytes},
-      layout.params().size());
+      {.offset_bytes = step_region_offset, .size_bytes = step_region_bytes}, layout);
 }
 
 uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes) {

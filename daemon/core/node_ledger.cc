@@ -27,8 +27,13 @@ void NodeLedger::Park(std::shared_ptr<const DurableJob> job) {
   FOREBAY_CHECK(parked_.emplace(name, std::move(job)).second);
 }
 
-void NodeLedger::Retire(std::vector<nvme::Slot> slots) {
-  retired_.push_back({.slots = std::move(slots)});
+void NodeLedger::Retire(std::vector<nvme::Slot> slots, JobId owner) {
+  retired_.push_back({.slots = std::move(slots), .owner = owner});
+}
+
+bool NodeLedger::IsRetiring(JobId owner) const {
+  return std::ranges::any_of(retired_,
+                             [owner](const Retired& retired) { return retired.owner == owner; });
 }
 
 uint64_t NodeLedger::retired_bytes() const {

@@ -35,7 +35,9 @@ class NodeLedger {
 
   // Slots of a job that is no more. The last two ledgers name some of them: they are given out when as many
   // without the job are durable.
-  void Retire(std::vector<nvme::Slot> slots);
+  // `owner`: a job that is to have them again, with what it goes back to.
+  void Retire(std::vector<nvme::Slot> slots, JobId owner = 0);
+  bool IsRetiring(JobId owner) const;
   uint64_t retired_bytes() const;
   // DRAM that jobs which nobody has attached to hold: of those that were handed over, but `other_than`.
   uint64_t kept_bytes(const DurableJob* other_than = nullptr) const;
@@ -55,6 +57,7 @@ class NodeLedger {
  private:
   struct Retired {
     std::vector<nvme::Slot> slots;
+    JobId owner = 0;
     uint32_t ledgers_left = 2;
     bool is_counted = false;  // by the ledger that is being made
   };

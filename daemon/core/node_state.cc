@@ -142,11 +142,13 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
                      absl::StrCat("job ", job.name, " was left with ", job.kept->session.world_size,
                                   " ranks; the session is of ", request.world_size));
   }
-  if (!freed_weights_bytes.contains(job.id)) return absl::OkStatus();
+  if (!freed_weights_bytes.contains(job.id) && !ledger.IsRetiring(job.id)) {
+    return absl::OkStatus();
+  }
   return MakeError(ErrorId::kBusy,
                    absl::StrCat("job ", job.name,
-                                " could not come back a moment ago, and its memory "
-                                "is not free yet"),
+                                " could not come back a moment ago, or goes back to a durable "
+                                "step, and its memory or its swap is not free yet"),
                    "attach again in a moment");
 }
 
@@ -564,7 +566,11 @@ void NodeState::Impl::Sweep(Job& job) {
   } else if (of_ledger != nullptr) {
     of_ledger->RemoveOwn(slots);
     ledger.Park(of_ledger);
-    swap.Free(slots);
+    if (job.goes_back()) {
+      ledger.Retire(std::move(slots), job.id());
+    } else {
+      swap.Free(slots);
+    }
   } else if (job.is_in_ledger()) {
     ledger.Retire(std::move(slots));
   } else {

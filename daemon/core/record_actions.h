@@ -108,6 +108,19 @@ struct StepOrder {
   }
 };
 
+// A step of a job over several nodes is prepared: what its decision needs beside the gradient sums, which are recorded
+// too. From here on RecordSums says where those are; a page that is not needed then is no part of it.
+struct RecordPrepared {
+  JobId job = 0;
+  uint64_t step = 0;  // 0: what was prepared is given up
+  uint64_t attempt = 0;
+  protocol::StepRequest request = {};  // of each rank, but for its extra_state
+  std::pmr::vector<protocol::HyperParams> hyper_params = {};
+  StatePart float_sums = {};                      // as in RecordDecision
+  std::pmr::vector<StatePart> extra_states = {};  // in the step arena, by rank
+  std::vector<std::byte> summary = {};            // of the node, encoded
+};
+
 // The step is decided: bytes in DRAM change until it is published. What is recorded of the step before this counts from
 // here on.
 struct RecordDecision {
@@ -123,7 +136,8 @@ struct RecordDecision {
   // What its calls are answered with.
   double norm = 0;
   bool clipped = false;
-  uint64_t overflowed = 0;  // masters in the step before, not reported yet
+  uint64_t overflowed = 0;              // masters in the step before, not reported yet
+  std::vector<std::byte> summary = {};  // of the world, encoded; of a job on one node empty
 };
 
 // A rank of a job with weights on swap has a lease: what it reads stays where it is where the daemon is killed.
@@ -173,6 +187,13 @@ struct RecordUpdates {
 // The job cannot go on: it has failed.
 struct DropRecord {
   JobId job = 0;
+};
+
+// A job over several nodes is as its disk has it: another node has no newer step.
+struct JobWentBack {
+  std::string job;
+  uint64_t from_step = 0;
+  uint64_t to_step = 0;
 };
 
 // A job that the daemon before was killed in the middle of an update of cannot go on with it: it is as its disk has it,

@@ -47,6 +47,7 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
       weights_(weights),
       leases_(leases),
       gradients_(io, spec.layout, spec.plan, members, pipeline),
+      digests_(spec, io, pipeline),
       barrier_(io.memory()),
       deciders_(io.memory()),
       trace_(spec.layout->partitions().size()),
@@ -62,7 +63,12 @@ void Step::Recover(const DurableJob& job) {
     last_.norm = job.kept->norm;
     last_.clipped = job.kept->clipped;
     overflowed_ = job.kept->overflowed;
-    is_to_be_resumed_ = job.kept->update != nullptr;
+    is_to_be_resumed_ = job.kept->update != nullptr && !job.kept->update->prepared;
+    if (auto summary =
+            protocol::DecodeStepSummary(job.kept->summary, spec_.layout->params().size());
+        summary.ok()) {
+      last_decision_ = *std::move(summary);
+    }
     if (is_to_be_resumed_) --published_step_;
     if (overflowed_ > 0) last_.status = OverflowError(overflowed_);
     if (!is_to_be_resumed_) unsaid_ = last_.status;
@@ -257,6 +263,10 @@ void Step::HandleStep(Session& session, const Command& command) {
   if (command.step != 0 && command.step == committed_step_) return HandleRepeated(command, id);
   if (command.step != committed_step_ + 1) {
     io_.Answer(id, StepNumberError(command.step));
+    return;
+  }
+  if (prepared_step() > 0 && command.attempt == attempt_) {
+    AnswerPrepared(session, id);
     return;
   }
   if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
@@ -461,7 +471,7 @@ StepOrder Step::OrderOf(const StepCall& call, double scale) const {
 void Step::DecideWhenReduced() {
   if (extra_copies_ > 0 || access_.in_progress() || pipeline_.is_moving()) return;
   if (weights_.is_loading()) return;
-  if (durable_.in_progress() || durable_.is_restoring()) return;
+  if (durable_.in_progress() || durable_.is_restoring() || digests_.in_progress()) return;
   if (!gradients_.fault().ok()) {
     phase_ = Phase::kOpen;
     DropFaulty();
@@ -509,6 +519,9 @@ void Step::Decide() {
   if (announced_) announcement_was_kept_ = is_as_announced;
   std::optional<RecordDecision> decision;
   if (spec_.options.keeps_jobs) decision = DecisionOf(order);
+  // All sums of a step that was prepared are recorded; of others the pipeline does it, before the decision counts.
+  const bool was_recorded = decision && decision_;
+  if (was_recorded) io_.actions().Emit(*std::exchange(decision, std::nullopt));
   pipeline_.Begin(std::move(order), is_as_announced);
   if (decision) io_.actions().Emit(*std::move(decision));
   weights_.ForgetUpdated();
@@ -552,6 +565,7 @@ void Step::Commit() {
   has_answered_early_ = false;
   io_.actions().Emit(StepCommitted{.job = spec_.id, .step = committed_step_});
   if (decision_) last_decision_ = std::exchange(decision_, std::nullopt);
+  is_prepared_before_ = false;
   for (const auto& [rank, call] : barrier_.Drain()) {
     extra_bytes_[rank] = call.request.extra_state_bytes;
     if (!call.is_answered) AnswerCommitted(call.command, call.answered_when);
@@ -581,6 +595,7 @@ void Step::Publish() {
     last_.status = OverflowError(overflowed);
     if (has_answered_early_) unsaid_ = last_.status;
   }
+  digests_.Begin();
   if (durable_.IsDue(published_step_)) durable_.Begin(PublishedNow());
   if (!is_durable_first() || !durable_.in_progress()) AnswerPublished();
 }

@@ -18,6 +18,7 @@
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
 #include "daemon/core/membership.h"
+#include "daemon/core/replica_digests.h"
 #include "daemon/core/session.h"
 #include "daemon/core/state_access.h"
 #include "daemon/core/step_barrier.h"
@@ -57,11 +58,7 @@ class Step {
   // Of a new step: the job comes back after this one.
   void Recover(const DurableJob& job);
   // It has, with an update that the daemon before did not end.
-  void Resume(const KeptUpdate& update) {
-    pipeline_.Resume(update);
-    is_to_be_resumed_ = false;
-    has_answered_early_ = true;
-  }
+  void Resume(const KeptUpdate& update);
 
   // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
   // masters.
@@ -78,12 +75,15 @@ class Step {
   void OnSummary(Session& session, const SummaryCopied& copied);
   // The step that is prepared, and not decided; 0: none.
   uint64_t prepared_step() const { return phase_ == Phase::kPrepared ? committed_step_ + 1 : 0; }
-  // By which the committed step was committed; none where this node does not know.
-  const std::optional<protocol::StepSummary>& last_decision() const { return last_decision_; }
+  // By which the committed step was committed, encoded; empty where this node does not know.
+  std::vector<std::byte> LastSummary() const;
 
   // Outcomes of tasks. An error fails the job: the caller calls Fail().
   absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
   absl::Status OnExtraStateCopied(const TaskDone& done);
+  void OnDigested(const TaskDone& done) { digests_.OnDigested(done); }
+  // Weights of the published step are read, and must not change.
+  bool is_digesting() const { return digests_.in_progress(); }
 
   // Goes on with the update, and publishes the step when it ends.
   void AdvanceUpdate();
@@ -106,11 +106,7 @@ class Step {
   }
 
   // What the calls of the published step are answered with.
-  void AddLast(KeptMemory& kept) const {
-    kept.norm = last_.norm;
-    kept.clipped = last_.clipped;
-    if (!unsaid_.ok()) kept.overflowed = overflowed_;
-  }
+  void AddLast(KeptMemory& kept) const;
   // What it is to say of the step that is published; nothing is delivered to the next one without RecordAttempt.
   void Record(KeptMemory& kept);
 
@@ -223,6 +219,9 @@ class Step {
   absl::Status CheckDecision(const protocol::Command& command,
                              const protocol::StepSummary& summary) const;
   void GiveUpPrepared(protocol::StepDecision decision);
+  void AnswerPrepared(const Session& session, const CommandId& command);
+  void RecordPreparedStep();
+  void ResumePrepared(const KeptUpdate& update);
   void EndMasters();
   void AnswerInitialDone();
   void ArmLeaseTimer();
@@ -264,10 +263,14 @@ class Step {
   // clipping or other scalars, so that this one may not be either.
   bool early_is_off_ = false;
   bool announcement_was_kept_ = true;
+  ReplicaDigests digests_;
   StepBarrier barrier_;
   // Over several nodes: what they have decided of the next step, until it is committed, and what asked for that.
   std::optional<protocol::StepSummary> decision_;
   std::pmr::vector<Decider> deciders_;
+  std::vector<std::byte> prepared_summary_;  // of this node, encoded
+  // By the daemon before, which alone knew whose gradients are in the sums.
+  bool is_prepared_before_ = false;
   std::optional<protocol::StepSummary> last_decision_;  // decision_ of the committed step
   Trace trace_;
   std::vector<CommandId> initial_done_;  // wait for Phase::kMasters to end

@@ -16,7 +16,7 @@ namespace forebay::daemon {
 
 // One rank's call, checked by itself.
 struct StepCall {
-  CommandId command;
+  CommandId command = {};
   protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
   protocol::StepRequest request{};
   std::pmr::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them

@@ -61,7 +61,6 @@ StepSummary Step::SummaryOfNode() const {
   StepSummary summary{.head = {.step = committed_step_ + 1,
                                .params = static_cast<uint32_t>(layout.params().size()),
                                .scalars = ScalarsOf(barrier_.by_rank().begin()->second),
-                               .durable_step = durable_.durable_step(),
                                .overflowed = unsaid_.ok() ? 0 : overflowed_,
                                .squares = gradients_.Squares().Digits()},
                       .present = std::vector<uint64_t>(words, 0),
@@ -81,20 +80,62 @@ StepSummary Step::SummaryOfNode() const {
 // From here on the loss of a rank does not undo it: whoever attaches next says what the nodes have decided.
 void Step::Prepare() {
   phase_ = Phase::kPrepared;
-  const StepSummary summary = SummaryOfNode();
-  std::vector<std::byte> bytes(protocol::StepSummaryBytes(summary.head.params));
-  protocol::EncodeStepSummary(summary, bytes);
-  const uint64_t offset = spec_.plan.summary_offset(*spec_.layout);
+  prepared_summary_ = protocol::EncodeStepSummary(SummaryOfNode());
+  const auto digests = std::as_bytes(digests_.all());
+  prepared_summary_.insert(prepared_summary_.end(), digests.begin(), digests.end());
+  if (spec_.options.keeps_jobs) RecordPreparedStep();
   for (auto& [rank, call] : barrier_.by_rank()) {
     call.is_answered = true;
     const Session* const session = members_.Find(call.command.session);
     if (session == nullptr || session->state != Session::State::kAttached) continue;
-    io_.actions().Emit(
-        WriteSummary{.session = session->id, .arena_offset_bytes = offset, .bytes = bytes});
-    protocol::Completion completion{};
-    completion.flags = protocol::kStepPrepared;
-    io_.Answer(call.command, completion);
+    AnswerPrepared(*session, call.command);
   }
+}
+
+void Step::AnswerPrepared(const Session& session, const CommandId& command) {
+  io_.actions().Emit(WriteSummary{.session = session.id,
+                                  .arena_offset_bytes = spec_.plan.summary_offset(*spec_.layout),
+                                  .bytes = prepared_summary_});
+  protocol::Completion completion{};
+  completion.flags = protocol::kStepPrepared;
+  io_.Answer(command, completion);
+}
+
+// The sums come first: the record says that the step is prepared when all of it is there.
+void Step::RecordPreparedStep() {
+  const StepCall& call = barrier_.by_rank().begin()->second;
+  pipeline_.sums().BeginPrepared(committed_step_ + 1);
+  RecordPrepared record{.job = spec_.id,
+                        .step = committed_step_ + 1,
+                        .attempt = attempt_,
+                        .request = call.request,
+                        .hyper_params = {call.hyper_params, io_.memory()},
+                        .extra_states = std::pmr::vector<StatePart>(io_.memory()),
+                        .summary = prepared_summary_};
+  if (spec_.plan.uses_float_sums) record.float_sums = spec_.plan.float_sums_part();
+  for (const auto& [rank, of_rank] : barrier_.by_rank()) {
+    record.extra_states.push_back(
+        {.offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_),
+         .bytes = of_rank.request.extra_state_bytes});
+  }
+  io_.actions().Emit(std::move(record));
+}
+
+// Its sums and extra_state are in the step arena. Presence is in the summary.
+void Step::ResumePrepared(const KeptUpdate& update) {
+  const KeptPrepared& prepared = *update.prepared;
+  phase_ = Phase::kPrepared;
+  is_prepared_before_ = true;
+  prepared_summary_ = prepared.summary;
+  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
+    StepCall call{.request = prepared.request,
+                  .hyper_params = {update.order.hyper_params, io_.memory()},
+                  .is_answered = true};
+    call.request.extra_state_bytes = static_cast<uint32_t>((*prepared.extra_states)[rank].size());
+    barrier_.Add(rank, std::move(call));
+    gradients_.CloseRank(rank);
+  }
+  pipeline_.sums().BeginPrepared(committed_step_ + 1);
 }
 
 void Step::HandleDecision(Session& session, const Command& command) {
@@ -172,7 +213,11 @@ void Step::OnSummary(Session& session, const SummaryCopied& copied) {
 void Step::GiveUpPrepared(StepDecision decision) {
   phase_ = Phase::kOpen;
   trace_.OnRefused();
-  if (decision == StepDecision::kDrop) {
+  if (spec_.options.keeps_jobs) {
+    io_.actions().Emit(RecordPrepared{.job = spec_.id});
+    pipeline_.sums().EndPrepared();
+  }
+  if (decision == StepDecision::kDrop || std::exchange(is_prepared_before_, false)) {
     BeginAttempt(attempt_ + 1, absl::OkStatus());
   } else {
     RefuseCalls(absl::OkStatus());

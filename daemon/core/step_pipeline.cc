@@ -719,46 +719,6 @@ void StepPipeline::SetUpdates(uint32_t param, uint64_t updates) {
   }
 }
 
-void StepPipeline::Recover(const DurableJob& job) {
-  const bool was_killed = job.kept && job.kept->was_killed;
-  const DurableJob* const durable = was_killed ? job.kept->durable.get() : &job;
-  FOREBAY_CHECK(job.blocks.size() == map_.blocks() &&
-                job.param_updates.size() == param_updates_.size());
-  FOREBAY_CHECK(durable == nullptr || durable->weights.size() == plan_.weights_parts);
-  param_updates_ = job.param_updates;
-  const auto version = [](const DurableBytes& bytes) {
-    return BlockLedger::Version{.slot = bytes.slot,
-                                .checksum = bytes.checksum,
-                                .written_step = bytes.written_step,
-                                .weights_digests = bytes.weights_digests};
-  };
-  for (uint32_t block = 0; durable != nullptr && block < map_.blocks(); ++block) {
-    if (!durable->blocks[block]) continue;
-    ledger_.Recover(block, version(*durable->blocks[block]),
-                    is_resident(block) ? BlockLedger::Home::kDram : BlockLedger::Home::kSwap);
-  }
-  for (uint32_t part = 0; durable != nullptr && part < plan_.weights_parts; ++part) {
-    ledger_.Recover(map_.blocks() + part, version(durable->weights[part]),
-                    BlockLedger::Home::kDram);
-  }
-  for (uint32_t block = 0; job.kept && block < map_.blocks(); ++block) {
-    if (is_resident(block)) ledger_.RecoverInPlace(block, job.kept->written_steps[block]);
-    if (was_killed) {
-      ledger_.RecoverKilled(
-          block, job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
-    }
-    if (job.kept->update == nullptr) continue;
-    const auto& written = job.kept->update->blocks[block].written;
-    if (written) ledger_.RecoverEarly(block, version(*written));
-  }
-  if (job.kept && job.kept->update != nullptr) {
-    for (const KeptUpdate::Sums& sums : job.kept->update->sums) sums_.Adopt(sums);
-  }
-  for (uint32_t part = 0; was_killed && part < plan_.weights_parts; ++part) {
-    ledger_.SetChanged(map_.blocks() + part);
-  }
-}
-
 void StepPipeline::KeepStaged(const KeptUpdate& update) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const auto& slot = update.blocks[block].staging_slot;

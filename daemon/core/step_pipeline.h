@@ -126,6 +126,8 @@ class StepPipeline {
   void SetResident(uint32_t block);
   // Whether the running step updates the partition.
   bool Updates(uint32_t partition) const { return running_ && partition_has_gradient_[partition]; }
+  // The newest step.
+  bool HasUpdated(uint32_t partition) const { return partition_has_gradient_[partition]; }
   // No update of the running step touches the partition any more; of one on swap, it is written.
   bool IsPartitionDone(uint32_t partition) const {
     return !running_ || partition_blocks_left_[partition] == 0;

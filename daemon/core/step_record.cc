@@ -1,4 +1,5 @@
-// What a step says to the record of its job, from which another daemon goes on where this one is killed.
+// What a step says to the record of its job, from which another daemon goes on where this one is killed; and how that
+// one takes it up.
 
 #include <algorithm>
 #include <utility>
@@ -7,6 +8,7 @@
 #include "daemon/core/step.h"
 #include "daemon/core/step_pipeline.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 
 namespace forebay::daemon {
 
@@ -38,6 +40,74 @@ void StepPipeline::PublishBlock(uint32_t block) {
 void StepPipeline::SetResident(uint32_t block) {
   ledger_.SetResident(block);
   if (keeps_jobs_) io_.actions().Emit(RecordOf(block, ledger_.current(block)));
+}
+
+void StepPipeline::Recover(const DurableJob& job) {
+  const bool was_killed = job.kept && job.kept->was_killed;
+  const DurableJob* const durable = was_killed ? job.kept->durable.get() : &job;
+  FOREBAY_CHECK(job.blocks.size() == map_.blocks() &&
+                job.param_updates.size() == param_updates_.size());
+  FOREBAY_CHECK(durable == nullptr || durable->weights.size() == plan_.weights_parts);
+  param_updates_ = job.param_updates;
+  const auto version = [](const DurableBytes& bytes) {
+    return BlockLedger::Version{.slot = bytes.slot,
+                                .checksum = bytes.checksum,
+                                .written_step = bytes.written_step,
+                                .weights_digests = bytes.weights_digests};
+  };
+  for (uint32_t block = 0; durable != nullptr && block < map_.blocks(); ++block) {
+    if (!durable->blocks[block]) continue;
+    ledger_.Recover(block, version(*durable->blocks[block]),
+                    is_resident(block) ? BlockLedger::Home::kDram : BlockLedger::Home::kSwap);
+  }
+  for (uint32_t part = 0; durable != nullptr && part < plan_.weights_parts; ++part) {
+    ledger_.Recover(map_.blocks() + part, version(durable->weights[part]),
+                    BlockLedger::Home::kDram);
+  }
+  const DurableJob* const before = durable == nullptr ? nullptr : durable->before.get();
+  for (uint32_t block = 0; before != nullptr && block < map_.blocks(); ++block) {
+    if (before->blocks[block]) ledger_.RecoverBefore(block, version(*before->blocks[block]));
+  }
+  for (uint32_t part = 0; before != nullptr && part < plan_.weights_parts; ++part) {
+    ledger_.RecoverBefore(map_.blocks() + part, version(before->weights[part]));
+  }
+  for (uint32_t block = 0; job.kept && block < map_.blocks(); ++block) {
+    if (is_resident(block)) ledger_.RecoverInPlace(block, job.kept->written_steps[block]);
+    if (was_killed) {
+      ledger_.RecoverKilled(
+          block, job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
+    }
+    if (job.kept->update == nullptr) continue;
+    const auto& written = job.kept->update->blocks[block].written;
+    if (written) ledger_.RecoverEarly(block, version(*written));
+  }
+  if (job.kept && job.kept->update != nullptr) {
+    for (const KeptUpdate::Sums& sums : job.kept->update->sums) sums_.Adopt(sums);
+  }
+  for (uint32_t part = 0; was_killed && part < plan_.weights_parts; ++part) {
+    ledger_.SetChanged(map_.blocks() + part);
+  }
+}
+
+void Step::Resume(const KeptUpdate& update) {
+  if (update.prepared) {
+    ResumePrepared(update);
+    return;
+  }
+  pipeline_.Resume(update);
+  is_to_be_resumed_ = false;
+  has_answered_early_ = true;
+}
+
+void Step::AddLast(KeptMemory& kept) const {
+  kept.norm = last_.norm;
+  kept.clipped = last_.clipped;
+  if (!unsaid_.ok()) kept.overflowed = overflowed_;
+  kept.summary = LastSummary();
+}
+
+std::vector<std::byte> Step::LastSummary() const {
+  return last_decision_ ? protocol::EncodeStepSummary(*last_decision_) : std::vector<std::byte>();
 }
 
 void Step::Record(KeptMemory& kept) {
@@ -74,6 +144,7 @@ RecordDecision Step::DecisionOf(const StepOrder& order) const {
                         .clipped = last_.clipped,
                         .overflowed = last_.status.ok() ? 0 : overflowed_};
   if (spec_.plan.uses_float_sums) record.float_sums = spec_.plan.float_sums_part();
+  if (decision_) record.summary = protocol::EncodeStepSummary(*decision_);
   const auto copy = [](const auto& from, auto& to) { to.assign(from.begin(), from.end()); };
   copy(pipeline_.updates(), record.param_updates);
   for (uint32_t param = 0; param < order.params.size(); ++param) {

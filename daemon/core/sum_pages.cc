@@ -267,16 +267,28 @@ void SumPages::Adopt(const KeptUpdate::Sums& sums) {
   page.state = State::kOnSwap;
 }
 
+void SumPages::BeginPrepared(uint64_t recorded_step) {
+  if (!is_paged() || recorded_step == 0) return;
+  recorded_step_ = recorded_step;
+  is_prepared_ = true;
+  for (uint32_t page = 0; page < pages_.size(); ++page) Record(page);
+}
+
+void SumPages::EndPrepared() {
+  is_prepared_ = false;
+  recorded_step_ = 0;
+}
+
 // Where a page of the running update is, before its old place is used for another one.
 void SumPages::Record(uint32_t index) {
   const Page& page = pages_[index];
   if (recorded_step_ == 0) return;
   RecordSums record{.job = io_.job(), .page = index, .step = recorded_step_};
   const bool is_on_swap = page.state == State::kOnSwap || page.state == State::kLoading;
-  if (page.updates_left > 0 && is_on_swap) {
+  if (IsNeeded(page) && is_on_swap) {
     record.slot = page.slot;
     record.checksum = page.checksum;
-  } else if (page.updates_left > 0 && page.state != State::kNone) {
+  } else if (IsNeeded(page) && page.state != State::kNone) {
     record.frame = page.frame;
   }
   record.spills = page.spills;
@@ -285,6 +297,7 @@ void SumPages::Record(uint32_t index) {
 
 void SumPages::BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_step) {
   if (!is_paged()) return;
+  const bool was_prepared = std::exchange(is_prepared_, false);
   recorded_step_ = recorded_step;
   for (Page& page : pages_) {
     FOREBAY_CHECK(page.updates_left == 0);
@@ -302,7 +315,7 @@ void SumPages::BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_s
     if (pages_[page].updates_left == 0) Forget(page);
     if (pages_[page].state == State::kOnSwap) ++of_update_on_swap_;
     List(page);
-    if (pages_[page].updates_left > 0) Record(page);
+    if (pages_[page].updates_left > 0 || was_prepared) Record(page);
   }
 }
 
@@ -363,7 +376,7 @@ absl::Status SumPages::OnLoaded(const TaskDone& done) {
     counters_.read_bytes += plan_.sum_page_bytes;
     FreeSlot(index);
     SetThere(index);
-    if (page.updates_left > 0) Record(index);
+    if (IsNeeded(page)) Record(index);
     if (page.is_forgotten) Forget(index);
     return absl::OkStatus();
   }
@@ -455,9 +468,8 @@ void SumPages::EndSpill(uint32_t index, uint64_t checksum) {
   page.checksum = checksum;
   page.state = State::kOnSwap;
   FreeFrame(index);
-  if (page.updates_left == 0) return;
-  ++of_update_on_swap_;
-  Record(index);
+  if (page.updates_left > 0) ++of_update_on_swap_;
+  if (IsNeeded(page)) Record(index);
 }
 
 // ---------------------------------------------------------------------------------------------- pump

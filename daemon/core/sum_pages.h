@@ -88,6 +88,9 @@ class SumPages {
   // The step is decided: `blocks` will be updated from their sums. Other sums are of no use. `recorded_step`: another daemon
   // could go on with it (RecordSums); 0: none could.
   void BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_step);
+  // The step is prepared (RecordPrepared): until BeginUpdate() or EndPrepared() it is recorded where all its pages are.
+  void BeginPrepared(uint64_t recorded_step);
+  void EndPrepared();
   // Before that, of a new one: where the daemon before has left a page.
   void Adopt(const KeptUpdate::Sums& sums);
   void EndUpdateOf(uint32_t block);
@@ -147,6 +150,7 @@ class SumPages {
   }
   uint64_t FrameOffset(uint32_t frame) const { return frame * plan_.sum_page_bytes; }
   BlockIdentity IdentityOf(uint32_t page) const;
+  bool IsNeeded(const Page& page) const { return page.updates_left > 0 || is_prepared_; }
   void Record(uint32_t page);
   bool HasFrameForAdds() const;
   void SetThere(uint32_t page);
@@ -197,6 +201,7 @@ class SumPages {
   std::optional<uint32_t> short_block_;  // of it, the first one that found no frames
   bool abandoned_ = false;
   uint64_t recorded_step_ = 0;  // 0: the running update is not recorded
+  bool is_prepared_ = false;
   uint64_t clock_ = 0;
   Counters counters_;
   absl::Status error_;

@@ -208,6 +208,7 @@ class Executor {
   void Run(RestorePart& action);
   void Run(KeepExtraStates& action);
   void Run(RestoreExtraStates& action);
+  void Run(DigestWeights& action);
   void Run(CommitLedger& action);
   void Run(DecodeState& action);
   void Run(SetState& action);
@@ -225,6 +226,7 @@ class Executor {
   void Run(RecordStaged& action) { SetRecord(action); }
   void Run(RecordSums& action) { SetRecord(action); }
   void Run(RecordAttempt& action) { SetRecord(action); }
+  void Run(RecordPrepared& action) { SetRecord(action); }
   void Run(RecordDecision& action) { SetRecord(action); }
   void Run(RecordTrust& action) { SetRecord(action); }
   void Run(RecordStep& action) { SetRecord(action); }
@@ -233,6 +235,7 @@ class Executor {
   void Run(RecordLeaseEnd& action) { SetRecord(action); }
   void Run(DropRecord& action) { EndRecord(action.job); }
   void Run(UpdateNotResumed& action);
+  void Run(JobWentBack& action);
   void Run(SwapPathMarked& action);
 
   // Work on a worker, a function of nothing, that ends with its TaskDone; where `timed` is given the

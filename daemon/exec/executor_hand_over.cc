@@ -35,8 +35,8 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
   if (store_.keep) left_staging_ = left_staging;
   for (AdoptedArenas& job : all) {
     const bool has_record = job.record != nullptr && store_.keep;
-    const bool is_updating = job.record != nullptr && job.record->is_updating();
-    resumes_updates_ = resumes_updates_ || is_updating;
+    const bool is_in_step = job.record != nullptr && job.record->is_in_step();
+    resumes_updates_ = resumes_updates_ || is_in_step;
     adopted_.push_back(job.state);
     adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
@@ -51,7 +51,7 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
       if (job.state != nullptr) stored_[StatesDescriptor(job.id)] = job.state;
       if (job.step != nullptr) stored_[StepDescriptor(job.id)] = job.step;
     }
-    if (has_record || is_updating) {
+    if (has_record || is_in_step) {
       records_[job.id] = {.record = std::move(job.record),
                           .name = has_record ? RecordDescriptor(job.id, job.record_number) : ""};
       last_record_ = std::max(last_record_, job.record_number);
@@ -89,6 +89,13 @@ void Executor::OwnAdopted() {
 
 void Executor::ResumeUpdates() {
   if (std::exchange(resumes_updates_, false)) Raise(UpdatesResumed{});
+}
+
+void Executor::Run(JobWentBack& action) {
+  spdlog::warn(
+      "job {} goes back from step {} to step {}, which is durable: another of its nodes has no "
+      "newer one",
+      action.job, action.from_step, action.to_step);
 }
 
 void Executor::Run(UpdateNotResumed& action) {

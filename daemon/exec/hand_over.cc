@@ -205,6 +205,12 @@ absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
   return adopted;
 }
 
+const char* Where(const DurableJob& job) {
+  const auto& update = job.kept->update;
+  if (update == nullptr) return "at";
+  return update->prepared ? "with what it had prepared behind" : "in the middle of the update of";
+}
+
 // The record of a job that was handed over stays its own.
 void AdoptRecord(const DurableJob& job, std::vector<RecordedJob>& recorded,
                  AdoptedArenas& adopted) {
@@ -405,7 +411,7 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const Swap
   }
   for (const DurableJob& job : going_on) {
     spdlog::info("job {} goes on {} step {}, after the daemon before was killed", job.name,
-                 job.kept->update == nullptr ? "at" : "in the middle of the update of", job.step);
+                 Where(job), job.step);
   }
   AddKilled(std::move(going_on), node);
   // Numbers of leases grow by far fewer than one a nanosecond.

@@ -23,6 +23,7 @@
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/step_summary.h"
 #include "protocol/units.h"
 #include "protocol/wire.h"
 
@@ -33,7 +34,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
-constexpr uint64_t kRecordVersion = 6;
+constexpr uint64_t kRecordVersion = 7;
 constexpr uint64_t kAlignment = 64;
 constexpr uint64_t kNoSlot = UINT64_MAX;
 constexpr int kStagedBits = 16;
@@ -91,6 +92,11 @@ struct KeptRecord::Header {
   std::atomic<uint64_t> trust_step = 0;
   uint64_t leases_offset = 0;
   uint64_t leases = 0;
+  // Of a job over several nodes: of a StepSummary, encoded.
+  uint64_t summary_bytes = 0;
+  uint64_t prepared_offset = 0;
+  // The step of what is there: it counts where it is behind `decided`.
+  std::atomic<uint64_t> prepared = 0;
   uint64_t checksum = 0;  // of what never changes: FixedChecksum()
 };
 
@@ -146,7 +152,15 @@ struct KeptRecord::Order {
   StatePart float_sums = {};
 };
 
-// Then updates of each parameter, extra_state of each rank, the trace.
+// Then HyperParams by group, extra_state of each rank, the node's summary.
+struct KeptRecord::Prepared {
+  uint64_t attempt = 0;
+  uint64_t param_groups = 0;
+  protocol::StepRequest request = {};
+  StatePart float_sums = {};
+};
+
+// Then updates of each parameter, extra_state of each rank, the trace, and the summary by which it was decided.
 struct KeptRecord::Values {
   uint64_t step = 0;
   uint64_t ranks = 0;
@@ -154,6 +168,7 @@ struct KeptRecord::Values {
   double norm = 0;
   uint64_t clipped = 0;
   uint64_t overflowed = 0;
+  uint64_t summary_bytes = 0;  // 0: there is none
 };
 
 // Of the header's fields that never change, and of the job.
@@ -162,7 +177,7 @@ uint64_t KeptRecord::FixedChecksum(std::span<const std::byte> bytes) {
   std::ranges::copy(bytes.first(copy.size()), copy.begin());
   auto& fixed = *reinterpret_cast<Header*>(copy.data());
   fixed.is_valid = fixed.published = fixed.decided = fixed.attempt = 0;
-  fixed.trust_step = fixed.checksum = 0;
+  fixed.trust_step = fixed.prepared = fixed.checksum = 0;
   return nvme::Checksum({}, copy) ^
          nvme::Checksum({}, bytes.subspan(fixed.job_offset, fixed.job_bytes));
 }
@@ -200,6 +215,26 @@ uint32_t* KeptRecord::trace(uint64_t step) const {
   return reinterpret_cast<uint32_t*>(extra_states(step) + header().ranks);
 }
 
+std::byte* KeptRecord::summary(uint64_t step) const {
+  return reinterpret_cast<std::byte*>(trace(step) + header().partitions);
+}
+
+KeptRecord::Prepared& KeptRecord::prepared() const {
+  return *reinterpret_cast<Prepared*>(bytes_.data() + header().prepared_offset);
+}
+
+protocol::HyperParams* KeptRecord::prepared_hyper_params() const {
+  return reinterpret_cast<protocol::HyperParams*>(&prepared() + 1);
+}
+
+StatePart* KeptRecord::prepared_extra_states() const {
+  return reinterpret_cast<StatePart*>(prepared_hyper_params() + protocol::kParamGroupsMax);
+}
+
+std::byte* KeptRecord::prepared_summary() const {
+  return reinterpret_cast<std::byte*>(prepared_extra_states() + header().ranks);
+}
+
 KeptRecord::Order& KeptRecord::order() const {
   return *reinterpret_cast<Order*>(bytes_.data() + header().order_offset);
 }
@@ -221,7 +256,10 @@ uint8_t* KeptRecord::params_updated() const {
   return reinterpret_cast<uint8_t*>(trust() + header().trusts);
 }
 
-bool KeptRecord::is_updating() const { return header().decided > header().published; }
+bool KeptRecord::is_in_step() const {
+  const Header& at = header();
+  return at.decided > at.published || at.prepared == at.decided + 1;
+}
 
 KeptRecord::Block& KeptRecord::block(uint32_t index) const {
   FOREBAY_CHECK(index < header().blocks);
@@ -255,11 +293,14 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
                .ranks = job.world_size,
                .blocks = job.blocks.size(),
                .digests = DigestsMax(map)};
+  if (job.kept->session.world_ranks > 0) {
+    sizes.summary_bytes = protocol::NodeSummaryBytes(*job.layout);
+  }
   sizes.job_offset = Aligned(sizeof(Header));
   sizes.values_offset = Aligned(sizes.job_offset + sizes.job_bytes);
   sizes.values_bytes =
       Aligned(sizeof(Values) + sizes.params * sizeof(uint64_t) + sizes.ranks * sizeof(StatePart) +
-              sizes.partitions * sizeof(uint32_t));
+              sizes.partitions * sizeof(uint32_t) + sizes.summary_bytes);
   sizes.blocks_offset = sizes.values_offset + 2 * sizes.values_bytes;
   sizes.digests_offset = Aligned(sizes.blocks_offset + sizes.blocks * sizeof(Block));
   sizes.order_offset =
@@ -272,8 +313,14 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   sizes.leases_offset = Aligned(sizes.sums_offset + sizes.sum_pages * sizeof(Sums));
   sizes.leases = job.weights_on_swap.empty() ? 0 : LeasesRecordedMax(*job.layout, job.world_size);
   static_assert(sizeof(Lease) == kLeaseRecordBytes);
+  sizes.prepared_offset = Aligned(sizes.leases_offset + sizes.leases * sizeof(Lease));
+  const uint64_t prepared_bytes =
+      sizes.summary_bytes == 0
+          ? 0
+          : sizeof(Prepared) + protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                sizes.ranks * sizeof(StatePart) + sizes.summary_bytes;
   sizes.undo_offset =
-      protocol::RoundUp(sizes.leases_offset + sizes.leases * sizeof(Lease), protocol::kPageBytes);
+      protocol::RoundUp(sizes.prepared_offset + prepared_bytes, protocol::kPageBytes);
   const protocol::LayoutSpec& spec = job.layout->spec();
   sizes.block_elems = job.block_elems;
   sizes.workers = workers;
@@ -316,7 +363,8 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
                         .step = job.step,
                         .norm = job.kept->norm,
                         .clipped = job.kept->clipped,
-                        .overflowed = job.kept->overflowed};
+                        .overflowed = job.kept->overflowed,
+                        .summary = job.kept->summary};
   values.param_updates.assign(job.param_updates.begin(), job.param_updates.end());
   values.trace.assign(job.trace.begin(), job.trace.end());
   values.extra_states.assign(record.extra_states.begin(), record.extra_states.end());
@@ -416,6 +464,23 @@ void KeptRecord::Set(const RecordAttempt& record) {
   header().attempt = record.step << kAttemptBits | std::min(record.attempt, kAttemptMax);
 }
 
+void KeptRecord::Set(const RecordPrepared& record) {
+  header().prepared = 0;
+  if (record.step == 0) return;
+  FOREBAY_CHECK(record.step == header().published + 1 &&
+                record.summary.size() == header().summary_bytes &&
+                record.extra_states.size() == header().ranks &&
+                record.hyper_params.size() <= protocol::kParamGroupsMax);
+  prepared() = {.attempt = record.attempt,
+                .param_groups = record.hyper_params.size(),
+                .request = record.request,
+                .float_sums = record.float_sums};
+  std::ranges::copy(record.hyper_params, prepared_hyper_params());
+  std::ranges::copy(record.extra_states, prepared_extra_states());
+  std::ranges::copy(record.summary, prepared_summary());
+  header().prepared = record.step;
+}
+
 void KeptRecord::WriteValues(const RecordDecision& record) {
   Values& to = values(record.step);
   const uint64_t ranks = std::min<uint64_t>(record.extra_states.size(), header().ranks);
@@ -424,7 +489,10 @@ void KeptRecord::WriteValues(const RecordDecision& record) {
         .traced = record.trace.size(),
         .norm = record.norm,
         .clipped = record.clipped ? 1U : 0U,
-        .overflowed = record.overflowed};
+        .overflowed = record.overflowed,
+        .summary_bytes = record.summary.size()};
+  FOREBAY_CHECK(record.summary.size() <= header().summary_bytes);
+  std::ranges::copy(record.summary, summary(record.step));
   FOREBAY_CHECK(record.param_updates.size() == header().params &&
                 record.trace.size() <= header().partitions);
   std::ranges::copy(record.param_updates, param_updates(record.step));
@@ -531,11 +599,17 @@ std::shared_ptr<const KeptUpdate> KeptRecord::ReadUpdate() const {
       of.staging_slot = static_cast<uint32_t>(staged & ((uint64_t{1} << kStagedBits) - 1));
     }
   }
-  for (uint32_t page = 0; page < at.sum_pages; ++page) {
+  update->sums = ReadSums(at.decided);
+  return update;
+}
+
+std::vector<KeptUpdate::Sums> KeptRecord::ReadSums(uint64_t step) const {
+  std::vector<KeptUpdate::Sums> read;
+  for (uint32_t page = 0; page < header().sum_pages; ++page) {
     const uint64_t state = sums(page).state;
-    if (state >> 2 != at.decided || (state & 1) == 0) continue;
+    if (state >> 2 != step || (state & 1) == 0) continue;
     const Sums::Place& place = sums(page).places[state >> 1 & 1];
-    KeptUpdate::Sums& of = update->sums.emplace_back();
+    KeptUpdate::Sums& of = read.emplace_back();
     of = {.page = page, .checksum = place.checksum, .spills = place.spills};
     if (place.frame != kNoSlot) of.frame = static_cast<uint32_t>(place.frame);
     if (place.path == kNoSlot) continue;
@@ -543,7 +617,39 @@ std::shared_ptr<const KeptUpdate> KeptRecord::ReadUpdate() const {
                .offset_bytes = place.offset_bytes,
                .size_bytes = place.size_bytes};
   }
+  return read;
+}
+
+absl::StatusOr<std::shared_ptr<const KeptUpdate>> KeptRecord::ReadPrepared(int step_arena) const {
+  const Header& at = header();
+  const Prepared& from = prepared();
+  auto update = std::make_shared<KeptUpdate>();
+  update->order.step = at.prepared;
+  update->order.hyper_params.assign(prepared_hyper_params(),
+                                    prepared_hyper_params() + from.param_groups);
+  update->float_sums = from.float_sums;
+  update->blocks.resize(at.blocks);
+  update->sums = ReadSums(at.prepared);
+  KeptPrepared& of = update->prepared.emplace();
+  of.attempt = from.attempt;
+  of.request = from.request;
+  ASSIGN_OR_RETURN(of.extra_states, ReadStates({prepared_extra_states(), at.ranks}, step_arena));
+  of.summary.assign(prepared_summary(), prepared_summary() + at.summary_bytes);
   return update;
+}
+
+absl::StatusOr<ExtraStates> KeptRecord::ReadStates(std::span<const StatePart> parts,
+                                                   int step_arena) {
+  std::vector<std::vector<std::byte>> read;
+  for (const StatePart& part : parts) {
+    std::vector<std::byte>& bytes = read.emplace_back(part.bytes);
+    if (part.bytes == 0) continue;
+    const ssize_t got =
+        ::pread(step_arena, bytes.data(), part.bytes, static_cast<off_t>(part.offset_bytes));
+    if (got != static_cast<ssize_t>(part.bytes))
+      return CorruptRecord("its step arena is cut short");
+  }
+  return std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(read));
 }
 
 // Numbers that whoever reads them relies on.
@@ -554,7 +660,7 @@ absl::Status KeptRecord::CheckChanging() const {
   if (decided != published && decided != published + 1) return CorruptRecord("its steps");
   const Values& of_step = values(decided);
   if (of_step.step != decided || values(published).step != published || of_step.ranks > at.ranks ||
-      of_step.traced > at.partitions) {
+      of_step.traced > at.partitions || of_step.summary_bytes > at.summary_bytes) {
     return CorruptRecord("values of a step");
   }
   for (uint64_t i = 0; i < of_step.traced; ++i) {
@@ -567,6 +673,16 @@ absl::Status KeptRecord::CheckChanging() const {
   }
   if (decided > published && order().param_groups > protocol::kParamGroupsMax) {
     return CorruptRecord("the order of its update");
+  }
+  const bool is_prepared = at.prepared == decided + 1;
+  if (is_prepared &&
+      (at.summary_bytes == 0 || prepared().param_groups > protocol::kParamGroupsMax)) {
+    return CorruptRecord("the step that is prepared");
+  }
+  for (uint64_t rank = 0; is_prepared && rank < at.ranks; ++rank) {
+    if (prepared_extra_states()[rank].bytes > protocol::kExtraStateBytesMax) {
+      return CorruptRecord("extra_state of the step that is prepared");
+    }
   }
   for (uint32_t i = 0; i < at.blocks; ++i) {
     for (const Version& version : block(i).versions) {
@@ -604,17 +720,8 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   job.param_updates.assign(param_updates(published), param_updates(published) + at.params);
   const Values& of_step = values(decided);
   job.trace.assign(trace(decided), trace(decided) + of_step.traced);
-  std::vector<std::vector<std::byte>> extra;
-  for (uint64_t rank = 0; rank < of_step.ranks; ++rank) {
-    const StatePart part = extra_states(decided)[rank];
-    std::vector<std::byte>& bytes = extra.emplace_back(part.bytes);
-    if (part.bytes == 0) continue;
-    const ssize_t got =
-        ::pread(step_arena, bytes.data(), part.bytes, static_cast<off_t>(part.offset_bytes));
-    if (got != static_cast<ssize_t>(part.bytes))
-      return CorruptRecord("its step arena is cut short");
-  }
-  job.extra_states = std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(extra));
+  ASSIGN_OR_RETURN(job.extra_states,
+                   ReadStates({extra_states(decided), of_step.ranks}, step_arena));
   for (uint32_t i = 0; i < at.blocks; ++i) {
     const uint64_t copy = CurrentCopy(i);
     const Version& version = block(i).versions[copy];
@@ -622,8 +729,12 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
     kept.written_steps[i] = kept.resident[i] ? published : version.written_step;
     job.blocks[i] = BytesOf(i, copy);
   }
-  if (decided > published) {
-    kept.update = ReadUpdate();
+  const bool is_prepared = decided == published && at.prepared == decided + 1;
+  if (decided > published) kept.update = ReadUpdate();
+  if (is_prepared) {
+    ASSIGN_OR_RETURN(kept.update, ReadPrepared(step_arena));
+  }
+  if (kept.update != nullptr) {
     // Where they were there when it was recorded, they are counted.
     if (!kept.session.accumulate) kept.dram_bytes += kept.update->float_sums.bytes;
     // The node has given some where paths failed.
@@ -646,6 +757,8 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   kept.overflowed = of_step.overflowed;
   const uint64_t attempt = at.attempt;
   kept.attempt = attempt >> kAttemptBits == decided + 1 ? attempt & kAttemptMax : 0;
+  if (is_prepared) kept.attempt = prepared().attempt;
+  kept.summary.assign(summary(decided), summary(decided) + of_step.summary_bytes);
   kept.dram_bytes += state_bytes();
   job.kept = std::move(kept);
   // That it had when it was recorded: others may have some of them now.

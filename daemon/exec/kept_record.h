@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -46,8 +47,8 @@ class KeptRecord {
   void Leave() { is_owned_ = false; }
 
   int fd() const { return fd_.get(); }
-  // A step is decided, and not published.
-  bool is_updating() const;
+  // A step is prepared, or decided, and not published.
+  bool is_in_step() const;
   uint64_t nonce() const;
 
   void Set(const RecordBlock& record);
@@ -55,6 +56,7 @@ class KeptRecord {
   void Set(const RecordStaged& record);
   void Set(const RecordSums& record);
   void Set(const RecordAttempt& record);
+  void Set(const RecordPrepared& record);
   void Set(const RecordDecision& record);
   void Set(const RecordTrust& record);
   void Set(const RecordStep& record);
@@ -81,6 +83,7 @@ class KeptRecord {
   struct Values;
   struct Order;
   struct Sums;
+  struct Prepared;
 
   KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes);
 
@@ -90,6 +93,11 @@ class KeptRecord {
   uint64_t* param_updates(uint64_t step) const;
   StatePart* extra_states(uint64_t step) const;
   uint32_t* trace(uint64_t step) const;
+  std::byte* summary(uint64_t step) const;
+  Prepared& prepared() const;
+  protocol::HyperParams* prepared_hyper_params() const;
+  StatePart* prepared_extra_states() const;
+  std::byte* prepared_summary() const;
   Order& order() const;
   protocol::HyperParams* hyper_params() const;
   struct Lease;
@@ -105,6 +113,9 @@ class KeptRecord {
   void WriteOrder(const RecordDecision& record);
   std::optional<DurableBytes> BytesOf(uint32_t index, uint64_t copy) const;
   std::shared_ptr<const KeptUpdate> ReadUpdate() const;
+  absl::StatusOr<std::shared_ptr<const KeptUpdate>> ReadPrepared(int step_arena) const;
+  std::vector<KeptUpdate::Sums> ReadSums(uint64_t step) const;
+  static absl::StatusOr<ExtraStates> ReadStates(std::span<const StatePart> parts, int step_arena);
   absl::Status CheckChanging() const;
 
   protocol::UniqueFd fd_;

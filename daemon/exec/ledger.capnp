@@ -46,6 +46,8 @@ struct Job {
   weights @15 :List(Bytes);         # parts of the arena, from its beginning
   digests @16 :List(UInt64);        # of the pages of all blocks' planes of weights, in the blocks' order
   kept @17 :Kept;                   # of a job that is handed over
+  before @18 :Job;  # the durable step before, of a job over several nodes: its step, run, and what is bytes or a list.
+                    # Since version 2
 }
 
 struct Kept {
@@ -73,6 +75,7 @@ struct Kept {
   sumFrames @20 :UInt32;
   leases @21 :List(Lease);
   worldRanks @22 :UInt32;
+  summary @23 :Data;
 }
 
 struct Lease {

@@ -39,7 +39,8 @@ using protocol::kPageBytes;
 using protocol::Layout;
 using protocol::MakeError;
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersionWithoutBefore = 1;  // which older programs read
 constexpr int kNestingMax = 8;
 constexpr uint64_t kBlockElemsMax = uint64_t{1} << 26;  // of update.block_elems
 
@@ -122,6 +123,7 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   to.setNorm(kept.norm);
   to.setClipped(kept.clipped);
   to.setOverflowed(kept.overflowed);
+  to.setSummary(DataOf(kept.summary));
   WriteSlots(kept.spare_slots, to.initSpareSlots(static_cast<unsigned>(kept.spare_slots.size())));
   WriteSlots(kept.sum_slots, to.initSumSlots(static_cast<unsigned>(kept.sum_slots.size())));
   if (!kept.sum_slots.empty()) to.setSumSlotBytes(kept.sum_slots.front().size_bytes);
@@ -134,21 +136,9 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   }
 }
 
-enum class Memory : uint8_t { kLeftOut, kWritten };
-
-absl::Status WriteJob(const DurableJob& job, Memory memory, schema::Job::Builder to) {
-  to.setId(job.id);
-  to.setName(job.name.c_str());
-  to.setUid(job.uid);
+// What is another one in each step.
+absl::Status WriteStep(const DurableJob& job, schema::Job::Builder to) {
   to.setRun({job.run.c_str(), job.run.size()});
-  to.setDurability(protocol::FormatDurability(job.durability).c_str());
-  ASSIGN_OR_RETURN(const std::vector<std::byte> layout, protocol::EncodeLayout(job.layout->spec()));
-  to.setLayout(DataOf(layout));
-  to.setWorldSize(job.world_size);
-  to.setBlockElems(job.block_elems);
-  to.setSlotBytes(job.slot_bytes);
-  auto on_swap = to.initWeightsOnSwap(static_cast<unsigned>(job.weights_on_swap.size()));
-  for (unsigned i = 0; i < on_swap.size(); ++i) on_swap.set(i, job.weights_on_swap[i]);
   to.setStep(job.step);
   auto updates = to.initParamUpdates(static_cast<unsigned>(job.param_updates.size()));
   for (unsigned i = 0; i < updates.size(); ++i) updates.set(i, job.param_updates[i]);
@@ -158,8 +148,26 @@ absl::Status WriteJob(const DurableJob& job, Memory memory, schema::Job::Builder
     auto states = to.initExtraStates(static_cast<unsigned>(job.extra_states->size()));
     for (unsigned i = 0; i < states.size(); ++i) states.set(i, DataOf((*job.extra_states)[i]));
   }
-  if (job.kept && memory == Memory::kWritten) WriteKept(*job.kept, to.initKept());
   return WriteBlocks(job, to);
+}
+
+enum class Memory : uint8_t { kLeftOut, kWritten };
+
+absl::Status WriteJob(const DurableJob& job, Memory memory, schema::Job::Builder to) {
+  to.setId(job.id);
+  to.setName(job.name.c_str());
+  to.setUid(job.uid);
+  to.setDurability(protocol::FormatDurability(job.durability).c_str());
+  ASSIGN_OR_RETURN(const std::vector<std::byte> layout, protocol::EncodeLayout(job.layout->spec()));
+  to.setLayout(DataOf(layout));
+  to.setWorldSize(job.world_size);
+  to.setBlockElems(job.block_elems);
+  to.setSlotBytes(job.slot_bytes);
+  auto on_swap = to.initWeightsOnSwap(static_cast<unsigned>(job.weights_on_swap.size()));
+  for (unsigned i = 0; i < on_swap.size(); ++i) on_swap.set(i, job.weights_on_swap[i]);
+  if (job.kept && memory == Memory::kWritten) WriteKept(*job.kept, to.initKept());
+  if (job.before != nullptr) RETURN_IF_ERROR(WriteStep(*job.before, to.initBefore()));
+  return WriteStep(job, to);
 }
 
 void WritePlace(const VolumePlace& place, schema::Ledger::Builder to) {
@@ -182,7 +190,9 @@ absl::StatusOr<std::vector<std::byte>> Encode(
   const auto exception = kj::runCatchingExceptions([&] {
     capnp::MallocMessageBuilder builder;
     auto ledger = builder.initRoot<schema::Ledger>();
-    ledger.setVersion(kVersion);
+    const bool has_before =
+        std::ranges::any_of(node.jobs, [](const auto& job) { return job->before != nullptr; });
+    ledger.setVersion(has_before ? kVersion : kVersionWithoutBefore);
     ledger.setNonce(nonce);
     ledger.setLastJob(node.last_job);
     write_rest(ledger);
@@ -230,10 +240,12 @@ class JobReader {
     RETURN_IF_ERROR(ReadName(last_job));
     RETURN_IF_ERROR(ReadLayout());
     RETURN_IF_ERROR(ReadSizes());
-    RETURN_IF_ERROR(ReadLists());
-    RETURN_IF_ERROR(ReadBlocks());
-    RETURN_IF_ERROR(ReadWeights());
+    RETURN_IF_ERROR(ReadStep());
     if (from_.hasKept()) RETURN_IF_ERROR(ReadKept());
+    if (from_.hasBefore()) {
+      ASSIGN_OR_RETURN(DurableJob before, JobReader(from_.getBefore()).ReadBefore(job_));
+      job_.before = std::make_shared<const DurableJob>(std::move(before));
+    }
     return std::move(job_);
   }
 
@@ -257,9 +269,6 @@ class JobReader {
     const std::string_view whole(name.begin(), name.size());
     const auto parsed = ParseJobName(whole, job_.uid, OtherUsers::kRefused);
     if (!parsed.ok() || parsed->name != whole) return Wrong("not a name of a job");
-    const capnp::Text::Reader run = from_.getRun();
-    if (run.size() > kRunTokenBytesMax) return Wrong("the token of its run is too long");
-    job_.run.assign(run.begin(), run.size());
     const capnp::Text::Reader durability = from_.getDurability();
     const auto level = protocol::ParseDurability({durability.begin(), durability.size()});
     if (!level.ok()) return Wrong(std::string(level.status().message()));
@@ -281,6 +290,34 @@ class JobReader {
     return absl::OkStatus();
   }
 
+  // The durable step before that of `job`.
+  absl::StatusOr<DurableJob> ReadBefore(const DurableJob& job) {
+    job_.id = job.id;
+    job_.name = job.name;
+    job_.uid = job.uid;
+    job_.durability = job.durability;
+    job_.layout = job.layout;
+    job_.world_size = job.world_size;
+    job_.block_elems = job.block_elems;
+    job_.slot_bytes = job.slot_bytes;
+    job_.weights_on_swap = job.weights_on_swap;
+    RETURN_IF_ERROR(ReadStep());
+    if (job_.step < job.step && from_.getWeightsOnSwap().size() == 0 && !from_.hasKept()) {
+      return std::move(job_);
+    }
+    return Wrong(absl::StrCat("step ", job_.step, " is before its step ", job.step));
+  }
+
+  absl::Status ReadStep() {
+    const capnp::Text::Reader run = from_.getRun();
+    if (run.size() > kRunTokenBytesMax) return Wrong("the token of its run is too long");
+    job_.run.assign(run.begin(), run.size());
+    job_.step = from_.getStep();
+    RETURN_IF_ERROR(ReadLists());
+    RETURN_IF_ERROR(ReadBlocks());
+    return ReadWeights();
+  }
+
   absl::Status ReadSizes() {
     job_.world_size = from_.getWorldSize();
     if (job_.world_size == 0 || job_.world_size > protocol::kWorldMax) {
@@ -296,17 +333,17 @@ class JobReader {
     if (!has_slots || job_.slot_bytes % kPageBytes != 0) {
       return Wrong(absl::StrCat("slots of ", job_.slot_bytes, " bytes"));
     }
-    job_.step = from_.getStep();
+    const auto on_swap = from_.getWeightsOnSwap();
+    const size_t partitions = job_.layout->partitions().size();
+    if (on_swap.size() > 0 && (on_swap.size() != partitions || job_.layout->is_shared())) {
+      return WrongCount("partitions with a place of their weights", on_swap.size(), partitions);
+    }
+    for (const bool one : on_swap) job_.weights_on_swap.push_back(one);
     return absl::OkStatus();
   }
 
   absl::Status ReadLists() {
     const size_t partitions = job_.layout->partitions().size();
-    const auto on_swap = from_.getWeightsOnSwap();
-    if (on_swap.size() > 0 && (on_swap.size() != partitions || job_.layout->is_shared())) {
-      return WrongCount("partitions with a place of their weights", on_swap.size(), partitions);
-    }
-    for (const bool one : on_swap) job_.weights_on_swap.push_back(one);
     const auto updates = from_.getParamUpdates();
     if (updates.size() != job_.layout->params().size()) {
       return WrongCount("parameters with steps", updates.size(), job_.layout->params().size());
@@ -455,6 +492,9 @@ class JobReader {
                     .norm = from.getNorm(),
                     .clipped = from.getClipped(),
                     .overflowed = from.getOverflowed()};
+    const capnp::Data::Reader summary = from.getSummary();
+    const auto* const summary_begin = reinterpret_cast<const std::byte*>(summary.begin());
+    kept.summary.assign(summary_begin, summary_begin + summary.size());
     const auto resident = from.getResident();
     if (resident.size() != job_.blocks.size()) {
       return WrongCount("blocks with a place", resident.size(), job_.blocks.size());

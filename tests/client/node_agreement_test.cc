@@ -37,7 +37,7 @@ protocol::Layout MakeLayout() {
 }
 
 StepSummary SummaryOf(uint64_t squares) {
-  StepSummary summary{.head = {.step = kStep, .params = 2, .scalars = 5, .durable_step = squares},
+  StepSummary summary{.head = {.step = kStep, .params = 2, .scalars = 5},
                       .present = {3},
                       .lacking = {0}};
   summary.head.squares[4] = squares;
@@ -75,7 +75,6 @@ TEST(NodeAgreement, AStepThatAllHavePreparedIsCommittedWithEachNodesPartOnce) {
   EXPECT_OK(outcome.error);
   EXPECT_EQ(outcome.summary.head.decision, StepDecision::kCommit);
   EXPECT_EQ(outcome.summary.head.squares[4], 7U);
-  EXPECT_EQ(outcome.summary.head.durable_step, 3U) << "the oldest";
 }
 
 TEST(NodeAgreement, ARefusedCallIsHeardByAllAndRepeated) {
@@ -132,6 +131,32 @@ TEST(NodeAgreement, AParameterThatOneNodeLacksIsNamed) {
               AllOf(HasSubstr("node of rank 2"), HasSubstr("parameter second")));
 }
 
+TEST(NodeAgreement, AReplicaThatDiffersIsNamed) {
+  World world = Prepared();
+  const ReplicaDigest common{.partition = 11, .digest = 5, .group = 0};
+  world.messages[0].digests = {common, {.partition = 12, .digest = 6, .group = 0}};
+  world.messages[2].digests = {{.partition = 13, .digest = 7, .group = 0}, common};
+  ASSERT_OK_AND_ASSIGN(StepOutcome outcome, DecideStep(world.sent(), MakeLayout(), kStep));
+  EXPECT_EQ(outcome.summary.head.decision, StepDecision::kCommit);
+  world.messages[2].digests[1].digest = 4;
+  ASSERT_OK_AND_ASSIGN(outcome, DecideStep(world.sent(), MakeLayout(), kStep));
+  EXPECT_EQ(outcome.summary.head.decision, StepDecision::kRepeat);
+  EXPECT_THAT(outcome.error, HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(
+      std::string(outcome.error.message()),
+      AllOf(HasSubstr("replicas of all on the nodes of ranks 0 and 2"), HasSubstr("after step 6")));
+}
+
+TEST(NodeAgreement, DigestsAreOfWhatAPartitionHolds) {
+  const protocol::Layout layout = MakeLayout();
+  const uint64_t known[] = {8, 0, 9};
+  const auto bytes = std::as_bytes(std::span(known)).first(layout.partitions().size() * 8);
+  const std::vector<ReplicaDigest> digests = ReplicaDigestsOf(layout, bytes);
+  for (const ReplicaDigest& one : digests) EXPECT_NE(one.digest, 0U) << "not known";
+  EXPECT_EQ(digests.at(0).digest, 8U);
+  EXPECT_EQ(digests.at(0).group, layout.partitions()[0].group);
+}
+
 TEST(NodeAgreement, AnotherStepAndBytesThatAreNoMessageAreRefused) {
   EXPECT_THAT(DecideStep(Prepared().sent(), MakeLayout(), kStep + 1).status(),
               HasError(ErrorId::kProtocol));
@@ -182,10 +207,25 @@ TEST(NodeAgreement, ADaemonThatLostItsMemoryIsNamedWithBothSteps) {
   EXPECT_THAT(status, HasError(ErrorId::kStep));
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("ranks 0, 1 at step 9"), HasSubstr("ranks 2, 3 have no parameters")));
-  world = Attached({.committed_step = 9}, {.committed_step = 4, .durable_step = 4});
+  world = Attached({.committed_step = 9, .durable_step = 8, .durable_before = 6},
+                   {.committed_step = 4, .durable_step = 4});
   status = AgreeOnStep(world.sent(), "gpt").status();
   EXPECT_THAT(std::string(status.message()), HasSubstr("ranks 2, 3 at step 4 (durable 4)"));
   EXPECT_THAT(protocol::HintOf(status), HasSubstr("--delete gpt"));
+}
+
+TEST(NodeAgreement, AllGoBackToTheNewestStepThatEveryNodeHas) {
+  const NodeMessage::State lost{.committed_step = 4, .durable_step = 4};
+  for (const NodeMessage::State& ahead :
+       {NodeMessage::State{.committed_step = 6, .prepared_step = 7, .durable_step = 4},
+        NodeMessage::State{.committed_step = 6, .durable_step = 6, .durable_before = 4},
+        NodeMessage::State{.committed_step = 5, .durable_step = 4}}) {
+    ASSERT_OK_AND_ASSIGN(const AttachOutcome outcome,
+                         AgreeOnStep(Attached(ahead, lost).sent(), "j"));
+    EXPECT_EQ(outcome.todo, Todo::kGoBack);
+    EXPECT_EQ(outcome.step, 4U);
+    EXPECT_EQ(outcome.from_step, ahead.committed_step);
+  }
 }
 
 TEST(NodeAgreement, AnAttachThatFailsOnOneRankFailsOnAll) {

@@ -295,15 +295,58 @@ TEST(LedgerCodec, ASlotOfAnotherSizeIsNotEncoded) {
   EXPECT_THAT(EncodeLedger(node, kNonce), HasError(ErrorId::kInternal));
 }
 
+// Each job with the step before: what of it is in the same slot is named once.
+DurableNode WithBefore() {
+  DurableNode node = MakeDurableNode(kBeginBytes);
+  DurableNode before = MakeDurableNode(kBeginBytes + (uint64_t{1} << 24));
+  for (size_t i = 0; i < node.jobs.size(); ++i) {
+    DurableJob older = *before.jobs[i];
+    older.step -= 10;
+    for (uint64_t& updates : older.param_updates) updates = std::min(updates, older.step);
+    for (auto& block : older.blocks) {
+      if (block) block->written_step = std::min(block->written_step, older.step);
+    }
+    for (DurableBytes& part : older.weights)
+      part.written_step = std::min(part.written_step, older.step);
+    if (older.blocks[0] && node.jobs[i]->blocks[0])
+      older.blocks[0]->slot = node.jobs[i]->blocks[0]->slot;
+    DurableJob job = *node.jobs[i];
+    job.before = std::make_shared<const DurableJob>(std::move(older));
+    node.jobs[i] = std::make_shared<const DurableJob>(std::move(job));
+  }
+  return node;
+}
+
+TEST(LedgerCodec, TheStepBeforeComesBackAndIsNotAmongTheSlotsThatItKeeps) {
+  const DurableNode node = WithBefore();
+  ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node)));
+  ExpectEqual(decoded.node, node);
+  EXPECT_EQ(SlotsOf(node), SlotsOf(MakeDurableNode(kBeginBytes)));
+  EXPECT_GT(decoded.node.jobs[0]->Slots().size(), decoded.node.jobs[0]->NamedSlots().size());
+  EXPECT_LT(decoded.node.jobs[0]->Slots().size(), 2 * decoded.node.jobs[0]->NamedSlots().size());
+  EXPECT_EQ(Encode(node).at(16), std::byte{2}) << "older programs cannot read it";
+}
+
+TEST(LedgerCodec, AStepBeforeThatIsNotBeforeIsRefused) {
+  DurableNode node = WithBefore();
+  DurableJob job = *node.jobs[0];
+  DurableJob later = *job.before;
+  later.step = job.step;
+  job.before = std::make_shared<const DurableJob>(std::move(later));
+  node.jobs[0] = std::make_shared<const DurableJob>(std::move(job));
+  const auto decoded = DecodeLedger(Encode(node));
+  EXPECT_THAT(decoded, HasError(ErrorId::kCorrupt));
+}
+
 TEST(LedgerCodec, ANewerVersionIsRefusedByBothNumbers) {
   std::vector<std::byte> bytes = Encode({});
   // One segment: its table, the root pointer, then the root's data, which begins with the version.
   ASSERT_EQ(bytes.at(16), std::byte{1});
-  bytes[16] = std::byte{2};
+  bytes[16] = std::byte{3};
   const auto decoded = DecodeLedger(bytes);
   EXPECT_THAT(decoded, HasError(ErrorId::kSwapPath));
   EXPECT_THAT(std::string(decoded.status().message()),
-              HasSubstr("version 2, made by a newer forebayd; this one reads version 1"));
+              HasSubstr("version 3, made by a newer forebayd; this one reads version 2"));
 }
 
 // -------------------------------------------------------------------------------------- wrong bytes

@@ -13,6 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/step_summary.h"
+#include "tests/support/job_cases.h"
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
@@ -22,6 +23,8 @@ namespace {
 using ::forebay::testing::AttachRequest;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::NodeHarness;
+using ::forebay::testing::Place;
+using ::forebay::testing::RoomyCaseOptions;
 using ::forebay::testing::RoomyOptions;
 using ::forebay::testing::ShardCut;
 using ::forebay::testing::ShardedLayoutOptions;
@@ -32,9 +35,11 @@ using protocol::StepSummary;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr uint32_t kRanks = 4;
 constexpr uint32_t kNodeRanks = 2;
+constexpr protocol::Durability kEveryOther{.level = protocol::DurabilityLevel::kEpoch, .steps = 2};
 constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
 
 // The second parameter's shards are all on the first node.
@@ -44,14 +49,18 @@ const std::vector<std::vector<ShardedParam>> kGroups = {
 
 class OneOfTwo {
  public:
-  explicit OneOfTwo(uint32_t number)
+  explicit OneOfTwo(uint32_t number, const NodeState::Options& options = RoomyOptions(),
+                    protocol::Durability durability = {})
       : first_rank_(number * kNodeRanks),
         layout_(MakeShardedLayout(
             kGroups,
             {.ranks = kRanks, .node_ranks = kNodeRanks, .first_rank = number * kNodeRanks})),
-        node_(RoomyOptions(), kNodeRanks) {}
+        durability_(durability),
+        node_(options, kNodeRanks) {}
 
-  AttachRequest RequestOf(uint32_t rank) const { return {.rank = rank, .world_ranks = kRanks}; }
+  AttachRequest RequestOf(uint32_t rank) const {
+    return {.rank = rank, .world_ranks = kRanks, .durability = durability_};
+  }
   void AttachAll() {
     sessions_.clear();
     for (uint32_t rank = 0; rank < kNodeRanks; ++rank) {
@@ -94,6 +103,7 @@ class OneOfTwo {
 
   uint32_t first_rank_;
   std::shared_ptr<const protocol::Layout> layout_;
+  protocol::Durability durability_;
   NodeHarness node_;
   std::vector<uint64_t> sessions_;
   std::vector<uint64_t> tags_;
@@ -281,6 +291,85 @@ TEST_F(NodeStateNodes, ARankThatIsLostBeforeItsCallDropsTheStepOfItsNode) {
   EXPECT_EQ(a_.attached(0).prepared_step, 0U);
   Train(1);
 }
+
+// ------------------------------------------------------------------------------ back to a durable step
+
+class NodeStateGoesBack : public ::testing::TestWithParam<Place> {
+ protected:
+  static NodeState::Options Options() {
+    NodeState::Options options = RoomyCaseOptions();
+    options.block_elems = 256;
+    if (GetParam() == Place::kDram) return options;
+    OneOfTwo roomy(0, options, kEveryOther);
+    roomy.AttachAll();
+    options.dram_limit_bytes =
+        roomy.node_.state().Node().dram_used_bytes - roomy.node_.FindJob("job")->resident_bytes;
+    return options;
+  }
+  void TearDown() override { EXPECT_EQ(node_.node_.fault(), ""); }
+  // Alone: what it has prepared is all that there is.
+  void Train(uint64_t step) {
+    node_.Deliver(step);
+    ASSERT_THAT(node_.Call(step), Each(ErrorId::kNone));
+    StepSummary world = node_.Summary();
+    world.head.decision = StepDecision::kCommit;
+    ASSERT_THAT(node_.Decide(world), Each(ErrorId::kNone));
+    ASSERT_EQ(node_.committed(), step);
+    node_.node_.RunTasks();
+  }
+  ErrorId GoBack(uint64_t step) {
+    const ErrorId met = node_.node_.ErrorOf(node_.node_.GoBack(node_.sessions_[0], step));
+    node_.node_.RunTasks();
+    return met;
+  }
+
+  OneOfTwo node_{0, Options(), kEveryOther};
+};
+
+TEST_P(NodeStateGoesBack, ToTheNewestDurableStepOrTheOneBefore) {
+  for (const uint64_t to : {4U, 2U}) {
+    SCOPED_TRACE(to);
+    node_.AttachAll();
+    for (uint64_t step = node_.committed() + 1; step <= 5; ++step) Train(step);
+    node_.Deliver(6);
+    node_.Call(6);
+    EXPECT_EQ(GoBack(3), ErrorId::kStep) << "was never durable";
+    ASSERT_EQ(GoBack(to), ErrorId::kNone);
+    EXPECT_THAT(node_.node_.Logged<JobWentBack>(), Not(IsEmpty()));
+    node_.AttachAll();
+    for (uint32_t rank = 0; rank < kNodeRanks; ++rank) {
+      EXPECT_EQ(node_.attached(rank).committed_step, to);
+      EXPECT_EQ(node_.attached(rank).durable_step, to);
+      EXPECT_EQ(node_.attached(rank).durable_before, to == 4 ? 2U : 0U);
+      EXPECT_FALSE(node_.attached(rank).writes_initial);
+    }
+    EXPECT_EQ(GoBack(to), ErrorId::kNone) << "it is there";
+  }
+}
+
+TEST_P(NodeStateGoesBack, BothStepsSurviveTheDaemon) {
+  node_.AttachAll();
+  for (uint64_t step = 1; step <= 5; ++step) Train(step);
+  std::unique_ptr<NodeHarness> next = NodeHarness::Restart(node_.node_, Options());
+  for (const uint64_t to : {4U, 2U}) {
+    std::vector<uint64_t> sessions;
+    for (uint32_t rank = 0; rank < kNodeRanks; ++rank) {
+      AttachRequest request = node_.RequestOf(rank);
+      request.resume = true;
+      sessions.push_back(next->Attach(node_.layout_, request));
+      ASSERT_OK(next->attached(sessions.back())->status);
+      EXPECT_EQ(next->attached(sessions.back())->committed_step, to);
+    }
+    EXPECT_EQ(next->attached(sessions[0])->durable_before, to == 4 ? 2U : 0U);
+    if (to == 4) {
+      ASSERT_EQ(next->ErrorOf(next->GoBack(sessions[1], 2)), ErrorId::kNone);
+    }
+    next->RunTasks();
+  }
+  EXPECT_EQ(next->fault(), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, NodeStateGoesBack, ::testing::Values(Place::kDram, Place::kSwap));
 
 // ----------------------------------------------------------------------------------------- refusals
 

@@ -117,6 +117,7 @@ struct Words {
   void operator()(const RestorePart& a) const { Put({a.task, a.identity.block, a.checksum}); }
   void operator()(const KeepExtraStates& a) const { Put({a.task, a.parts.size()}); }
   void operator()(const RestoreExtraStates& a) const { Put({a.task, a.offsets_bytes.size()}); }
+  void operator()(const DigestWeights& a) const { Put({a.task, a.offset_bytes, a.bytes}); }
   void operator()(const CommitLedger& a) const {
     Put({a.task, a.node->jobs.size(), a.pause ? 1U : 0U});
     for (const auto& job : a.node->jobs) Put({job->id, job->step, job->slots()});
@@ -133,6 +134,7 @@ struct Words {
   void operator()(const RecordStaged& a) const { Put({a.job, a.block, a.step, a.staging_slot}); }
   void operator()(const RecordSums& a) const { Put({a.job, a.page, a.step, a.checksum}); }
   void operator()(const RecordAttempt& a) const { Put({a.job, a.step, a.attempt}); }
+  void operator()(const RecordPrepared& a) const { Put({a.job, a.step, a.attempt}); }
   void operator()(const RecordDecision& a) const { Put({a.job, a.step}); }
   void operator()(const RecordTrust& a) const { Put({a.job, a.step, a.trust.size()}); }
   void operator()(const RecordStep& a) const { Put({a.job, a.step, a.overflowed}); }
@@ -140,6 +142,7 @@ struct Words {
   void operator()(const RecordLease& a) const { Put({a.job, a.lease.lease, a.lease.offset_bytes}); }
   void operator()(const RecordLeaseEnd& a) const { Put({a.job, a.lease}); }
   void operator()(const UpdateNotResumed& a) const { Put({a.step}); }
+  void operator()(const JobWentBack& a) const { Put({a.from_step, a.to_step}); }
   void operator()(const DropRecord& a) const { Put({a.job}); }
   void operator()(const SwapPathMarked& a) const { Put({a.path, a.marked ? 1U : 0U}); }
 

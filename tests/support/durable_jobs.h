@@ -172,6 +172,8 @@ inline void ExpectEqual(const daemon::DurableJob& a, const daemon::DurableJob& b
   }
   ASSERT_EQ(a.weights.size(), b.weights.size());
   for (size_t i = 0; i < a.weights.size(); ++i) ExpectEqual(a.weights[i], b.weights[i]);
+  ASSERT_EQ(a.before == nullptr, b.before == nullptr);
+  if (a.before != nullptr) ExpectEqual(*a.before, *b.before);
 }
 
 inline void ExpectEqual(const daemon::DurableNode& a, const daemon::DurableNode& b) {

@@ -27,6 +27,8 @@ struct JobCase {
   // Place::kDram leaves.
   bool several_passes = false;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
+  // The job has as many ranks on another node, which do what these do.
+  bool over_nodes = false;
 };
 
 // Between the points at which a daemon ends, where all of them are tried one after the other: sanitizers look for
@@ -49,8 +51,16 @@ inline std::shared_ptr<const protocol::Layout> LayoutOf(const JobCase& with) {
   std::vector<std::vector<ShardedParam>> groups(
       count, {{.rows = kCaseRanks * uint64_t{is_large ? 4096U : 1024U}}});
   groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
-  return with.several_passes ? MakeShardedLayout(groups, {.dtype = protocol::DType::kBFloat16})
-                             : MakeShardedLayout(groups);
+  ShardedLayoutOptions options;
+  if (with.several_passes) options.dtype = protocol::DType::kBFloat16;
+  if (with.over_nodes) {
+    options.ranks = 2 * kCaseRanks;
+    options.node_ranks = kCaseRanks;
+    for (std::vector<ShardedParam>& group : groups) {
+      for (ShardedParam& param : group) param.rows *= 2;
+    }
+  }
+  return MakeShardedLayout(groups, options);
 }
 
 // With swap, and DRAM for everything.
@@ -65,6 +75,7 @@ inline daemon::NodeState::Options RoomyCaseOptions() {
 
 inline AttachRequest RequestOf(uint32_t rank, const JobCase& with) {
   return {.rank = rank,
+          .world_ranks = with.over_nodes ? 2 * kCaseRanks : 0,
           .early_updates = with.early_updates,
           .durability = with.durability,
           .grad_arena_bytes = with.place >= Place::kWeightsOnSwap ? 512U << 10 : 64U << 10};

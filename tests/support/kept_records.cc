@@ -31,6 +31,8 @@ void KeptRecords::Execute(const Action& action) {
     set(*sums);
   } else if (const auto* attempt = std::get_if<RecordAttempt>(&action)) {
     set(*attempt);
+  } else if (const auto* prepared = std::get_if<RecordPrepared>(&action)) {
+    set(*prepared);
   } else if (const auto* decision = std::get_if<RecordDecision>(&action)) {
     set(*decision);
   } else if (const auto* trust = std::get_if<RecordTrust>(&action)) {

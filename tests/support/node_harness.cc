@@ -563,6 +563,13 @@ uint64_t NodeHarness::Decide(uint64_t session, const protocol::StepSummary& worl
   return Command(session, command);
 }
 
+uint64_t NodeHarness::GoBack(uint64_t session, uint64_t step) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kGoBack);
+  command.step = step;
+  return Command(session, command);
+}
+
 uint64_t NodeHarness::ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kReadState);

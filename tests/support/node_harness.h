@@ -219,6 +219,7 @@ class NodeHarness {
   // Of a job over several nodes: what the node has said to the session, and what the session says of all.
   const protocol::StepSummary& SummaryTo(uint64_t session) const { return summaries_.at(session); }
   uint64_t Decide(uint64_t session, const protocol::StepSummary& world);
+  uint64_t GoBack(uint64_t session, uint64_t step);
   uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);
   // The t that an update's scalars are of; 0: of none of the first steps, or another lr than 0.1.
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);

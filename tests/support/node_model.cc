@@ -237,8 +237,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
   } else if (const auto* write = std::get_if<WriteBlock>(&action)) {
     uses.push_back(StateUse(write->job, write->place, write->bytes, false));
     CheckSlot(write->job, write->place, /*writes=*/true);
-    const nvme::Slot slot = *write->place.slot;
-    uses.push_back({absl::StrCat("disk ", slot.path), slot.offset_bytes, write->bytes, true});
+    uses.push_back(DiskUse(*write->place.slot, write->bytes, true));
   } else if (const auto* state = std::get_if<DecodeState>(&action)) {
     uses.push_back(StateUse(state->job, state->place, state->block_bytes, false));
     uses.push_back(GradUse(state->session, state->grad_offset_bytes, state->elems * 4, true));
@@ -281,35 +280,33 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
       if (part.from_bytes + part.size_bytes > load->bytes)
         Fault("weights are copied that were not read");
     }
+  } else if (const auto* digest = std::get_if<DigestWeights>(&action)) {
+    uses.push_back(
+        {absl::StrCat("weights ", digest->job), digest->offset_bytes, digest->bytes, false});
   } else if (const auto* spill = std::get_if<SpillSums>(&action)) {
     uses.push_back(StepUse(spill->job, spill->offset_bytes, spill->bytes, false));
     CheckSlot(spill->job, {.resident = false, .slot = spill->slot}, /*writes=*/true);
-    const uint64_t offset = spill->slot.offset_bytes;
-    uses.push_back({absl::StrCat("disk ", spill->slot.path), offset, spill->bytes, true});
+    uses.push_back(DiskUse(spill->slot, spill->bytes, true));
   } else if (const auto* sums = std::get_if<LoadSums>(&action)) {
     uses.push_back(StepUse(sums->job, sums->offset_bytes, sums->bytes, true));
     CheckSlot(sums->job, {.resident = false, .slot = sums->slot}, /*writes=*/false);
-    const uint64_t offset = sums->slot.offset_bytes;
-    uses.push_back({absl::StrCat("disk ", sums->slot.path), offset, sums->bytes, false});
+    uses.push_back(DiskUse(sums->slot, sums->bytes, false));
   } else if (const auto* evict = std::get_if<EvictBlock>(&action)) {
     uses.push_back(StateUse(evict->job, evict->place, evict->bytes, true));
     CheckSlot(evict->job, evict->place, /*writes=*/true);
-    const nvme::Slot slot = *evict->place.slot;
-    uses.push_back({absl::StrCat("disk ", slot.path), slot.offset_bytes, evict->bytes, true});
+    uses.push_back(DiskUse(*evict->place.slot, evict->bytes, true));
   } else if (const auto* save = std::get_if<SavePart>(&action)) {
     const bool is_weights = save->arena == SavedArena::kWeights;
     uses.push_back({absl::StrCat(is_weights ? "weights " : "state ", save->job), save->offset_bytes,
                     save->bytes, false});
     CheckSlot(save->job, {.resident = false, .slot = save->slot}, /*writes=*/true);
-    uses.push_back(
-        {absl::StrCat("disk ", save->slot.path), save->slot.offset_bytes, save->bytes, true});
+    uses.push_back(DiskUse(save->slot, save->bytes, true));
     if (save->bytes > save->slot.size_bytes) Fault("a part is larger than its slot");
   } else if (const auto* restore = std::get_if<RestorePart>(&action)) {
     const bool is_weights = restore->arena == SavedArena::kWeights;
     uses.push_back({absl::StrCat(is_weights ? "weights " : "state ", restore->job),
                     restore->offset_bytes, restore->bytes, true});
-    uses.push_back({absl::StrCat("disk ", restore->slot.path), restore->slot.offset_bytes,
-                    restore->bytes, false});
+    uses.push_back(DiskUse(restore->slot, restore->bytes, false));
   } else if (const auto* kept = std::get_if<KeepExtraStates>(&action)) {
     for (const StatePart& part : kept->parts) {
       uses.push_back(StepUse(kept->job, part.offset_bytes, part.bytes, false));

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "daemon/core/durable_job.h"
 #include "daemon/core/events.h"
 #include "nvme/slot_map.h"
@@ -127,6 +128,9 @@ class NodeModel {
     uint64_t bytes = 0;
     bool writes = false;
   };
+  static Use DiskUse(const nvme::Slot& slot, uint64_t bytes, bool writes) {
+    return {absl::StrCat("disk ", slot.path), slot.offset_bytes, bytes, writes};
+  }
   // By partition and unit of kGradUnitElems.
   using Accumulators = std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>>;
   // Bytes that a LoadWeights has copied to the weights arena.
@@ -278,6 +282,7 @@ class NodeModel {
   void Apply(const daemon::RestorePart& a, daemon::TaskDone& done);
   void Apply(const daemon::KeepExtraStates& a, daemon::TaskDone& done);
   void Apply(const daemon::RestoreExtraStates& a, daemon::TaskDone& done);
+  void Apply(const daemon::DigestWeights& a, daemon::TaskDone& done);
   void Apply(const daemon::CommitLedger& a, daemon::TaskDone& done);
   void SetDurable(const daemon::DurableNode& node);
   void Write(const nvme::Slot& slot, const BlockToken& token);

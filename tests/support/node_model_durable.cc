@@ -87,6 +87,11 @@ void NodeModel::Apply(const KeepExtraStates& a, TaskDone& done) {
   done.extra_states = std::move(kept);
 }
 
+void NodeModel::Apply(const DigestWeights& a, TaskDone& done) {
+  if (jobs_[a.job].is_updating) Fault("weights are digested while they are updated");
+  done.checksum = jobs_[a.job].committed_step << 32 | (a.offset_bytes + 1);
+}
+
 void NodeModel::Apply(const RestoreExtraStates& a, TaskDone&) {
   if (a.offsets_bytes.size() > a.extra_states->size()) {
     Fault("extra_state of more ranks is restored than was kept");
@@ -264,9 +269,12 @@ NodeModel NodeModel::HandedOver(const DurableNode& node) {
   return GoOn(node);
 }
 
+// Else the step is prepared.
+static bool IsDecided(const KeptUpdate* update) { return update != nullptr && !update->prepared; }
+
 void NodeModel::CheckRecord(const DurableJob& record) {
   const JobMemory& job = jobs_.at(record.id);
-  const bool is_updating = record.kept->update != nullptr;
+  const bool is_updating = IsDecided(record.kept->update.get());
   if (job.is_updating != is_updating) Fault("a record is whole while its job is updated");
   if (job.committed_step + (is_updating ? 1 : 0) != record.step) {
     Fault("a record is of another step than was decided");
@@ -340,8 +348,8 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
     if (!job->kept) continue;
     JobMemory& kept = next.jobs_[job->id] = jobs_.at(job->id);
     const KeptUpdate* const update = job->kept->update.get();
-    if (kept.committed_step + (update == nullptr ? 0 : 1) != job->step ||
-        kept.is_updating != (update != nullptr)) {
+    if (kept.committed_step + (IsDecided(update) ? 1 : 0) != job->step ||
+        kept.is_updating != IsDecided(update)) {
       Fault("a job is handed over in the middle of a step");
     }
     for (uint32_t block = 0; block < job->blocks.size(); ++block) {

@@ -45,6 +45,10 @@ inline constexpr JobCase kCasesThatGoOn[] = {
     {kEpoch, Place::kDram},
     {kEpoch, Place::kHalf, true},
     {kEpoch, Place::kWeightsOnSwap},
+    {.place = Place::kDram, .over_nodes = true},
+    {.durability = kEpoch, .place = Place::kHalf, .early_updates = true, .over_nodes = true},
+    {.place = Place::kSumsOnSwap, .early_updates = true, .over_nodes = true},
+    {.durability = kStep, .place = Place::kDram, .several_passes = true, .over_nodes = true},
     {.place = Place::kDram, .several_passes = true},
     {.durability = kStep, .place = Place::kDram, .several_passes = true},
     {.place = Place::kDram, .shared = true, .optimizer = protocol::Optimizer::kLamb},
@@ -87,8 +91,13 @@ class Training {
       ASSERT_EQ(answer->committed_step, answered_);
       node_->SetAttempt(session, answer->attempt);
       ASSERT_EQ(answer->extra_state_bytes, answered_ > 0 ? 32U : 0U);
+      ASSERT_TRUE(answer->prepared_step == 0 || answer->prepared_step == answered_ + 1);
     }
     Begin();
+    if (node_->attached(sessions_[0])->prepared_step == 0) return;
+    // What the calls were answered is said again.
+    to_do_.clear();
+    for (const uint64_t session : sessions_) Call(session, answered_ + 1);
   }
 
   // The next thing of the current step, a fetch before it; else ends the oldest task.
@@ -108,6 +117,10 @@ class Training {
         });
     if (!is_answered) return;
     for (const uint64_t call : calls_) EXPECT_EQ(node_->ErrorOf(call), protocol::ErrorId::kNone);
+    if (with_.over_nodes && !std::exchange(is_decided_, true)) {
+      Decide();
+      return;
+    }
     ++answered_;
     Begin();
   }
@@ -187,6 +200,7 @@ class Training {
     return sessions_[layout_->is_shared() ? 0 : layout_->partitions()[partition].owner];
   }
   void Begin() {
+    is_decided_ = false;
     calls_.clear();
     to_do_.clear();
     fetches_.clear();
@@ -213,9 +227,7 @@ class Training {
     }
     to_do_.push_back([this] { waits_for_fetches_ = true; });
     for (const uint64_t session : sessions_) {
-      to_do_.push_back([=, this] {
-        calls_.push_back(node_->Step(session, step, 0.1, 0, /*extra_state_bytes=*/32));
-      });
+      to_do_.push_back([=, this] { Call(session, step); });
     }
   }
   void AddBackward(uint64_t step) {
@@ -238,6 +250,20 @@ class Training {
     });
   }
 
+  void Call(uint64_t session, uint64_t step) {
+    calls_.push_back(node_->Step(session, step, 0.1, 0, /*extra_state_bytes=*/32));
+  }
+  // The other node has prepared the same.
+  void Decide() {
+    const protocol::StepSummary& own = node_->SummaryTo(sessions_[0]);
+    protocol::StepSummary world = own;
+    world.Merge(own);
+    world.head.decision = protocol::StepDecision::kCommit;
+    calls_.clear();
+    for (const uint64_t session : sessions_) calls_.push_back(node_->Decide(session, world));
+  }
+
+  bool is_decided_ = false;
   bool was_killed_ = false;
   uint64_t turn_ = 0;
   bool waits_for_fetches_ = false;

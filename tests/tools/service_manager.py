@@ -128,6 +128,11 @@ class ServiceManager:
         self.start()
         return status
 
+    def forget(self):
+        """Closes what the store holds, once the process has ended."""
+        self._drain()
+        self._close_store()
+
     def names(self):
         """Of what the store holds, oldest first."""
         with self._changed:

@@ -30,6 +30,7 @@ struct BenchOptions {
   uint64_t blocks = 4096;  // cluster: of a node, at most; then they are larger than the daemon's
   uint32_t ranks = 4;      // cluster: of a node, at most; then several GPUs share one
   bool drain = true;       // cluster: step returns at its decision
+  bool in_turn = false;    // cluster: links and GPUs take turns
   std::string staging;     // cluster: "64MiB"; empty: the daemon's default
   uint64_t staging_bytes = 0;                        // Bench() makes it of `staging`
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing

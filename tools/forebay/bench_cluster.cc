@@ -43,6 +43,7 @@ absl::StatusOr<VirtualNodeOptions> NodeOf(const BenchOptions& options, const Clu
   node.staging_bytes = options.staging_bytes;
   node.early_updates = cluster.early_updates;
   node.drain = options.drain;
+  node.in_turn = options.in_turn;
   node.compute_s = options.compute_ms > 0 ? options.compute_ms * 1e-3 : plan.seconds.compute;
   node.forward_share = ForwardShare(cluster);
   node.gather_s_per_elem =

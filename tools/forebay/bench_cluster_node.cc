@@ -149,6 +149,9 @@ class VirtualTrainer {
     return static_cast<double>(group_elems_[group]) * options_.gather_s_per_elem;
   }
 
+  void FetchBehind(uint32_t index) {
+    if (index + 1 < 2 * groups_) StartFetch(index + 1);
+  }
   void StartFetch(uint32_t index) {
     const std::vector<uint32_t>& partitions = of_group_[GroupOf(index)];
     for (const uint32_t partition : partitions) {
@@ -188,7 +191,7 @@ class VirtualTrainer {
     const uint32_t index = next_;
     computing_ = true;
     if (index == groups_ && options_.early_updates) CallStep(Op::kAnnounceStep);
-    if (index + 1 < 2 * groups_) StartFetch(index + 1);
+    if (!options_.in_turn) FetchBehind(index);
     const double share = index < groups_ ? options_.forward_share : 1 - options_.forward_share;
     const double seconds = options_.compute_s * share * ShareOf(GroupOf(index));
     clock_.At(clock_.now() + seconds, [this, index] { OnComputed(index); });
@@ -204,7 +207,10 @@ class VirtualTrainer {
         const double copied =
             from_gpus_.Serve(clock_.now(), HostSeconds(group, layout_.grad_dtype()));
         clock_.At(copied, [this, index] { Deliver(index); });
+        if (options_.in_turn) FetchBehind(index);
       });
+    } else if (options_.in_turn) {
+      FetchBehind(index);
     }
     ComputeNext();
   }

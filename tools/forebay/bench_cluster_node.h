@@ -18,7 +18,10 @@ struct VirtualNodeOptions {
   uint32_t workers = 2;
   uint64_t staging_bytes = 0;  // 0: the daemon's default
   bool early_updates = true;
-  bool drain = true;     // the call of step returns at its decision
+  bool drain = true;  // the call of step returns at its decision
+  // Nothing crosses a link while GPUs compute: a group is fetched and gathered when the one before is done with, and the
+  // next waits for the reduction of its gradient. So FSDP2 does it over gloo.
+  bool in_turn = false;
   double compute_s = 0;  // of forward and backward of all groups
   double forward_share = 1.0 / 3;
   // Seconds in which one element of this node's partitions is gathered by all GPUs, and as long for the

@@ -471,6 +471,8 @@ int Main(std::vector<std::string> words, const Environment& environment) {
                    "cluster: of a node at most, shared by its GPUs (4)")
       ->check(CLI::Range(1, 1024));
   bench->add_flag("!--no-drain", arguments.bench.drain, "cluster: step waits for its update");
+  bench->add_flag("--in-turn", arguments.bench.in_turn,
+                  "cluster: nothing crosses a link while GPUs compute, as with FSDP2 over gloo");
   bench->add_option("--staging", arguments.bench.staging, "cluster: the daemon's swap.staging");
   AddModel(bench, arguments.bench.plan);
   AddCluster(bench, arguments.bench.plan.cluster);

@@ -62,14 +62,19 @@ class Request:
     daemon_wait: float | None  # None: FOREBAY_DAEMON_WAIT, else 60
 
     def send(
-        self, layout: Layout, room_bytes: int, nodes: Nodes | None = None, **others: Any
+        self,
+        layout: Layout,
+        room_bytes: int,
+        nodes: Nodes | None = None,
+        has_replicas: bool = False,
+        **others: Any,
     ) -> Attachment:
         """room_bytes  Of extra_state. others: what not every attachment asks for."""
         from . import _core
 
         own = range(self.world_size) if nodes is None else nodes.own
         if nodes is not None:
-            others["nodes"] = nodes.world_ranks, own.start, nodes.all_gather
+            others["nodes"] = nodes.world_ranks, own.start, has_replicas, nodes.all_gather
         return _core.attach(
             self.socket,
             self.job,
@@ -130,6 +135,14 @@ def say_what_goes_on(request: Request, opt: ForebayOptimizer) -> None:
     if opt.committed_step > 0:
         if request.rank == 0:
             _report.say(f"job {request.job} goes on behind step {opt.committed_step}, with its weights and states")
+        went_back_from = opt._live().went_back_from
+        if went_back_from > 0 and request.rank == 0:
+            warnings.warn(
+                f"job {request.job} went back from step {went_back_from} to step {opt.committed_step}, the newest that "
+                "all its nodes have: the daemon of one has lost what came later, in a power cut or because it was "
+                'killed and its memory with it. With durability="step" the last step alone can be lost so',
+                stacklevel=3,
+            )
         if (request.socket, request.job) in _trained_here:
             warnings.warn(
                 f"this process has trained job {request.job} before, and goes on with its weights, states and step "
@@ -268,6 +281,7 @@ def attach_sharded(
                 layout,
                 prepared.room_bytes,
                 nodes,
+                plan.layout.has_replicas,
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
                 accumulate=passes > 1,
                 partitions=plan.layout.partitions,

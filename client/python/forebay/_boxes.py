@@ -51,6 +51,7 @@ class ShardPlan:
     # The ranks that hold each box, ascending; the first owns it.
     holders: dict[tuple[str, Box], list[int]] = field(default_factory=dict)
     first_rank: int = 0  # the rank of owner 0
+    has_replicas: bool = False  # ranks of other nodes hold some of the partitions too
 
     def of_node(self, ranks: range) -> ShardPlan:
         """What these ranks hold, of which the first is owner 0; `holders` and `places` have that alone. What
@@ -63,6 +64,7 @@ class ShardPlan:
         for (name, box), holders in self.holders.items():
             here = [rank for rank in holders if rank in ranks]
             if here:
+                plan.has_replicas |= len(here) < len(holders)
                 plan.holders[name, box] = here
                 if here[0] != holders[0]:
                     replicas.add((name, box))

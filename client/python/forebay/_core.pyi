@@ -26,6 +26,8 @@ class Attachment:
     @property
     def committed_step(self) -> int: ...
     @property
+    def went_back_from(self) -> int: ...
+    @property
     def extra_state(self) -> bytes: ...
     @property
     def rank0_extra_state(self) -> bytes: ...
@@ -134,7 +136,7 @@ def attach(
     early_updates: bool = False,
     durability: str = "",
     daemon_wait: float | None = None,
-    nodes: tuple[int, int, Callable[[bytes], list[bytes]]] | None = None,
+    nodes: tuple[int, int, bool, Callable[[bytes], list[bytes]]] | None = None,
 ) -> Attachment: ...
 
 class ActivationStore:

@@ -205,8 +205,9 @@ std::optional<protocol::Durability> DurabilityOf(const std::string& text) {
   return ValueOrThrow(protocol::ParseDurability(text));
 }
 
-// Of all ranks, of which those of this node begin at the second number; and what gives every rank what all send.
-using NodesTuple = std::tuple<uint32_t, uint32_t, nb::callable>;
+// Of all ranks, of which those of this node begin at the second number; whether other nodes hold parts that this one
+// holds; and what gives every rank what all send.
+using NodesTuple = std::tuple<uint32_t, uint32_t, bool, nb::callable>;
 
 // Calls `function`, a callable of Python's, from a thread without the GIL.
 client::AllGather AllGatherBy(std::shared_ptr<const void> function) {
@@ -296,9 +297,10 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
   }
   auto ended = std::make_shared<EndedObjects>();
   if (nodes.has_value()) {
-    const auto& [world_ranks, first_rank, all_gather] = *nodes;
+    const auto& [world_ranks, first_rank, has_replicas, all_gather] = *nodes;
     options.layout.is_part = true;
     options.layout.first_rank = first_rank;
+    options.layout.has_replicas = has_replicas;
     options.nodes = {.world_ranks = world_ranks,
                      .all_gather = AllGatherBy(EndedObjects::Keep(ended, all_gather))};
   }
@@ -591,6 +593,7 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("writes_initial", [](PyAttachment& self) { return self->writes_initial(); })
       .def_prop_ro("weights_on_swap", [](PyAttachment& self) { return self->weights_on_swap(); })
       .def_prop_ro("committed_step", [](PyAttachment& self) { return self->committed_step(); })
+      .def_prop_ro("went_back_from", [](PyAttachment& self) { return self->went_back_from(); })
       .def_prop_ro("extra_state",
                    [](PyAttachment& self) {
                      const auto bytes = self->extra_state();

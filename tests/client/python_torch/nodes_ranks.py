@@ -1,7 +1,7 @@
 """The ranks of one node of a sharded job over several, each a forked process with gloo, on the daemon of
 FOREBAY_SOCKET; where one of them ends badly the others are ended too, and all begin again, as a launcher has it.
 Prints JSON lines: ["attached", scenario, rank, step], ["loss", scenario, rank, step, loss in hexadecimal], ["error",
-scenario, rank, code, text], ["digest", scenario, rank, step, SHA-256 of weights and states].
+scenario, rank, code, text], ["digest", scenario, rank, step, SHA-256 of weights and states], ["begin", scenario, how often before].
 
 usage: nodes_ranks.py HOST PORT FIRST_RANK RANKS WORLD FOLDER SCENARIO...
 
@@ -14,16 +14,21 @@ bad=R         rank R's first attempt at step 2 has a gradient that is not finite
 rate=R-..     these ranks call step 2 with another learning rate the first time
 die=R,..@P    these ranks are killed in step 3 at point P, once: "call" (of step), "gather" (of what the nodes have
               prepared), "decide" (when they know what all have)
+hold=R,..@P   these ranks say ["held", scenario, rank] there, once, and wait until FOLDER/go.SCENARIO exists
+level=L       its durability, in the place of memory
+patience=S    gloo waits so many seconds
 states        rank 0 saves them in FOLDER
 to=N          trains to step N, not to step 4
 """
 
 import contextlib
+import datetime
 import json
 import os
 import pathlib
 import signal
 import sys
+import time
 
 import torch
 
@@ -57,14 +62,21 @@ class Scenario:
         self.clips, self.has_replicas, self.saves = "clip" in words, "hsdp" in words, "states" in words
         self.bad_rank = int(words.get("bad", -1))
         self.rate_ranks = [int(rank) for rank in words.get("rate", "").split("-") if rank]
-        ranks, _, self.point = words.get("die", "@").partition("@")
-        self.dying = [int(rank) for rank in ranks.split(",") if rank]
+        ranks, _, self.point = words.get("die", words.get("hold", "@")).partition("@")
+        self.ranks = [int(rank) for rank in ranks.split(",") if rank]
+        self.dies, self.level = "die" in words, words.get("level", "memory")
+        self.patience = datetime.timedelta(seconds=int(words.get("patience", 1800)))
         self.steps = int(words.get("to", STEPS))
 
 
-def dies_at(scenario, rank, point, step):
-    if point == scenario.point and rank in scenario.dying and step == DEATH_STEP:
+def stop_at(scenario, rank, point, step, folder):
+    if point != scenario.point or rank not in scenario.ranks or step != DEATH_STEP:
+        return
+    if scenario.dies:
         os.kill(os.getpid(), signal.SIGKILL)
+    say("held", scenario.name, rank)
+    while not (pathlib.Path(folder) / f"go.{scenario.name}").exists():
+        time.sleep(0.02)  # house: allow sleep: until the test says so
 
 
 def model_of(scenario, size):
@@ -90,7 +102,7 @@ def call(scenario, opt, rank, step, is_first):
     opt.step()
 
 
-def train(scenario, model, opt, rank, size, is_first):
+def train(scenario, model, opt, rank, size, folder, is_first):
     has_been_bad = not is_first
     while opt.committed_step < scenario.steps:
         step = opt.committed_step + 1
@@ -99,7 +111,7 @@ def train(scenario, model, opt, rank, size, is_first):
         has_been_bad = has_been_bad or is_bad
         (loss * float("inf") if is_bad else loss).backward()
         if is_first:
-            dies_at(scenario, rank, "call", step)
+            stop_at(scenario, rank, "call", step, folder)
         try:
             call(scenario, opt, rank, step, is_first)
         except forebay.ForebayError as error:
@@ -121,22 +133,22 @@ def run(scenario, rank, size, folder, is_first):
 
     def gathered(nodes, own):
         step = attached[0].committed_step + 1 if attached and is_first else 0
-        dies_at(scenario, rank, "gather", step)
+        stop_at(scenario, rank, "gather", step, folder)
         everyone = gather(nodes, own)
-        dies_at(scenario, rank, "decide", step)
+        stop_at(scenario, rank, "decide", step, folder)
         return everyone
 
     _nodes.Nodes.all_gather = gathered
     try:
         opt = forebay.attach(
-            model, forebay.AdamW(lr=LR, max_grad_norm=norm), job=job, run="one", durability="memory"
+            model, forebay.AdamW(lr=LR, max_grad_norm=norm), job=job, run="one", durability=scenario.level
         )
     except forebay.ForebayError as error:
         say("error", scenario.name, rank, error.code, str(error))
         os._exit(0)
     say("attached", scenario.name, rank, opt.committed_step)
     attached.append(opt)
-    train(scenario, model, opt, rank, size, is_first)
+    train(scenario, model, opt, rank, size, folder, is_first)
     if scenario.saves:
         opt.save_state(pathlib.Path(folder) / f"{scenario.name}.safetensors")
     say("digest", scenario.name, rank, opt.committed_step, opt.state_sha256())
@@ -144,7 +156,8 @@ def run(scenario, rank, size, folder, is_first):
 
 
 def rank_process(scenario, host, port, rank, size, folder, is_first):
-    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=size,
+                            timeout=scenario.patience)
     run(scenario, rank, size, folder, is_first)
     dist.destroy_process_group()
 
@@ -179,6 +192,7 @@ def main(host, port, first, count, size, folder, *names):
         scenario = Scenario(name)
         for begun in range(BEGINS_MAX):
             at += 1
+            say("begin", name, begun)
             if begin(scenario, begun, host, at, range(int(first), int(first) + int(count)), int(size), folder):
                 break
         at = int(port) + (at - int(port)) // 16 * 16 + 16  # the same on all nodes

@@ -7,9 +7,11 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 from daemon_process import Daemon
 from network_nodes import ADDRESSES, LINK
+from test_daemon_restart import Service
 
 HERE = pathlib.Path(__file__).parent
 PORT = 29577  # in the nodes' network: nobody else's
@@ -27,6 +29,10 @@ class NodeOfJob:
     def start_daemon(self):
         self.daemon = Daemon(self.folder, launcher=self._node.command())
 
+    @property
+    def socket(self):
+        return self.daemon.socket
+
     def kill_daemon(self):
         self.daemon.process.kill()
         self.daemon.process.wait()
@@ -37,12 +43,32 @@ class NodeOfJob:
         command = self._node.command(sys.executable, HERE / "nodes_ranks.py", *place, *scenarios, folder=HERE)
         environment = {
             **os.environ,
-            "FOREBAY_SOCKET": self.daemon.socket,
+            "FOREBAY_SOCKET": self.socket,
             "GLOO_SOCKET_IFNAME": LINK,
             "OMP_NUM_THREADS": "1",
         }
         pipe = subprocess.PIPE
         return Output(subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+
+
+class KeptNode(NodeOfJob):
+    """One with swap, whose daemon is a service: what it has in memory is kept where it is killed."""
+
+    def start_daemon(self):
+        self.service = Service(self.folder, "dram.limit=1GiB")
+        self.manager = self.service.manager
+        self.manager.start()
+
+    @property
+    def socket(self):
+        return f"{self.folder}/s"
+
+    def lose_memory(self):
+        """As in a power cut, or where nothing keeps it."""
+        self.manager.process.kill()
+        self.manager.process.wait()
+        self.manager.forget()
+        self.manager.start()
 
 
 class Output:
@@ -58,6 +84,13 @@ class Output:
             self.text += line
             with contextlib.suppress(ValueError):
                 self.said.append(json.loads(line))
+
+    def until(self, kind, count, timeout):
+        """Waits until it has said so many lines of a kind."""
+        end = time.monotonic() + timeout
+        while sum(line[0] == kind for line in self.said) < count:
+            assert time.monotonic() < end and self._thread.is_alive(), self.text
+            time.sleep(0.02)  # house: allow sleep: a poll with a deadline
 
     def wait(self, timeout):
         """What it has said, where it ends well."""
