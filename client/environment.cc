@@ -10,7 +10,10 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "protocol/error.h"
+
+extern "C" char** environ;
 
 namespace forebay::client {
 
@@ -56,6 +59,25 @@ bool SaysDaemonWait() { return !Variable("FOREBAY_DAEMON_WAIT").empty(); }
 
 absl::StatusOr<Timeout> FirstDaemonWait(std::optional<Timeout> request) {
   return request.has_value() || SaysDaemonWait() ? DaemonWait(request) : Timeout(0);
+}
+
+std::string GatewayProgram() { return Variable("FOREBAY_GATEWAY"); }
+
+std::string RemoteFolder() {
+  const std::string from_environment = Variable("FOREBAY_REMOTE");
+  return from_environment.empty() ? "/etc/forebay/remote" : from_environment;
+}
+
+std::vector<std::string> ProgramFolders() {
+  return absl::StrSplit(Variable("PATH"), ':', absl::SkipEmpty());
+}
+
+std::vector<std::string> AgentEnvironment() {
+  std::vector<std::string> all;
+  for (char** variable = environ; *variable != nullptr; ++variable) all.emplace_back(*variable);
+  if (Variable("UCX_LOG_LEVEL").empty()) all.emplace_back("UCX_LOG_LEVEL=fatal");
+  all.emplace_back("UCX_WARN_UNUSED_ENV_VARS=n");
+  return all;
 }
 
 std::string NvtxTool() { return Variable("NVTX_INJECTION64_PATH"); }

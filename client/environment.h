@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "client/client.h"
@@ -29,6 +30,15 @@ bool SaysDaemonWait();
 // How long an attach waits for a daemon where none answers: as DaemonWait() where one of both says something, else not at
 // all.
 absl::StatusOr<Timeout> FirstDaemonWait(std::optional<Timeout> request);
+
+// FOREBAY_GATEWAY: the program forebay-gateway; empty: it is looked for.
+std::string GatewayProgram();
+// FOREBAY_REMOTE, else /etc/forebay/remote: the folder with what a gateway on another node asks for.
+std::string RemoteFolder();
+// The folders of PATH.
+std::vector<std::string> ProgramFolders();
+// What forebay-gateway gets as an agent: all of it. UCX is silent, unless UCX_LOG_LEVEL says otherwise.
+std::vector<std::string> AgentEnvironment();
 
 // NVTX_INJECTION64_PATH: the library of a tool of NVIDIA's; empty: none.
 std::string NvtxTool();

@@ -65,6 +65,10 @@ constexpr std::array kErrors = {
               "the session has ended: attach again"},
     ErrorInfo{ErrorId::kStep, "E_STEP", StatusCode::kFailedPrecondition,
               "call the step after the committed one, with one set of scalars"},
+    ErrorInfo{
+        ErrorId::kRemote, "E_REMOTE", StatusCode::kUnavailable,
+        "see whether the network and forebay-gateway on the daemon's node are well (journalctl "
+        "-u forebay-gateway), then attach again"},
     ErrorInfo{ErrorId::kGradRepeat, "E_GRAD_REPEAT", StatusCode::kFailedPrecondition,
               "deliver each gradient once a step, or drop the gradients and begin the step anew"},
     ErrorInfo{ErrorId::kNonfinite, "E_NONFINITE", StatusCode::kInvalidArgument,

@@ -10,7 +10,7 @@
 
 namespace forebay::protocol {
 
-// Numbers travel on the wire and never change their meaning; add at the end. 25 is free.
+// Numbers travel on the wire and never change their meaning; add at the end.
 enum class ErrorId : uint16_t {
   kNone = 0,
   kInternal = 1,     // E_INTERNAL: a bug of ours that was caught
@@ -37,6 +37,7 @@ enum class ErrorId : uint16_t {
   kRange = 22,       // E_RANGE: offset or length outside the arena, or misaligned
   kRing = 23,        // E_RING: the ring in shared memory was overwritten; the session ends
   kStep = 24,        // E_STEP: step 0, a gap, or t and scalars that differ between ranks
+  kRemote = 25,      // E_REMOTE: the way to a daemon on another node is broken; where and how
   kGradRepeat = 26,  // E_GRAD_REPEAT: a second gradient of the same elements in one step
   kNonfinite = 27,  // E_NONFINITE: NaN or infinity in a gradient or an initial parameter; the group
   kOverflow = 28,   // E_OVERFLOW: masters that became non-finite in the update; how many

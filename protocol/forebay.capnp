@@ -23,8 +23,10 @@ interface Descriptor {
 interface Node {
   # The bootstrap capability: the daemon on this node.
 
-  hello @0 (protocolVersion :UInt32, program :Text) -> (outcome :Outcome, info :NodeInfo);
-  # First call of every connection. Another version is refused with E_PROTOCOL that names both.
+  hello @0 (protocolVersion :UInt32, program :Text, onBehalfOf :Int64 = -1) -> (outcome :Outcome, info :NodeInfo);
+  # First call of every connection. Another version is refused with E_PROTOCOL that names both. `onBehalfOf`: not
+  # negative, a uid: all that this connection does is done as that user, who sees no other user's jobs. From root and
+  # the daemon's own user alone (forebay-gateway).
 
   attach @1 (request :AttachRequest, layout :Descriptor) -> (outcome :Outcome, session :Session, reply :AttachReply);
   # Makes the caller rank `rank` of a job, which is created where it does not exist, or a reader of an existing one.

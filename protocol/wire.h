@@ -122,7 +122,9 @@ struct Completion {
   uint64_t length_bytes;  // kFetch: of the partition
   // kStep: gradient norm before clipping, where max_grad_norm > 0; kGradNorm: the norm; else 0
   double norm;
-  uint64_t attempt;  // the newest one at step committed_step + 1
+  // The newest one at step committed_step + 1. kFetch: how often the partition's weights were written beside steps:
+  // together with committed_step it says which bytes they are
+  uint64_t attempt;
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
 

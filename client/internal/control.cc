@@ -101,14 +101,25 @@ kj::Promise<absl::StatusOr<bool>> ReceiveDescriptor(Response& response,
 
 absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& options,
                                                           const WaitLimits& limits) {
-  ASSIGN_OR_RETURN(UniqueFd socket, ConnectSocket(options.socket));
+  std::unique_ptr<Control> control(new Control());
+  UniqueFd socket;
+  if (const auto address = RemoteAddress(options.socket)) {
+    ASSIGN_OR_RETURN(control->agent_, RemoteAgent::Start(*address));
+    socket = control->agent_->ReleaseSocket();
+  } else {
+    ASSIGN_OR_RETURN(socket, ConnectSocket(options.socket));
+  }
   ucred peer{};
   socklen_t peer_bytes = sizeof(peer);
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) peer.pid = 0;
-  std::unique_ptr<Control> control(new Control());
   ASSIGN_OR_RETURN(control->thread_, ControlThread::Start(std::move(socket)));
-  ASSIGN_OR_RETURN(const uint32_t pid, Hello(*control->thread_, options.protocol_version, limits));
-  control->pidfd_ = DaemonPidfd(peer.pid, pid);
+  const absl::StatusOr<uint32_t> pid = Hello(*control->thread_, options.protocol_version, limits);
+  if (!pid.ok() && control->agent_ != nullptr &&
+      protocol::IdOf(pid.status()) == ErrorId::kDaemonGone) {
+    return control->agent_->WhyItEnded(pid.status());
+  }
+  RETURN_IF_ERROR(pid.status());
+  control->pidfd_ = DaemonPidfd(peer.pid, *pid);
   return control;
 }
 

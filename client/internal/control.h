@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "client/internal/control_thread.h"
 #include "client/internal/deadline.h"
+#include "client/internal/remote_agent.h"
 #include "protocol/descriptor.h"
 #include "protocol/durability.h"
 #include "protocol/forebay.capnp.h"
@@ -25,7 +26,7 @@
 namespace forebay::client::internal {
 
 struct ConnectOptions {
-  std::string socket;
+  std::string socket;  // its path, or "ucx://HOST:PORT" of a gateway
   uint32_t protocol_version = protocol::kProtocolVersion;
 };
 
@@ -63,7 +64,7 @@ using AttachReply = std::shared_ptr<const schema::AttachReply::Reader>;
 // Threads  Any.
 class Control {
  public:
-  // Errors  E_NO_DAEMON, E_PERMISSION, E_PROTOCOL, E_LIMIT.
+  // Errors  E_NO_DAEMON, E_PERMISSION, E_PROTOCOL, E_LIMIT; of another node also E_CONFIG, E_REMOTE, E_UNSUPPORTED.
   static absl::StatusOr<std::unique_ptr<Control>> Connect(const ConnectOptions& options,
                                                           const WaitLimits& limits);
 
@@ -103,6 +104,7 @@ class Control {
  private:
   Control() = default;
 
+  std::unique_ptr<RemoteAgent> agent_;  // of a daemon on another node
   protocol::UniqueFd pidfd_;
   std::unique_ptr<ControlThread> thread_;
 };

@@ -239,6 +239,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     auto connection = std::make_shared<Connection>();
     connection->context = &context_;
     connection->viewer = {.uid = peer.uid, .others = others};
+    connection->may_act_for_others = HasNoLimit(peer);
     connection->pid = peer.pid;
     connection->pidfd = pidfd.get();
     auto close = kj::newPromiseAndFulfiller<void>();

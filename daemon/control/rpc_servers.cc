@@ -444,6 +444,11 @@ class NodeServer final : public schema::Node::Server {
                  outcome);
       return kj::READY_NOW;
     }
+    if (params.getOnBehalfOf() >= 0) {
+      const absl::Status status = ActAs(params.getOnBehalfOf());
+      SetOutcome(status, outcome);
+      if (!status.ok()) return kj::READY_NOW;
+    }
     connection_->handshake_done = true;
     return kj::READY_NOW;
   }
@@ -477,6 +482,21 @@ class NodeServer final : public schema::Node::Server {
   static kj::Promise<void> Refuse(AttachContext context, const absl::Status& status) {
     SetOutcome(status, context.getResults().initOutcome());
     return kj::READY_NOW;
+  }
+
+  // For the rest of the connection.
+  absl::Status ActAs(int64_t uid) {
+    if (!connection_->may_act_for_others || connection_->handshake_done) {
+      return MakeError(ErrorId::kPermission,
+                       absl::StrCat("user ", connection_->viewer.uid, " acts for user ", uid),
+                       "run forebay-gateway as the daemon's own user");
+    }
+    if (uid == 0 || uid >= UINT32_MAX) {
+      return MakeError(ErrorId::kPermission, absl::StrCat("nobody acts for user ", uid),
+                       "give the principal the uid of a user of its own");
+    }
+    connection_->viewer = {.uid = static_cast<uint32_t>(uid), .others = OtherUsers::kRefused};
+    return absl::OkStatus();
   }
 
   kj::Promise<void> AttachWith(AttachContext context, int layout_fd) {

@@ -94,7 +94,8 @@ struct Connection {
   Viewer viewer;
   int32_t pid = 0;
   int pidfd = -1;  // of the process, while the connection is there; -1: it is not watched
-  bool handshake_done = false;  // hello was called with our version
+  bool may_act_for_others = false;  // the peer is root, or the daemon's own user
+  bool handshake_done = false;      // hello was called with our version
   std::vector<std::weak_ptr<SessionHandle>> sessions;
   kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
 };

@@ -83,6 +83,7 @@ void FetchQueue::Serve() {
     if (lease.ok()) {
       completion.lease_id = *lease;
       completion.offset_bytes = **offset;
+      completion.attempt = access_.writes(fetch.partition);
       completion.length_bytes = spec_.plan.placement.WherePartition(fetch.partition).bytes;
     }
     io_.Answer(fetch.command, completion, lease.status());

@@ -248,6 +248,7 @@ void StateAccess::EndPiece(const absl::Status& status) {
 
 void StateAccess::End(const absl::Status& status) {
   phase_ = Phase::kIdle;
+  if (current_.write && current_.state == 0) ++weights_writes_[current_.write->partition];
   if (!current_.answered) {
     protocol::Completion completion{};
     const bool reads = !current_.write && !current_.updates;

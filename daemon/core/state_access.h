@@ -37,7 +37,8 @@ class StateAccess {
         layout_(std::move(layout)),
         pipeline_(pipeline),
         weights_(weights),
-        leases_(leases) {}
+        leases_(leases),
+        weights_writes_(layout_->partitions().size(), 0) {}
 
   // A checked kReadState, and a checked kWriteState, kWriteInitial or kWriteUpdates (which sets no elements).
   //
@@ -71,6 +72,8 @@ class StateAccess {
     return in_progress() && current_.write && current_.write->partition == partition;
   }
   uint64_t unanswered(SessionId session) const;
+  // How often its weights were written, wholly or in part.
+  uint64_t writes(uint32_t partition) const { return weights_writes_[partition]; }
 
  private:
   struct Request {
@@ -111,6 +114,7 @@ class StateAccess {
   Request current_;
   std::deque<Request> queue_;
   std::vector<Written> written_;
+  std::vector<uint64_t> weights_writes_;  // by partition
   // Of the block that is being written.
   uint64_t checksum_ = 0;
   WeightsDigests weights_digests_;

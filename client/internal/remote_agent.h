@@ -1,0 +1,49 @@
+// The process that stands between this one and a gateway on another node: UCX and TLS live there, and what fails in
+// them ends that process and not this one.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::client::internal {
+
+// "HOST:PORT" of "ucx://HOST:PORT"; nothing: the socket of a daemon on this node.
+std::optional<std::string> RemoteAddress(std::string_view socket);
+
+// Threads  One at a time.
+class RemoteAgent {
+ public:
+  // Starts forebay-gateway (environment.h says which) in a process group of its own. It ends with this process, or
+  // when its socket is closed.
+  //
+  // Errors  E_UNSUPPORTED  there is no such program. E_LIMIT.
+  static absl::StatusOr<std::unique_ptr<RemoteAgent>> Start(const std::string& address);
+
+  RemoteAgent(const RemoteAgent&) = delete;
+  RemoteAgent& operator=(const RemoteAgent&) = delete;
+  ~RemoteAgent();  // once its socket is closed; waits until it has ended
+
+  protocol::UniqueFd ReleaseSocket() { return std::move(socket_); }
+  // Where it has ended by itself, why: E_UNSUPPORTED where it could not be loaded, E_REMOTE. `otherwise` where it lives.
+  absl::Status WhyItEnded(const absl::Status& otherwise);
+
+ private:
+  RemoteAgent(pid_t pid, protocol::UniqueFd socket, protocol::UniqueFd log)
+      : pid_(pid), socket_(std::move(socket)), log_(std::move(log)) {}
+  bool HasEnded(int wait_ms);
+
+  pid_t pid_;
+  std::optional<int> exit_status_;
+  protocol::UniqueFd socket_;
+  protocol::UniqueFd log_;  // what it prints
+};
+
+}  // namespace forebay::client::internal

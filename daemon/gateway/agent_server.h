@@ -1,0 +1,22 @@
+// The agent: serves one trainer on its socket as a daemon would, from a gateway on another node.
+#pragma once
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::gateway {
+
+struct AgentOptions {
+  std::string address;         // "host:port", "[fd00::1]:port"
+  std::string folder;          // of LoadCredentials()
+  protocol::UniqueFd trainer;  // a connected Unix socket
+  // A pidfd of the trainer; not valid: the socket alone says when it ends.
+  protocol::UniqueFd lifetime;
+};
+
+// Until the trainer has closed its socket or has ended. What goes wrong with the gateway is what the trainer's calls get.
+absl::Status ServeAgent(AgentOptions options);
+
+}  // namespace forebay::gateway

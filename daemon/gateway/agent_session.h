@@ -1,0 +1,92 @@
+// The agent's end of a session: serves the trainer's ring as the daemon would, with what the gateway sends.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+
+#include "absl/status/status.h"
+#include "daemon/gateway/data_thread.h"
+#include "daemon/gateway/remote_link.h"
+#include "daemon/gateway/shared_memory.h"
+#include "protocol/channel.h"
+#include "protocol/step_summary.h"
+
+namespace forebay::gateway {
+
+struct AgentSessionOptions {
+  std::shared_ptr<SharedMemory> weights;  // the window
+  // The daemon's, and behind it what is the trainer's alone.
+  std::shared_ptr<SharedMemory> grad_arena;
+  std::shared_ptr<const void> ring;  // what the channel borrows
+  std::unique_ptr<protocol::ServerChannel> channel;
+  uint64_t daemon_arena_bytes = 0;  // the first bytes of grad_arena
+  protocol::StepRegion step_region;
+  uint64_t params = 0;           // of the layout
+  uint64_t weights_address = 0;  // at the gateway
+};
+
+// Where the link breaks, the trainer's ring is closed.
+class AgentSession final : public DataSession {
+ public:
+  AgentSession(std::unique_ptr<RemoteLink> link, AgentSessionOptions options);
+  ~AgentSession() override;
+
+  // Brings all weights that have changed; with shared attachment alone. `on_done` is not called where the link ends.
+  void RequestSync(std::function<void()> on_done);
+  // The trainer sees that the session is over.
+  void Close(protocol::ChannelState state);
+
+  void OnMessage(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival) override;
+  bool Poll() override;
+  bool PrepareSleep() override;
+  void EndSleep() override;
+  int wait_fd() const override { return options_.channel->wait_fd(); }
+  void OnTick(Clock::time_point now) override { link_->OnTick(now); }
+
+ private:
+  struct Range {
+    uint64_t offset_bytes = 0;
+    uint64_t length_bytes = 0;
+  };
+  struct Read {
+    uint64_t number = 0;
+    Range range;
+  };
+  struct Waiting {
+    protocol::Completion completion = {};
+    uint64_t pieces = 0;  // that must be there
+  };
+
+  // What the daemon reads of the arena for a command.
+  Range BytesOf(const protocol::Command& command) const;
+  bool ReceiveFromTrainer();
+  void OnCompletion(const protocol::RemoteHeader& header);
+  void OnPiece(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival);
+  void OnPieceEnded(uint64_t number);
+  bool StartReads();
+  void DeliverCompletions();
+  void Deliver(const protocol::Completion& completion);
+  void End(const absl::Status& status) { link_->End(status); }
+
+  AgentSessionOptions options_;
+  std::unique_ptr<RemoteLink> link_;
+  uint64_t next_number_ = 0;
+  std::set<uint64_t> in_flight_;  // tags of the trainer's
+  std::map<uint64_t, std::function<void()>> syncs_;
+  uint64_t next_sync_tag_ = protocol::kAgentTag;
+  uint64_t pieces_ended_ = 0;  // all before this one are there
+  std::set<uint64_t> ended_ahead_;
+  std::set<uint64_t> begun_;
+  std::deque<Waiting> waiting_;
+  std::deque<Read> reads_;
+  uint32_t reads_in_flight_ = 0;
+  bool is_closed_ = false;
+};
+
+}  // namespace forebay::gateway

@@ -1,0 +1,44 @@
+// From data threads to the control thread, which is kj's.
+#pragma once
+
+#include <kj/async-unix.h>
+#include <kj/async.h>
+
+#include <memory>
+#include <utility>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "daemon/exec/loop_queue.h"
+#include "protocol/doorbell.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::gateway {
+
+using ControlQueue = daemon::LoopQueue<absl::AnyInvocable<void()>>;
+
+inline constexpr size_t kControlCallsMax = 8192;
+
+// Runs what is in the queue, for as long as it lives.
+class ControlQueueDrain {
+ public:
+  ControlQueueDrain(kj::UnixEventPort& port, ControlQueue& queue)
+      : queue_(queue),
+        observer_(port, queue.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
+        draining_(Drain().eagerlyEvaluate(nullptr)) {}
+
+ private:
+  // The observer is armed before the queue is emptied: what comes in between wakes it again.
+  kj::Promise<void> Drain() {
+    auto next = observer_.whenBecomesReadable();
+    protocol::DrainDoorbell(queue_.fd());
+    queue_.DrainAll([](absl::AnyInvocable<void()>& call) { call(); });
+    return next.then([this] { return Drain(); });
+  }
+
+  ControlQueue& queue_;
+  kj::UnixEventPort::FdObserver observer_;
+  kj::Promise<void> draining_;
+};
+
+}  // namespace forebay::gateway

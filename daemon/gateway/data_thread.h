@@ -1,0 +1,96 @@
+// The thread of one UCX worker, and the sessions whose bytes it moves.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/exec/loop_queue.h"
+#include "protocol/remote_wire.h"
+#include "protocol/ucx/ucx_worker.h"
+
+namespace forebay::gateway {
+
+using Clock = std::chrono::steady_clock;
+
+// One session's end of the data plane. Everything is called on the data thread.
+class DataSession {
+ public:
+  virtual ~DataSession() = default;
+
+  // A message with this session's number and secret.
+  virtual void OnMessage(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival) = 0;
+  // Does what there is to do without waiting; true: there was something.
+  virtual bool Poll() = 0;
+  // As ClientChannel's and ServerChannel's. -1: waits for nothing but messages.
+  virtual bool PrepareSleep() = 0;
+  virtual void EndSleep() = 0;
+  virtual int wait_fd() const = 0;
+  virtual void OnTick(Clock::time_point now) = 0;
+};
+
+struct SessionKey {
+  uint64_t number = 0;
+  protocol::RemoteSecret secret = {};
+};
+
+inline constexpr size_t kDataCallsMax = 4096;
+
+// Threads  Create(), the destructor, Post() and Run() from outside; all else on the data thread.
+class DataThread {
+ public:
+  using Call = absl::AnyInvocable<void()>;
+
+  // Errors  As UcxWorker::Create; E_LIMIT.
+  static absl::StatusOr<std::unique_ptr<DataThread>> Create(const protocol::UcxOptions& options,
+                                                            std::chrono::milliseconds tick);
+
+  DataThread(const DataThread&) = delete;
+  DataThread& operator=(const DataThread&) = delete;
+  ~DataThread();  // drops all sessions
+
+  std::span<const std::byte> address() const { return worker_->address(); }
+
+  void Post(Call call);
+  // Waits until the thread has run it.
+  absl::Status Run(absl::AnyInvocable<absl::Status()> call);
+
+  protocol::UcxWorker& worker() { return *worker_; }
+  void Add(const SessionKey& key, std::unique_ptr<DataSession> session);
+  // At the end of the thread's turn. An unknown number is ignored.
+  void Remove(uint64_t number);
+  DataSession* Find(uint64_t number);  // nullptr: removed, or never there
+
+ private:
+  struct Entry {
+    protocol::RemoteSecret secret;
+    std::unique_ptr<DataSession> session;
+  };
+
+  DataThread(std::unique_ptr<protocol::UcxWorker> worker,
+             std::unique_ptr<daemon::LoopQueue<Call>> calls, std::chrono::milliseconds tick);
+
+  void OnArrival(protocol::UcxArrival& arrival);
+  bool Turn();
+  bool PrepareSleep();
+  void Sleep();
+  void Loop();
+
+  std::unique_ptr<protocol::UcxWorker> worker_;
+  std::unique_ptr<daemon::LoopQueue<Call>> calls_;
+  const std::chrono::milliseconds tick_;
+  std::map<uint64_t, Entry> sessions_;
+  std::vector<uint64_t> removed_;
+  Clock::time_point next_tick_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace forebay::gateway

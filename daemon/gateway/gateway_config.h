@@ -1,0 +1,60 @@
+// What gateway.toml says.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/gateway/gateway_session.h"
+#include "protocol/ucx/ucx_worker.h"
+
+namespace forebay::gateway {
+
+inline constexpr uint32_t kSessionsOfPrincipalMax = 64;
+
+// Somebody on another node, for whom the gateway acts as a user of this one.
+struct Principal {
+  std::string name;  // the certificate's common name, or a name in the token file
+  uint32_t uid = 0;  // whose jobs and quotas its are; never root's
+  uint32_t sessions_max = kSessionsOfPrincipalMax;
+};
+
+struct GatewayConfig {
+  std::string bind;  // "10.0.0.1:7700"
+  std::string daemon_socket = "/run/forebay/forebay.sock";
+  std::string certificate;  // of the gateway, and its key: PEM files
+  std::string key;
+  // One of both says who may connect: certificates of this authority, or names and tokens.
+  std::string client_ca;
+  std::string tokens;
+  std::chrono::milliseconds keepalive{10000};
+  std::string ucx_tls;
+  std::string ucx_net_devices;
+  ReadPolicy reads = ReadPolicy::kAuto;
+  std::map<std::string, Principal, std::less<>> principals;
+};
+
+// Errors  E_CONFIG  names file, line and key.
+absl::StatusOr<GatewayConfig> LoadGatewayConfig(const std::string& path);
+
+// A secret of the configuration: a file that its owner alone can read.
+//
+// Errors  E_CONFIG  it cannot be read, or others can read it.
+absl::StatusOr<std::string> ReadSecretFile(const std::string& path, std::string_view what);
+absl::StatusOr<std::string> ReadTextFile(const std::string& path, std::string_view what);
+
+// Names by token. Lines of "NAME TOKEN"; empty ones, and those that begin with "#", say nothing.
+//
+// Errors  E_CONFIG  a line of another form, a token of less than 16 characters.
+absl::StatusOr<std::map<std::string, std::string>> ParseTokens(const std::string& text,
+                                                               const std::string& path);
+
+// The name whose token this is; nothing: no one's. Its time says nothing of how much of it is right.
+std::optional<std::string> NameOfToken(const std::map<std::string, std::string>& tokens,
+                                       std::string_view token);
+
+}  // namespace forebay::gateway

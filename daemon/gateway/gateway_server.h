@@ -1,0 +1,18 @@
+// The service: accepts agents over TLS and gives each principal's sessions their data plane.
+#pragma once
+
+#include <kj/async-io.h>
+
+#include "absl/status/status.h"
+#include "daemon/gateway/gateway_config.h"
+
+namespace forebay::gateway {
+
+// Serves until SIGTERM or SIGINT. Writes "forebay-gateway ready bind=ADDRESS" to stderr once it listens.
+//
+// Errors  E_CONFIG  a file of the settings cannot be used; E_BUSY  the address is taken.
+absl::Status ServeGateway(const GatewayConfig& config);
+// As much of it as can be checked without listening.
+absl::Status CheckGateway(const GatewayConfig& config);
+
+}  // namespace forebay::gateway

@@ -1,0 +1,134 @@
+// The gateway's end of a session: a client of the daemon's ring, whose commands come from the agent.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/gateway/data_thread.h"
+#include "daemon/gateway/partition_ranges.h"
+#include "daemon/gateway/remote_link.h"
+#include "daemon/gateway/shared_memory.h"
+#include "protocol/channel.h"
+#include "protocol/layout.h"
+#include "protocol/step_summary.h"
+
+namespace forebay::gateway {
+
+// Whether the agent reads weights itself. kAuto: where the hardware does that.
+enum class ReadPolicy : uint8_t { kAuto, kOn, kOff };
+
+struct GatewaySessionOptions {
+  std::shared_ptr<SharedMemory> weights;     // read-only
+  std::shared_ptr<SharedMemory> grad_arena;  // read and write
+  std::shared_ptr<const void> ring;          // what the channel borrows
+  std::unique_ptr<protocol::ClientChannel> channel;
+  std::shared_ptr<const protocol::Layout> layout;
+  protocol::StepRegion step_region;
+  std::vector<uint32_t> trace;  // partitions in the order in which a step touches them
+  bool is_reader = false;
+  bool writes_initial = false;
+  ReadPolicy reads = ReadPolicy::kAuto;
+};
+
+// Brings gradients and step requests to the grad arena before the daemon gets their commands, and the bytes that a
+// completion speaks of to the agent before the completion counts there.
+//
+// Weights  What the agent has of a partition is noted by its place and version: bytes that it has do not travel again.
+//          With shared attachment, parameters are views of the window that may be read at any time; so all that has
+//          changed travels before a step, or a write of weights, is answered.
+// Limits   At most kRingEntries commands of the agent, and kRemotePiecesInFlight pieces, are under way.
+class GatewaySession final : public DataSession {
+ public:
+  GatewaySession(std::unique_ptr<RemoteLink> link, std::unique_ptr<protocol::UcxMemory> readable,
+                 GatewaySessionOptions options);
+
+  void OnMessage(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival) override;
+  bool Poll() override;
+  bool PrepareSleep() override;
+  void EndSleep() override;
+  int wait_fd() const override { return options_.channel->wait_fd(); }
+  void OnTick(Clock::time_point now) override { link_->OnTick(now); }
+
+ private:
+  // From the agent; waits for its bytes and for those before it.
+  struct Incoming {
+    protocol::RemoteKind kind = protocol::RemoteKind::kNone;
+    protocol::Command command = {};
+    bool has_arrived = false;
+  };
+  // A completion that waits for the fetches of a sync.
+  struct Sync {
+    std::optional<protocol::Completion> completion = {};
+    std::deque<uint32_t> to_fetch = {};
+    uint32_t fetching = 0;
+    // What alone has changed, if nobody else has written there.
+    std::optional<protocol::Command> written = {};
+    uint32_t error = 0;  // ErrorId of a fetch
+  };
+  struct Piece {
+    protocol::RemoteRegion region = protocol::RemoteRegion::kWeights;
+    uint64_t offset_bytes = 0;
+    uint64_t length_bytes = 0;
+  };
+
+  void OnCommand(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival);
+  bool DeliverInOrder();
+  void Deliver(const Incoming& incoming);
+  bool SendToDaemon();
+  bool ReceiveFromDaemon();
+  void OnCompletion(const protocol::Completion& completion);
+  void OnOwnFetch(const protocol::Completion& completion);
+  void Answer(const protocol::Completion& completion, const protocol::Command& command);
+  // `behind`: what is to arrive before it counts.
+  enum class Behind : uint8_t { kNothing, kPieces };
+  void SendCompletion(const protocol::Completion& completion, Behind behind);
+  void QueueRange(const Piece& range);
+  // The bytes of a fetched partition that the agent lacks.
+  void QueuePartition(uint32_t partition, const protocol::Completion& fetched,
+                      const std::optional<protocol::Command>& written);
+  void Note(uint32_t partition, const WeightsVersion& version);
+  bool SendPieces();
+  void BeginSync(uint64_t tag, Sync sync);
+  bool FetchForSyncs();
+  void TryEndSync(uint64_t tag);
+  bool is_synced() const { return options_.layout->is_shared() && !options_.is_reader; }
+  void End(const absl::Status& status) { link_->End(status); }
+
+  GatewaySessionOptions options_;
+  std::unique_ptr<RemoteLink> link_;
+  std::unique_ptr<protocol::UcxMemory> readable_;
+  std::map<uint64_t, Incoming> incoming_;  // by number
+  uint64_t next_number_ = 0;
+  std::deque<protocol::Command> to_daemon_;
+  // Of the agent, by tag, until they are answered.
+  std::map<uint64_t, protocol::Command> in_flight_;
+  std::deque<Piece> outgoing_;
+  uint64_t pieces_queued_ = 0;  // so far
+  uint64_t pieces_sent_ = 0;
+  uint32_t pieces_in_flight_ = 0;
+  bool reads_remotely_ = false;
+  bool daemon_has_ended_ = false;
+  std::map<uint32_t, WeightsVersion> known_;  // by partition
+  std::map<uint64_t, uint32_t> known_at_;     // partitions by their offset
+  // By the tag that they answer.
+  std::map<uint64_t, Sync> syncs_;
+  struct OwnFetch {
+    uint64_t sync_tag = 0;
+    uint32_t partition = 0;
+  };
+  std::map<uint64_t, OwnFetch> own_fetches_;  // by tag
+  uint64_t next_own_tag_ = protocol::kGatewayTag;
+  std::vector<uint32_t> order_;  // in which partitions are fetched for a sync
+  std::vector<uint32_t> touched_;
+  std::set<uint32_t> touched_set_;
+  bool is_ready_ = false;  // the initial parameters are written
+};
+
+}  // namespace forebay::gateway

@@ -1,0 +1,82 @@
+// forebay-gateway: the way from a daemon to trainers on other nodes. As a service it is a client of the daemon for
+// principals elsewhere; as an agent (`connect`, which the client library starts) it serves one trainer on its node.
+
+#include <signal.h>
+#include <stdlib.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "daemon/gateway/agent_server.h"
+#include "daemon/gateway/gateway_config.h"
+#include "daemon/gateway/gateway_server.h"
+#include "protocol/error.h"
+#include "spdlog/sinks/stdout_sinks.h"
+#include "spdlog/spdlog.h"
+
+extern "C" char** environ;
+
+namespace {
+
+using forebay::protocol::UniqueFd;
+
+constexpr int kExitError = 1;
+
+int Fail(const absl::Status& status) {
+  std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
+  return kExitError;
+}
+
+// The file of settings alone says how the service uses UCX.
+void ForgetUcxVariables() {
+  std::vector<std::string> names;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const std::string text = *variable;
+    if (text.starts_with("UCX_")) names.push_back(text.substr(0, text.find('=')));
+  }
+  for (const std::string& name : names) ::unsetenv(name.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("The way from forebayd to trainers on other nodes, over TLS and UCX");
+  app.set_version_flag("--version", FOREBAY_VERSION);
+  std::string config_path = "/etc/forebay/gateway.toml";
+  bool only_checks = false;
+  app.add_option("--config", config_path, "settings");
+  app.add_flag("--check", only_checks, "only check the settings");
+  CLI::App* const connect = app.add_subcommand("connect", "serve one trainer (started by it)");
+  std::string address;
+  std::string folder;
+  int trainer_fd = -1;
+  int lifetime_fd = -1;
+  connect->add_option("--address", address, "HOST:PORT of the gateway")->required();
+  connect->add_option("--folder", folder, "of ca.pem, and cert.pem with key.pem or token")
+      ->required();
+  connect->add_option("--socket-fd", trainer_fd, "the trainer's socket")->required();
+  connect->add_option("--lifetime-fd", lifetime_fd, "a pidfd of the trainer");
+  CLI11_PARSE(app, argc, argv);
+
+  ::signal(SIGPIPE, SIG_IGN);
+  spdlog::set_default_logger(spdlog::stderr_logger_mt("forebay-gateway"));
+  if (connect->parsed()) {
+    // Of the trainer's terminal: the trainer decides what it ends with.
+    ::signal(SIGINT, SIG_IGN);
+    ::signal(SIGHUP, SIG_IGN);
+    const absl::Status status = forebay::gateway::ServeAgent({.address = address,
+                                                              .folder = folder,
+                                                              .trainer = UniqueFd(trainer_fd),
+                                                              .lifetime = UniqueFd(lifetime_fd)});
+    return status.ok() ? 0 : Fail(status);
+  }
+  ForgetUcxVariables();
+  const auto config = forebay::gateway::LoadGatewayConfig(config_path);
+  if (!config.ok()) return Fail(config.status());
+  const absl::Status status = only_checks ? forebay::gateway::CheckGateway(*config)
+                                          : forebay::gateway::ServeGateway(*config);
+  return status.ok() ? 0 : Fail(status);
+}

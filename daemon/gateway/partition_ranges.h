@@ -1,0 +1,31 @@
+// Which bytes of a partition's weights change with a step, and which only where they are written.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "protocol/layout.h"
+
+namespace forebay::gateway {
+
+struct WeightsRange {
+  uint64_t offset_bytes = 0;  // from the partition's start
+  uint64_t size_bytes = 0;
+  bool is_trainable = false;
+
+  bool operator==(const WeightsRange&) const = default;
+};
+
+// All of the partition, in order; neighbours of one kind are one range.
+std::vector<WeightsRange> RangesOf(const protocol::Layout& layout, uint32_t partition);
+
+// What of a partition a session's window holds.
+struct WeightsVersion {
+  uint64_t offset_bytes = 0;  // of the partition, in the weights arena
+  uint64_t step = 0;
+  uint64_t writes = 0;
+
+  bool operator==(const WeightsVersion&) const = default;
+};
+
+}  // namespace forebay::gateway

@@ -1,0 +1,68 @@
+// One session's way to its peer: messages with the session's header, and whether the peer is alive.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/gateway/data_thread.h"
+#include "protocol/remote_wire.h"
+#include "protocol/ucx/ucx_worker.h"
+
+namespace forebay::gateway {
+
+struct RemoteLinkOptions {
+  SessionKey key;
+  std::vector<std::byte> peer_address;
+  std::string peer;  // for messages
+  std::chrono::milliseconds keepalive{10000};
+  // The session is over; called once, on the data thread.
+  std::function<void(const absl::Status&)> on_end;
+};
+
+// Threads  The data thread's.
+class RemoteLink {
+ public:
+  // Called on the data thread.
+  static absl::StatusOr<std::unique_ptr<RemoteLink>> Create(DataThread& thread,
+                                                            RemoteLinkOptions options);
+
+  // `on_sent`: where the message has left; not where the link has ended.
+  void Send(protocol::RemoteHeader header, std::span<const std::byte> data = {},
+            std::shared_ptr<const void> owner = nullptr, std::function<void()> on_sent = nullptr);
+  // Brings the message's data to `to`; a message of another size ends the link.
+  void Receive(protocol::UcxArrival& arrival, std::span<std::byte> to,
+               std::shared_ptr<const void> owner, std::function<void()> on_done);
+  void Get(std::span<std::byte> to, uint64_t remote_address, std::shared_ptr<const void> owner,
+           std::function<void()> on_done);
+
+  void OnHeard() { heard_ = Clock::now(); }
+  // Sends a ping; ends the link where nothing was heard for the keepalive.
+  void OnTick(Clock::time_point now);
+
+  // Once; what comes later is ignored.
+  void End(const absl::Status& reason);
+  bool has_ended() const { return has_ended_; }
+  protocol::UcxEndpoint& endpoint() { return *endpoint_; }
+
+ private:
+  explicit RemoteLink(RemoteLinkOptions options)
+      : options_(std::move(options)), heard_(Clock::now()) {}
+  protocol::UcxDone OnDone(std::function<void()> on_done);
+
+  RemoteLinkOptions options_;
+  std::unique_ptr<protocol::UcxEndpoint> endpoint_;
+  Clock::time_point heard_;
+  bool has_ended_ = false;
+  // Callbacks outlive the link.
+  std::shared_ptr<const bool> alive_ = std::make_shared<const bool>(true);
+};
+
+}  // namespace forebay::gateway

@@ -1,0 +1,49 @@
+// Values of the schema that both modes of the gateway carry.
+#pragma once
+
+#include <capnp/capability.h>
+#include <kj/common.h>
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "protocol/descriptor.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::gateway {
+
+inline kj::ArrayPtr<const kj::byte> DataOf(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const kj::byte*>(bytes.data()), bytes.size()};
+}
+
+inline std::vector<std::byte> BytesOf(capnp::Data::Reader data) {
+  const auto* const begin = reinterpret_cast<const std::byte*>(data.begin());
+  return {begin, begin + data.size()};
+}
+
+// A call whose one result is its outcome, made for another's `context`.
+template <typename Context, typename Request>
+kj::Promise<void> ForwardForOutcome(Context context, Request request) {
+  return request.send().then([context](auto&& response) mutable {
+    context.getResults().setOutcome(response.getOutcome());
+  });
+}
+
+// Session.exchange, made for another's `context`.
+template <typename Context>
+kj::Promise<void> ForwardExchange(Context context, schema::Session::Client& session) {
+  auto request = session.exchangeRequest();
+  request.setBytes(context.getParams().getBytes());
+  request.setNumber(context.getParams().getNumber());
+  return request.send().then([context](auto&& response) mutable {
+    auto results = context.getResults();
+    results.setOutcome(response.getOutcome());
+    results.setAll(response.getAll());
+  });
+}
+
+}  // namespace forebay::gateway

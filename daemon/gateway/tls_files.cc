@@ -1,0 +1,119 @@
+#include "daemon/gateway/tls_files.h"
+
+#include <kj/vector.h>
+#include <unistd.h>
+
+#include <functional>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::gateway {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+// What a call of kj's throws, as an error of `file`.
+absl::Status Try(const std::string& file, const std::function<void()>& call) {
+  const auto exception = kj::runCatchingExceptions([&] { call(); });
+  KJ_IF_MAYBE (e, exception) {
+    return MakeError(
+        ErrorId::kConfig,
+        absl::StrCat(file, ": is not PEM that TLS can use: ", e->getDescription().cStr()),
+        "docs/multi-node.md shows how certificates are made");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<kj::Own<kj::TlsKeypair>> MakeKeypair(const std::string& key,
+                                                    const std::string& certificate,
+                                                    const std::string& files) {
+  kj::Own<kj::TlsKeypair> pair;
+  RETURN_IF_ERROR(Try(files, [&] {
+    pair = kj::heap<kj::TlsKeypair>(
+        kj::TlsKeypair{.privateKey = kj::TlsPrivateKey(kj::StringPtr(key.c_str())),
+                       .certificate = kj::TlsCertificate(kj::StringPtr(certificate.c_str()))});
+  }));
+  return kj::mv(pair);
+}
+
+struct ContextFiles {
+  std::string names = {};  // for messages
+  std::string ca = {};
+  std::string certificate = {};
+  std::string key = {};
+  bool verifies_clients = false;
+  kj::Timer* timer = nullptr;
+};
+
+absl::StatusOr<kj::Own<kj::TlsContext>> MakeContext(const ContextFiles& files) {
+  kj::TlsContext::Options options;
+  options.useSystemTrustStore = false;
+  options.verifyClients = files.verifies_clients;
+  options.minVersion = kj::TlsVersion::TLS_1_2;
+  kj::Own<kj::TlsKeypair> pair;
+  if (!files.certificate.empty()) {
+    ASSIGN_OR_RETURN(pair, MakeKeypair(files.key, files.certificate, files.names));
+    options.defaultKeypair = *pair;
+  }
+  kj::Vector<kj::TlsCertificate> trusted;
+  if (!files.ca.empty()) {
+    RETURN_IF_ERROR(Try(files.names,
+                        [&] { trusted.add(kj::TlsCertificate(kj::StringPtr(files.ca.c_str()))); }));
+    options.trustedCertificates = trusted.asPtr();
+  }
+  if (files.timer != nullptr) {
+    options.timer = *files.timer;
+    options.acceptTimeout = 5 * kj::SECONDS;
+  }
+  kj::Own<kj::TlsContext> context;
+  RETURN_IF_ERROR(Try(files.names, [&] { context = kj::heap<kj::TlsContext>(kj::mv(options)); }));
+  return kj::mv(context);
+}
+
+bool Exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0; }
+
+}  // namespace
+
+absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& config,
+                                                      kj::Timer* timer) {
+  ContextFiles files{.names = absl::StrCat(config.certificate, ", ", config.key), .timer = timer};
+  ASSIGN_OR_RETURN(files.certificate, ReadTextFile(config.certificate, "the certificate"));
+  ASSIGN_OR_RETURN(files.key, ReadSecretFile(config.key, "the key"));
+  if (!config.client_ca.empty()) {
+    absl::StrAppend(&files.names, ", ", config.client_ca);
+    ASSIGN_OR_RETURN(files.ca, ReadTextFile(config.client_ca, "the authority of clients"));
+    files.verifies_clients = true;
+  }
+  return MakeContext(files);
+}
+
+absl::StatusOr<AgentCredentials> LoadCredentials(const std::string& folder) {
+  AgentCredentials credentials;
+  ASSIGN_OR_RETURN(credentials.ca, ReadTextFile(folder + "/ca.pem", "who signs gateways"));
+  if (Exists(folder + "/cert.pem")) {
+    ASSIGN_OR_RETURN(credentials.certificate, ReadTextFile(folder + "/cert.pem", "a certificate"));
+    ASSIGN_OR_RETURN(credentials.key, ReadSecretFile(folder + "/key.pem", "the key"));
+  } else if (Exists(folder + "/token")) {
+    ASSIGN_OR_RETURN(const std::string token, ReadSecretFile(folder + "/token", "the token"));
+    credentials.token = std::string(absl::StripAsciiWhitespace(token));
+  } else {
+    return MakeError(ErrorId::kConfig,
+                     absl::StrCat(folder, ": has neither cert.pem with key.pem nor token"),
+                     "FOREBAY_REMOTE names the folder with what a gateway asks for");
+  }
+  return credentials;
+}
+
+absl::StatusOr<kj::Own<kj::TlsContext>> MakeClientTls(const AgentCredentials& credentials) {
+  return MakeContext({.names = "ca.pem, cert.pem, key.pem",
+                      .ca = credentials.ca,
+                      .certificate = credentials.certificate,
+                      .key = credentials.key});
+}
+
+}  // namespace forebay::gateway

@@ -1,0 +1,32 @@
+// Certificates and keys from files.
+#pragma once
+
+#include <kj/compat/tls.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "daemon/gateway/gateway_config.h"
+
+namespace forebay::gateway {
+
+// `timer`: for handshakes that take too long; none where nothing is accepted.
+//
+// Errors  E_CONFIG  names the file that is no certificate or key, or that others can read.
+absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& config,
+                                                      kj::Timer* timer);
+
+// What an agent shows and believes: the files of a folder.
+struct AgentCredentials {
+  std::string ca;           // PEM: who signs gateways
+  std::string certificate;  // PEM; empty: a token instead
+  std::string key;
+  std::string token;
+};
+
+// `ca.pem`, and `cert.pem` with `key.pem` or `token`. Errors as MakeServerTls.
+absl::StatusOr<AgentCredentials> LoadCredentials(const std::string& folder);
+absl::StatusOr<kj::Own<kj::TlsContext>> MakeClientTls(const AgentCredentials& credentials);
+
+}  // namespace forebay::gateway

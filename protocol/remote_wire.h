@@ -1,0 +1,81 @@
+// What travels over UCX between a gateway, which is a client of the daemon on its node, and an agent, which serves a
+// trainer on another node. Every message has this header; it and every range in it are checked before they are used.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "protocol/wire.h"
+
+namespace forebay::protocol {
+
+// Raised by one with every change that an older peer would misread, of these structs or of remote.capnp.
+inline constexpr uint32_t kRemoteVersion = 1;
+inline constexpr uint32_t kRemoteMagic = 0x31524246;  // "FBR1" on a little-endian machine
+
+// Of weights and states, on their way to the agent. Gradients travel in pieces of their own (kGradPieceBytesMax).
+inline constexpr uint64_t kRemotePieceBytes = uint64_t{1} << 20;
+inline constexpr uint64_t kRemoteReadBytes = uint64_t{16} << 20;  // that the agent reads itself
+inline constexpr uint32_t kRemotePiecesInFlight = 16;             // of a session
+// Of the tag of what an agent asks for itself; a trainer's command never has it. The gateway's own commands to the
+// daemon have the other.
+inline constexpr uint64_t kAgentTag = uint64_t{1} << 63;
+inline constexpr uint64_t kGatewayTag = uint64_t{1} << 62;
+
+using RemoteSecret = std::array<std::byte, 16>;  // of a session, exchanged over TLS
+
+enum class RemoteKind : uint16_t {
+  kNone = 0,
+  // Agent: `command`, with the bytes that the daemon reads of it, for the range of the grad arena.
+  kCommand = 1,
+  // Agent: brings all weights that have changed; answered by a kCompletion of the command's tag. With shared
+  // attachment alone.
+  kSync = 2,
+  // Gateway: `completion`; it counts when the first `pieces` pieces of the session have arrived.
+  kCompletion = 3,
+  // Gateway: the bytes of a range.
+  kPiece = 4,
+  // Gateway: a piece that the agent reads itself.
+  kRead = 5,
+  // Both: alive.
+  kPing = 6,
+  // Gateway: the daemon has ended the session; completion.flags is a ChannelState.
+  kEnd = 7,
+};
+
+enum class RemoteRegion : uint16_t { kWeights = 0, kGradArena = 1 };
+
+struct RemoteHeader {
+  uint32_t magic = kRemoteMagic;
+  uint16_t kind = 0;    // RemoteKind
+  uint16_t region = 0;  // RemoteRegion
+  uint64_t session = 0;
+  RemoteSecret secret = {};
+  // 0, 1, 2, ...: of kCommand and kSync, which count in this order; of kPiece and kRead. UCX may let one message overtake
+  // another.
+  uint64_t number = 0;
+  uint64_t offset_bytes = 0;
+  uint64_t length_bytes = 0;
+  uint64_t pieces = 0;  // of kCompletion
+  // A Command or a Completion.
+  std::array<std::byte, 64> entry = {};
+
+  template <typename Entry>
+  Entry As() const {
+    static_assert(sizeof(Entry) == 64 && std::is_trivially_copyable_v<Entry>);
+    Entry copy;
+    std::memcpy(&copy, entry.data(), sizeof(copy));
+    return copy;
+  }
+  template <typename Entry>
+  void Set(const Entry& value) {
+    static_assert(sizeof(Entry) == 64 && std::is_trivially_copyable_v<Entry>);
+    std::memcpy(entry.data(), &value, sizeof(value));
+  }
+};
+static_assert(sizeof(RemoteHeader) == 128 && std::is_trivially_copyable_v<RemoteHeader>);
+
+}  // namespace forebay::protocol
