@@ -7,9 +7,9 @@ using Forebay = import "forebay.capnp";
 $Cxx.namespace("forebay::schema");
 
 interface Gateway {
-  hello @0 (protocolVersion :UInt32, remoteVersion :UInt32, token :Text) -> (outcome :Forebay.Outcome, node :RemoteNode, keepaliveMs :UInt32);
+  hello @0 (protocolVersion :UInt32, remoteVersion :UInt32, token :Text) -> (outcome :Forebay.Outcome, node :RemoteNode, keepaliveMs :UInt32, remoteReads :Bool);
   # First call of every connection. Another version is refused with E_PROTOCOL that names both. `token`: where the
-  # gateway knows principals by tokens and not by certificates.
+  # gateway knows principals by tokens and not by certificates. `remoteReads`: the agent may have to read weights itself.
 }
 
 interface RemoteNode {

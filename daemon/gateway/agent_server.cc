@@ -147,7 +147,9 @@ class Agent {
 
   absl::Status StartData() {
     if (data != nullptr) return absl::OkStatus();
-    ASSIGN_OR_RETURN(data, DataThread::Create({.keepalive = keepalive}, keepalive / 5));
+    ASSIGN_OR_RETURN(
+        data, DataThread::Create({.keepalive = keepalive, .has_remote_reads = has_remote_reads},
+                                 keepalive / 5));
     return absl::OkStatus();
   }
 
@@ -158,6 +160,7 @@ class Agent {
   kj::Own<GatewayLink> link;
   kj::Maybe<schema::RemoteNode::Client> node;
   std::chrono::milliseconds keepalive{10000};
+  bool has_remote_reads = false;
   std::unique_ptr<DataThread> data;
   std::vector<std::weak_ptr<SessionState>> sessions;
   absl::Status reason;
@@ -180,6 +183,7 @@ class Agent {
               RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
               node = response.getNode();
               keepalive = std::chrono::milliseconds(response.getKeepaliveMs());
+              has_remote_reads = response.getRemoteReads();
               pinging = Ping().eagerlyEvaluate(nullptr);
               watching =
                   link->network.onDisconnect()

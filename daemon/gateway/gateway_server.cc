@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <utility>
@@ -52,19 +53,24 @@ struct Gateway {
   kj::LowLevelAsyncIoProvider& low_level;
   kj::Timer& timer;
   ControlQueue& control;
+  const bool has_remote_reads;
   std::map<std::string, std::unique_ptr<DataThread>> threads = {};  // by principal
   std::map<std::string, uint32_t> sessions_of = {};
   uint64_t next_session = 1;
   uint32_t handshakes = 0;
   uint32_t connections = 0;
 
+  protocol::UcxOptions UcxOptions() const {
+    return {.tls = config.ucx_tls,
+            .net_devices = config.ucx_net_devices,
+            .keepalive = config.keepalive,
+            .has_remote_reads = has_remote_reads};
+  }
+
   absl::StatusOr<DataThread*> ThreadOf(const Principal& principal) {
     std::unique_ptr<DataThread>& thread = threads[principal.name];
     if (thread == nullptr) {
-      auto made = DataThread::Create({.tls = config.ucx_tls,
-                                      .net_devices = config.ucx_net_devices,
-                                      .keepalive = config.keepalive},
-                                     config.keepalive / 5);
+      auto made = DataThread::Create(UcxOptions(), config.keepalive / 5);
       if (!made.ok()) return made.status();
       thread = *std::move(made);
     }
@@ -93,13 +99,14 @@ class SessionState {
 
   // The data plane has failed: the daemon hears that the session has ended.
   void End(const absl::Status& reason) {
-    if (!reason_.ok()) return;
+    if (!reason_.ok() || is_detached_) return;
     reason_ = reason;
     daemon_ = nullptr;
     spdlog::warn("session {} of {} has ended: {}", number_, principal_.name,
                  protocol::FormatError(reason));
     thread_.Post([&thread = thread_, number = number_] { thread.Remove(number); });
   }
+  void OnDetached() { is_detached_ = true; }  // what comes now is its end
   const absl::Status& reason() const { return reason_; }
   kj::Maybe<schema::Session::Client>& daemon() { return daemon_; }
 
@@ -110,6 +117,7 @@ class SessionState {
   const uint64_t number_;
   kj::Maybe<schema::Session::Client> daemon_;
   absl::Status reason_;
+  bool is_detached_ = false;
 };
 
 class SessionServer final : public schema::Session::Server {
@@ -143,7 +151,9 @@ class SessionServer final : public schema::Session::Server {
   kj::Promise<void> detach(DetachContext context) override {
     context.allowCancellation();
     return WithDaemon(context, [&](schema::Session::Client& daemon) {
-      return ForwardForOutcome(context, daemon.detachRequest());
+      return ForwardForOutcome(context, daemon.detachRequest()).then([state = state_] {
+        state->OnDetached();
+      });
     });
   }
 
@@ -338,7 +348,7 @@ class NodeServer final : public schema::RemoteNode::Server {
                                        .keepalive = gateway_.config.keepalive,
                                        .on_end = OnEnd(state)}));
       std::unique_ptr<protocol::UcxMemory> readable;
-      if (options.reads != ReadPolicy::kOff) {
+      if (gateway_.has_remote_reads) {
         ASSIGN_OR_RETURN(readable, thread->worker().Map(weights->bytes()));
         readable_key.assign(readable->key().begin(), readable->key().end());
       }
@@ -416,6 +426,7 @@ class GatewayServer final : public schema::Gateway::Server {
           auto results = context.getResults();
           results.initOutcome();
           results.setNode(kj::heap<NodeServer>(connection_, principal));
+          results.setRemoteReads(connection_.gateway.has_remote_reads);
           results.setKeepaliveMs(
               static_cast<uint32_t>(connection_.gateway.config.keepalive.count()));
           return kj::Promise<void>(kj::READY_NOW);
@@ -523,6 +534,13 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   kj::TaskSet tasks_;
 };
 
+// With "auto" where there is hardware that may do it.
+bool HasRemoteReads(const GatewayConfig& config) {
+  if (config.reads != ReadPolicy::kAuto) return config.reads == ReadPolicy::kOn;
+  std::error_code ignored;
+  return !std::filesystem::is_empty("/sys/class/infiniband", ignored) && !ignored;
+}
+
 absl::StatusOr<std::map<std::string, std::string>> LoadTokens(const GatewayConfig& config) {
   if (config.tokens.empty()) return std::map<std::string, std::string>();
   ASSIGN_OR_RETURN(const std::string text, ReadSecretFile(config.tokens, "the tokens"));
@@ -554,12 +572,10 @@ absl::Status ServeGateway(const GatewayConfig& config) {
                     .tokens = std::move(tokens),
                     .low_level = *io.lowLevelProvider,
                     .timer = timer,
-                    .control = *control};
+                    .control = *control,
+                    .has_remote_reads = HasRemoteReads(config)};
     // UCX is tried before anybody waits for it.
-    const absl::Status ucx = protocol::UcxWorker::Create({.tls = config.ucx_tls,
-                                                          .net_devices = config.ucx_net_devices,
-                                                          .keepalive = config.keepalive})
-                                 .status();
+    const absl::Status ucx = protocol::UcxWorker::Create(gateway.UcxOptions()).status();
     if (!ucx.ok()) {
       status = ucx;
       return;

@@ -121,7 +121,8 @@ absl::StatusOr<ucp_context_h> MakeContext(const UcxOptions& options) {
   }
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES;
-  params.features = UCP_FEATURE_AM | UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  if (options.has_remote_reads) params.features |= UCP_FEATURE_RMA;
   ucp_context_h context = nullptr;
   const absl::Status status = UcxError("make a context", ucp_init(&params, config, &context));
   if (status.ok()) return context;

@@ -27,6 +27,9 @@ struct UcxOptions {
   std::string tls = {};          // transports, as in UCX_TLS; empty: UCX chooses
   std::string net_devices = {};  // as in UCX_NET_DEVICES
   std::chrono::milliseconds keepalive{10000};
+  // Whether memory is read remotely. Where no hardware does that, UCX's own handler does, for any address of this
+  // process and without asking for a key: for peers that may see all that this process has.
+  bool has_remote_reads = false;
 };
 
 class UcxWorker;

@@ -33,7 +33,7 @@ class UcxWorkerTest : public ::testing::Test {
  protected:
   void SetUp() override {
     for (std::unique_ptr<UcxWorker>* worker : {&one_, &other_}) {
-      ASSERT_OK_AND_ASSIGN(*worker, UcxWorker::Create({.tls = "tcp"}));
+      ASSERT_OK_AND_ASSIGN(*worker, UcxWorker::Create({.tls = "tcp", .has_remote_reads = true}));
     }
     ASSERT_OK_AND_ASSIGN(to_other_, one_->Connect(other_->address(),
                                                   [this](const auto& status) { error_ = status; }));
