@@ -316,6 +316,7 @@ absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string&
                      absl::StrCat("an exchange of ", bytes.size(), " bytes a rank; at most ",
                                   protocol::kExchangeBytesMax));
   }
+  if (s.parts.nodes.world_ranks > 0) return s.parts.nodes.all_gather(bytes);
   const WaitLimits limits = s.Limits(timeout);
   RETURN_IF_ERROR(s.ReattachIfRestarting(limits));
   auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, limits);

@@ -426,7 +426,8 @@ class Attachment {
   absl::Status CheckStateRange(const StateRange& range, uint64_t elems) const;
 
   // Gives every rank the bytes of all, by rank: at most 4 KiB each, for what ranks need before they can talk
-  // to each other. Waits until every rank of the job has called it; all call it equally often.
+  // to each other. Waits until every rank of the job has called it; all call it equally often. Over several nodes of all
+  // of them, by Nodes::all_gather.
   //
   // Errors  E_RANK_LOST  a rank ended before: attach again.
   //         E_RANGE      more bytes.

@@ -490,7 +490,7 @@ class AgentNode final : public schema::Node::Server {
     options.daemon_arena_bytes = step_end;
     options.step_region = {.offset_bytes = reply.getStepRegionOffset(),
                            .size_bytes = reply.getStepRegionBytes()};
-    options.params = attaching.layout->params().size();
+    options.layout = attaching.layout;
     options.weights_address = terms.getWeightsAddress();
     const uint64_t grad_bytes = reply.getGradArenaBytes() + request.getActivationBytes();
     ASSIGN_OR_RETURN(options.weights,

@@ -49,8 +49,8 @@ AgentSession::Range AgentSession::BytesOf(const Command& command) const {
     case Op::kAnnounceStep:
       return {.offset_bytes = command.arena_offset_bytes, .length_bytes = command.length_bytes};
     case Op::kDecide:
-      return {.offset_bytes = protocol::StepSummaryOffset(options_.step_region, options_.params),
-              .length_bytes = protocol::StepSummaryBytes(options_.params)};
+      return {.offset_bytes = protocol::StepSummaryOffset(options_.step_region, *options_.layout),
+              .length_bytes = protocol::StepSummaryBytes(options_.layout->params().size())};
     default:
       return {};
   }

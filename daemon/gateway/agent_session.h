@@ -27,7 +27,7 @@ struct AgentSessionOptions {
   std::unique_ptr<protocol::ServerChannel> channel;
   uint64_t daemon_arena_bytes = 0;  // the first bytes of grad_arena
   protocol::StepRegion step_region;
-  uint64_t params = 0;           // of the layout
+  std::shared_ptr<const protocol::Layout> layout;
   uint64_t weights_address = 0;  // at the gateway
 };
 

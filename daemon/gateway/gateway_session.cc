@@ -215,10 +215,9 @@ void GatewaySession::Answer(const Completion& completion, const Command& command
                 .offset_bytes = command.arena_offset_bytes,
                 .length_bytes = command.length_bytes});
   } else if (is_prepared && (Is(command, Op::kStep) || Is(command, Op::kDecide))) {
-    const uint64_t params = options_.layout->params().size();
     QueueRange({.region = RemoteRegion::kGradArena,
-                .offset_bytes = protocol::StepSummaryOffset(options_.step_region, params),
-                .length_bytes = protocol::StepSummaryBytes(params)});
+                .offset_bytes = protocol::StepSummaryOffset(options_.step_region, *options_.layout),
+                .length_bytes = protocol::NodeSummaryBytes(*options_.layout)});
   } else {
     return SendCompletion(completion, Behind::kNothing);
   }
