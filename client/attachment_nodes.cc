@@ -167,11 +167,9 @@ absl::Status Attachment::State::Follow(const AttachOutcome& outcome) {
   if (outcome.todo == AttachOutcome::Todo::kGoBack) {
     Command command = MakeCommand(Op::kGoBack);
     command.step = outcome.step;
-    ASSIGN_OR_RETURN(const std::shared_ptr<Answer> answer, Start(command, limits));
-    const absl::Status waited = WaitFor(*answer, limits);
-    if (!waited.ok() && !IsOver(waited)) return waited;
+    const absl::Status asked = Call(command, nullptr, limits).status();
     // Another rank of the node may have asked before, which has ended this session.
-    return IsOver(answer->status) ? absl::OkStatus() : answer->status;
+    return IsOver(asked) ? absl::OkStatus() : asked;
   }
   const bool is_prepared = parts.prepared_step == outcome.step;
   if (outcome.todo == AttachOutcome::Todo::kNothing || !is_prepared) return absl::OkStatus();

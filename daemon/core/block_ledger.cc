@@ -336,12 +336,13 @@ bool BlockLedger::is_next_doubted() const {
          });
 }
 
-void BlockLedger::FinishDurable() {
+void BlockLedger::FinishDurable(Last last) {
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     Durable& durable = durable_[entry];
-    const std::optional<Version> before = std::exchange(durable.before, durable.last);
+    std::optional<Version> gone = durable.last;
+    if (last == Last::kBecomesBefore) std::swap(gone, durable.before);
     durable.last = std::exchange(durable.next, std::nullopt);
-    if (before && before->slot) Release(entry, *before->slot);
+    if (gone && gone->slot) Release(entry, *gone->slot);
   }
 }
 

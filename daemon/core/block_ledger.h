@@ -111,8 +111,9 @@ class BlockLedger {
   void OnSaveFailed(uint32_t entry);
   // Of the step that is going to be durable, when all is saved; nothing: zeros that were never written.
   const std::optional<Version>& next_durable(uint32_t entry) const { return durable_[entry].next; }
-  // The ledger with it is durable.
-  void FinishDurable();
+  // The ledger with it is durable. `replaced`: the last one was of the same step; the one before it stays.
+  enum class Last : uint8_t { kBecomesBefore, kReplaced };
+  void FinishDurable(Last last);
   // An entry in DRAM, or a part of the weights, is not what was saved of it last.
   void SetChanged(uint32_t entry);
   bool is_durable() const { return !durable_.empty(); }

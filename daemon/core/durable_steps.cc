@@ -44,8 +44,10 @@ void DurableSteps::Begin(Published published) {
   if (is_abandoned_) return;
   std::vector<StatePart> extra_states = std::move(published.extra_states);
   next_ = std::make_shared<DurableJob>(ValuesOf(std::move(published)));
-  // No node decides a step before the one before it is durable there: none is two durable steps behind.
-  if (spec_.is_over_nodes()) next_->before = AsBefore(last_);
+  // No node decides a step before the one before it is durable there: none is two durable steps behind. Where the daemon
+  // comes to rest, it may be the last one once more.
+  if (spec_.is_over_nodes()) next_->before = replaces_last() ? last_->before : AsBefore(last_);
+  FOREBAY_CHECK(next_->before == nullptr || next_->before->step < next_->step);
   unsaved_ = pipeline_.ledger().BeginDurable();
   // One on swap without a slot: zeros that were never written.
   std::erase_if(unsaved_, [this](uint32_t entry) {
@@ -141,9 +143,11 @@ void DurableSteps::OnCommitted(const absl::Status& status) {
   if (!is_gathered_) return;  // the ledger has named the step before again
   wait_ = status;
   if (!status.ok()) return;
+  const auto last =
+      replaces_last() ? BlockLedger::Last::kReplaced : BlockLedger::Last::kBecomesBefore;
   last_ = std::exchange(next_, nullptr);
   is_gathered_ = false;
-  pipeline_.FinishDurable();
+  pipeline_.FinishDurable(last);
 }
 
 void DurableSteps::OnReadFailed(const absl::Status& status) {

@@ -94,6 +94,9 @@ class DurableSteps {
   absl::Status Describe(const absl::Status& status, uint32_t entry) const;
   // Parts of arenas that are on their way to or from swap.
   size_t at_once() const { return kSavesPerPath * std::max(1U, pipeline_.path_table().paths()); }
+  bool replaces_last() const {
+    return spec_.is_over_nodes() && last_ != nullptr && last_->step == next_->step;
+  }
   bool is_saving() const { return !unsaved_.empty() || !saving_.empty(); }
   void StartSaves();
   void StartRestores();

@@ -186,7 +186,7 @@ class StepPipeline {
   // Back to the node, while no step runs: slots beyond those of the placement. With durable steps FinishDurable() does it.
   void ReturnSurplusSlots();
   // The ledger with the step of BlockLedger::BeginDurable() is durable.
-  void FinishDurable();
+  void FinishDurable(BlockLedger::Last last);
   // The write of a staged block's next bytes to a free slot.
   WriteBlock BeginWrite(uint32_t block, const BlockIdentity& identity, uint64_t checksum);
   // An error with the block and the first parameter that has elements in it.

@@ -103,8 +103,8 @@ void StepPipeline::ReturnSurplusSlots() {
   if (!ledger_.is_durable()) ReturnFreeSlots();
 }
 
-void StepPipeline::FinishDurable() {
-  ledger_.FinishDurable();
+void StepPipeline::FinishDurable(BlockLedger::Last last) {
+  ledger_.FinishDurable(last);
   if (!running_) ReturnFreeSlots();
 }
 

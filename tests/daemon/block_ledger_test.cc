@@ -166,7 +166,7 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
   EXPECT_FALSE(ledger.has_doubted());
   EXPECT_EQ(ledger.slots_held(kOnSwap), 1u);
   EXPECT_TRUE(ledger.KeepsCurrent(kOnSwap));
-  ledger.FinishDurable();
+  ledger.FinishDurable(BlockLedger::Last::kBecomesBefore);
   ledger.CheckInvariants();
   EXPECT_EQ(FreeSlots(ledger), 5u);
   // The next version is beside it, and then beside two.

@@ -15,6 +15,7 @@ rate=R-..     these ranks call step 2 with another learning rate the first time
 die=R,..@P    these ranks are killed in step 3 at point P, once: "call" (of step), "gather" (of what the nodes have
               prepared), "decide" (when they know what all have)
 hold=R,..@P   these ranks say ["held", scenario, rank] there, once, and wait until FOLDER/go.SCENARIO exists
+differ=R      rank R writes other masters behind step 2, of what another node has too
 level=L       its durability, in the place of memory
 patience=S    gloo waits so many seconds
 states        rank 0 saves them in FOLDER
@@ -65,6 +66,7 @@ class Scenario:
         ranks, _, self.point = words.get("die", words.get("hold", "@")).partition("@")
         self.ranks = [int(rank) for rank in ranks.split(",") if rank]
         self.dies, self.level = "die" in words, words.get("level", "memory")
+        self.differing = int(words.get("differ", -1))
         self.patience = datetime.timedelta(seconds=int(words.get("patience", 1800)))
         self.steps = int(words.get("to", STEPS))
 
@@ -110,12 +112,17 @@ def train(scenario, model, opt, rank, size, folder, is_first):
         is_bad = rank == scenario.bad_rank and step == BAD_STEP and not has_been_bad
         has_been_bad = has_been_bad or is_bad
         (loss * float("inf") if is_bad else loss).backward()
+        if step == DEATH_STEP and rank == scenario.differing:
+            engine = opt._engine
+            engine.attachment.write_state(min(engine.partition_of.values()), 0, "master", torch.ones(4), 60.0)
         if is_first:
             stop_at(scenario, rank, "call", step, folder)
         try:
             call(scenario, opt, rank, step, is_first)
         except forebay.ForebayError as error:
             say("error", scenario.name, rank, error.code, str(error))
+            if scenario.differing >= 0:
+                os._exit(0)
             if error.code != "E_NONFINITE":
                 raise
             opt.zero_grad()

@@ -29,6 +29,7 @@ REFUSALS = {
     "rate=2": ("E_STEP", "ranks (2 and 3|3 and 2) called step 2 with different scalars: lr of parameter group 0"),
     "rate=2-3": ("E_STEP", "ranks 0 and 2 called step 2 with different scalars"),
 }
+DIFFERENCE = "hsdp+differ=3"
 # Before each message, on either node; and both ranks of a node, so that it has prepared what the other one commits, or
 # drops.
 DEATHS = [f"die={rank}@{point}" for point in ("call", "gather", "decide") for rank in (0, 3)]
@@ -41,7 +42,7 @@ class Run:
     def __init__(self, network, folder):
         self.folder = pathlib.Path(folder)
         nodes = on_each(network, self.folder)
-        scenarios = [*HOW, *REFUSALS, *DEATHS]
+        scenarios = [*HOW, *REFUSALS, *DEATHS, DIFFERENCE]
         ranks = [node.ranks(folder, *scenarios) for node in nodes]
         self.lines = [*itertools.chain(*(one.wait(DEADLINE_S) for one in ranks))]
         for node in nodes:
@@ -109,6 +110,13 @@ def test_what_is_refused_on_one_node_is_raised_by_all_and_repeated(run, why):
     assert sorted(errors) == [(rank, code) for rank in range(RANKS)]
     assert all(re.search(text, line[0]) for line in errors.values())
     assert named(run.lines, "digest", why) == named(run.reference, "digest", HOW[0])
+
+
+def test_replicas_that_differ_are_named_by_all_ranks(run):
+    errors = named(run.lines, "error", DIFFERENCE)
+    assert sorted(errors) == [(rank, "E_CORRUPT") for rank in range(RANKS)]
+    text = r"the replicas of \S+ on the nodes of ranks 0 and 2 have other weights after step 3: step 4 is not applied"
+    assert all(re.search(text, line[0]) for line in errors.values())
 
 
 @pytest.mark.parametrize("deaths", DEATHS)

@@ -8,7 +8,6 @@ Method  Two network namespaces, a daemon in each under a stand-in for the servic
 
 import contextlib
 import pathlib
-import subprocess
 import threading
 
 import network_nodes
@@ -18,123 +17,157 @@ from two_nodes import NODE_RANKS, KeptNode
 
 RANKS = 2 * NODE_RANKS
 DEADLINE_S = 120
-ENDED = 3  # of a launcher's tries
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    """Two nodes; without root or namespaces there are none."""
-    if reason := missing() or network_nodes.missing():
-        pytest.skip(reason)
-    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
-        yield nodes
+def ranks_of(*nodes):
+    return ",".join(str(node * NODE_RANKS + rank) for node in nodes for rank in range(NODE_RANKS))
 
 
-class Job:
-    """One scenario on both nodes, which is held where its name says so."""
-
-    def __init__(self, nodes, folder, scenario):
-        self.folder, self.scenario = folder, scenario
-        self.ranks = [node.ranks(folder, scenario) for node in nodes]
-        words = dict(word.partition("=")[::2] for word in scenario.split("+"))
-        held = [int(rank) for rank in words.get("hold", "@").partition("@")[0].split(",") if rank]
-        for number, ranks in enumerate(self.ranks):
-            ranks.until("held", sum(rank // NODE_RANKS == number for rank in held), DEADLINE_S)
-
-    def go_on(self):
-        pathlib.Path(self.folder, f"go.{self.scenario}").touch()
-
-    def end(self):
-        """The steps at which its ranks have attached; it has the bits of any other."""
-        lines = [line for ranks in self.ranks for line in ranks.wait(DEADLINE_S)]
-        digests = [line[3:] for line in lines if line[0] == "digest"]
-        assert len(digests) == RANKS and digests == [digests[0]] * RANKS
-        self.digest = digests[0]
-        return sorted(line[3] for line in lines if line[0] == "attached")
-
-
-@pytest.fixture(scope="module")
-def nodes(network, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("daemons")
-    with contextlib.ExitStack() as stack:
-        made = []
-        for number, node in enumerate(network):
-            made.append(KeptNode(node, number, folder / str(number)))
-            stack.enter_context(made[-1].manager)
-        yield made
-
-
-@pytest.fixture(scope="module")
-def expected(nodes, tmp_path_factory):
-    """What such jobs end with."""
-    job = Job(nodes, tmp_path_factory.mktemp("plain"), "plain")
-    assert job.end() == [0] * RANKS
-    return job.digest
-
-
-# Before it has said what it has prepared, and when all are known: of one node, or of both.
-@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("point", ["gather", "decide"])
-def test_a_daemon_that_is_killed_keeps_what_it_has_prepared(nodes, expected, tmp_path, killed, point):
-    held = ",".join(str(node * NODE_RANKS + rank) for node in killed for rank in range(NODE_RANKS))
-    job = Job(nodes, tmp_path, f"kill+hold={held}@{point}")
-    for node in killed:
-        nodes[node].manager.kill()
-    job.go_on()
-    assert job.end() == [0] * RANKS, "no rank has begun again"
-    assert job.digest == expected
-    for node in killed:
-        assert "with what it had prepared behind" in nodes[node].service.log()
-
-
+# Daemons that are killed before their node has said what it has prepared, and when all are known.
+KILLS = {
+    f"kill+hold={ranks_of(*nodes)}@{point}": nodes for point in ("gather", "decide") for nodes in ((0,), (1,), (0, 1))
+}
 # Ranks of the node whose memory is lost end; the other node has committed step 3 by then, and has made it durable where
 # every step is.
-@pytest.mark.parametrize("level", ["step", "epoch=2"])
-@pytest.mark.parametrize("lost", [0, 1])
-def test_all_nodes_go_back_where_one_has_lost_its_memory(nodes, expected, tmp_path, lost, level):
-    held = ",".join(str(lost * NODE_RANKS + rank) for rank in range(NODE_RANKS))
-    job = Job(nodes, tmp_path, f"lose+level={level}+hold={held}@decide")
-    job.ranks[1 - lost].until("loss", NODE_RANKS * 3, DEADLINE_S)
-    nodes[lost].lose_memory()
-    job.go_on()
-    assert job.end() == [0] * RANKS + [2] * RANKS
-    assert job.digest == expected
-    assert "goes back from step 3 to step 2" in nodes[1 - lost].service.log()
-    assert sum("went back from step 3 to step 2" in ranks.text for ranks in job.ranks) == 1
+LOSSES = {
+    f"lose+level={level}+hold={ranks_of(node)}@decide": node
+    for node, level in ((0, "step"), (1, "step"), (1, "epoch=2"))
+}
+RESTARTS = {f"restart+hold={ranks_of(node)}@call": node for node in (0, 1)}
+OUTAGE = f"outage+hold={ranks_of(1)}@gather"
+CUT = f"cut+patience=4+hold={ranks_of(1)}@gather"
 
 
-@pytest.mark.parametrize("restarted", [0, 1])
-def test_a_restart_of_a_daemon_costs_time_alone(nodes, expected, tmp_path, restarted):
-    job = Job(nodes, tmp_path, f"restart+hold={NODE_RANKS * restarted}@call")
-    restart = threading.Thread(target=nodes[restarted].manager.restart)
-    restart.start()
-    job.go_on()
-    assert job.end() == [0] * RANKS
-    restart.join(DEADLINE_S)
-    assert job.digest == expected
+class Run:
+    """All of them one after the other, and what ranks and daemons have said."""
+
+    def __init__(self, network, folder):
+        self.network, self.folder = network, pathlib.Path(folder)
+        scenarios = {
+            "plain": None,
+            **dict.fromkeys(KILLS, self._kill),
+            **dict.fromkeys(LOSSES, self._lose),
+            **dict.fromkeys(RESTARTS, self._restart),
+            OUTAGE: self._cut_for_a_second,
+            CUT: self._cut_until_all_begin_again,
+        }
+        with contextlib.ExitStack() as stack:
+            self.nodes = []
+            for number, node in enumerate(network):
+                self.nodes.append(KeptNode(node, number, self.folder / str(number)))
+                stack.enter_context(self.nodes[-1].manager)
+            self.ranks = [node.ranks(folder, *scenarios) for node in self.nodes]
+            for scenario, act in scenarios.items():
+                if act is not None:
+                    self._await_held(scenario)
+                    act(scenario)
+            self.lines = [line for ranks in self.ranks for line in ranks.wait(DEADLINE_S)]
+            self.logs = [node.service.log() for node in self.nodes]
+        self.texts = [ranks.text for ranks in self.ranks]
+        self.expected = self.digests("plain")[0]
+
+    def attached(self, scenario):
+        """At which steps."""
+        return sorted(line[3] for line in self.lines if line[:2] == ["attached", scenario])
+
+    def digests(self, scenario):
+        return [line[3:] for line in self.lines if line[:2] == ["digest", scenario]]
+
+    def assert_as_expected(self, scenario):
+        assert self.digests(scenario) == [self.expected] * RANKS
+
+    def _await_held(self, scenario):
+        held = scenario.partition("hold=")[2].partition("@")[0].split(",")
+        for number, ranks in enumerate(self.ranks):
+            count = sum(int(rank) // NODE_RANKS == number for rank in held)
+            ranks.until(["held", scenario], count, DEADLINE_S)
+
+    def _go_on(self, scenario):
+        (self.folder / f"go.{scenario}").touch()
+
+    def _kill(self, scenario):
+        for node in KILLS[scenario]:
+            self.nodes[node].manager.kill()
+        self._go_on(scenario)
+
+    def _lose(self, scenario):
+        lost = LOSSES[scenario]
+        self.ranks[1 - lost].until(["loss", scenario], NODE_RANKS * 3, DEADLINE_S)
+        self.nodes[lost].lose_memory()
+        self._go_on(scenario)
+
+    def _restart(self, scenario):
+        restart = threading.Thread(target=self.nodes[RESTARTS[scenario]].manager.restart)
+        restart.start()
+        self._go_on(scenario)
+        restart.join(DEADLINE_S)
+
+    def _set_link(self, state):
+        self.network[1].run("ip", "link", "set", network_nodes.LINK, state)
+
+    def _cut_for_a_second(self, scenario):
+        self._set_link("down")
+        self._go_on(scenario)
+        threading.Event().wait(1)
+        assert len(self.digests_so_far(scenario)) == 0
+        self._set_link("up")
+
+    def digests_so_far(self, scenario):
+        return [line for ranks in self.ranks for line in ranks.said if line[:2] == ["digest", scenario]]
+
+    def _cut_until_all_begin_again(self, scenario):
+        self._set_link("down")
+        self._go_on(scenario)
+        for ranks in self.ranks:
+            ranks.until(["begin", scenario], 2, DEADLINE_S)
+        self._set_link("up")
 
 
-def set_link(network, state):
-    network[1].run("ip", "link", "set", network_nodes.LINK, state)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Without root or namespaces there are no nodes."""
+    if reason := missing() or network_nodes.missing():
+        pytest.skip(reason)
+    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as network:
+        yield Run(network, tmp_path_factory.mktemp("daemons"))
 
 
-def test_a_link_that_comes_back_costs_time_alone(network, nodes, expected, tmp_path):
-    job = Job(nodes, tmp_path, "outage+hold=2,3@gather")
-    set_link(network, "down")
-    job.go_on()
-    with pytest.raises(subprocess.TimeoutExpired):
-        job.ranks[0].process.wait(1)
-    set_link(network, "up")
-    assert job.end() == [0] * RANKS
-    assert job.digest == expected
+@pytest.mark.parametrize("scenario", KILLS)
+def test_a_daemon_that_is_killed_keeps_what_it_has_prepared(run, scenario):
+    assert run.attached(scenario) == [0] * RANKS, "no rank has begun again"
+    run.assert_as_expected(scenario)
 
 
-def test_ranks_that_gave_up_on_the_link_begin_again(network, nodes, expected, tmp_path):
-    job = Job(nodes, tmp_path, "cut+patience=4+hold=2,3@gather")
-    set_link(network, "down")
-    job.go_on()
-    for ranks in job.ranks:
-        ranks.until("begin", 2, DEADLINE_S)
-    set_link(network, "up")
-    assert job.end() == [0] * RANKS + [2] * RANKS
-    assert job.digest == expected
+def test_the_log_says_what_was_kept(run):
+    text = "with what it had prepared behind step 2, after the daemon before was killed"
+    for number, log in enumerate(run.logs):
+        assert log.count(text) == sum(number in nodes for nodes in KILLS.values())
+
+
+@pytest.mark.parametrize("scenario", LOSSES)
+def test_all_nodes_go_back_where_one_has_lost_its_memory(run, scenario):
+    assert run.attached(scenario) == [0] * RANKS + [2] * RANKS
+    run.assert_as_expected(scenario)
+
+
+def test_going_back_is_said_by_daemon_and_trainer(run):
+    for number, log in enumerate(run.logs):
+        assert log.count("goes back from step 3 to step 2") == sum(lost != number for lost in LOSSES.values())
+    warnings = [text.count("went back from step 3 to step 2") for text in run.texts]
+    assert warnings == [len(LOSSES), 0], "of rank 0 alone"
+
+
+@pytest.mark.parametrize("scenario", RESTARTS)
+def test_a_restart_of_a_daemon_costs_time_alone(run, scenario):
+    assert run.attached(scenario) == [0] * RANKS
+    run.assert_as_expected(scenario)
+
+
+def test_a_link_that_comes_back_costs_time_alone(run):
+    assert run.attached(OUTAGE) == [0] * RANKS
+    run.assert_as_expected(OUTAGE)
+
+
+def test_ranks_that_gave_up_on_the_link_begin_again(run):
+    assert run.attached(CUT) == [0] * RANKS + [2] * RANKS
+    run.assert_as_expected(CUT)

@@ -85,10 +85,10 @@ class Output:
             with contextlib.suppress(ValueError):
                 self.said.append(json.loads(line))
 
-    def until(self, kind, count, timeout):
-        """Waits until it has said so many lines of a kind."""
+    def until(self, begin, count, timeout):
+        """Waits until it has said so many lines that begin so."""
         end = time.monotonic() + timeout
-        while sum(line[0] == kind for line in self.said) < count:
+        while sum(line[: len(begin)] == begin for line in self.said) < count:
             assert time.monotonic() < end and self._thread.is_alive(), self.text
             time.sleep(0.02)  # house: allow sleep: a poll with a deadline
 
