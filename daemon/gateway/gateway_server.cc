@@ -69,7 +69,9 @@ struct Gateway {
 
   absl::StatusOr<DataThread*> ThreadOf(const Principal& principal) {
     std::unique_ptr<DataThread>& thread = threads[principal.name];
-    if (thread == nullptr) {
+    // UCX looks at the machine's devices once: a worker that nobody uses is made anew.
+    if (thread == nullptr || sessions_of[principal.name] == 0) {
+      thread.reset();
       auto made = DataThread::Create(UcxOptions(), config.keepalive / 5);
       if (!made.ok()) return made.status();
       thread = *std::move(made);

@@ -17,6 +17,7 @@ namespace forebay::protocol {
 namespace {
 
 constexpr unsigned kMessageId = 0;
+constexpr std::chrono::seconds kCloseLimit{1};
 // From here on data goes straight to where the receiver wants it: over TCP, in messages of 1 MiB, 3.2 GB/s against 1.8.
 constexpr size_t kDirectBytes = size_t{64} << 10;
 // Transports whose reads need no program on the other side.
@@ -292,7 +293,8 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Create(const UcxOptions& o
 
 UcxWorker::~UcxWorker() {
   if (state_->worker != nullptr) {
-    while (!state_->closing.empty()) Progress();
+    const auto end = std::chrono::steady_clock::now() + kCloseLimit;
+    while (!state_->closing.empty() && std::chrono::steady_clock::now() < end) Progress();
     ucp_worker_destroy(state_->worker);
   }
   if (state_->context != nullptr) ucp_cleanup(state_->context);

@@ -3,6 +3,7 @@ for an sshd; all reach each other by name. Nothing of them is outside their name
 processes."""
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import select
@@ -10,8 +11,10 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 
 DEADLINE_S = 60
+CLONE_NEWNET = 0x40000000
 PORT = 2222
 NAMES = ("worker-0", "worker-1")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -102,12 +105,77 @@ class Node:
         self.process.stdout.close()
 
 
+class Forked:
+    """A function of this process in a child of it, in a node's network: nothing is imported again. As a Popen, with
+    its standard input and output as pipes."""
+
+    def __init__(self, node, environment, function, *arguments):
+        output, child_output = os.pipe()
+        child_input, own_input = os.pipe()
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.dup2(child_input, 0)
+                os.dup2(child_output, 1)
+                os.dup2(child_output, 2)
+                os.closerange(3, max(output, child_output, child_input, own_input) + 1)
+                sys.stdin = os.fdopen(0, closefd=False)
+                sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+                sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+                _enter_network(node.process.pid)
+                os.environ.clear()
+                os.environ.update(environment)
+                function(*map(str, arguments))
+                status = 0
+            except BaseException:  # noqa: BLE001: the child of a test has nobody above it
+                os.write(2, traceback.format_exc().encode())
+            os._exit(status)
+        os.close(child_output)
+        os.close(child_input)
+        self.stdout = os.fdopen(output, encoding="utf-8", errors="replace")
+        self.stdin = os.fdopen(own_input, "w", encoding="utf-8")
+
+    def wait(self, timeout):
+        end = time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                self.stdin.close()
+            elif time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a forked child", timeout)
+            else:
+                time.sleep(0.01)  # house: allow sleep: a poll with a deadline
+        return self.returncode
+
+    def kill(self):
+        os.kill(self.pid, 9)
+
+
+def _enter_network(pid):
+    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(namespace)
+
+
 def _make_keys(folder, names):
     for key in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     public = (folder / "host_key.pub").read_text(encoding="utf-8")
     known = "".join(f"[{name}]:{PORT} {public}" for name in names)
     (folder / "known_hosts").write_text(known, encoding="utf-8")
+
+
+def _await_link(node):
+    """Returns once the kernel says that the link works, which may be a second after it was set up."""
+    end = time.monotonic() + DEADLINE_S
+    show = node.command("ip", "link", "show", "dev", LINK, "up")
+    while "state UP" not in subprocess.run(show, capture_output=True, text=True, check=True).stdout:
+        assert time.monotonic() < end, f"no link on {node.name}"
+        select.select([], [], [], 0.05)
 
 
 def _await_port(node):
@@ -136,6 +204,8 @@ def two_nodes(folder):
         for address, node in zip(ADDRESSES, nodes):
             node.run("ip", "addr", "add", f"{address}/24", "dev", LINK)
             node.run("ip", "link", "set", LINK, "up")
+        for node in nodes:
+            _await_link(node)
         yield nodes
 
 

@@ -76,7 +76,7 @@ def train(job, rank, ranks, steps, words):
         say("seen", rank, step, seen(model))
         if step == 1 and "wait" in words:
             say("waiting", rank, os.getpid())
-            sys.stdin.readline()
+            os.read(0, 1)
     say("digest", rank, opt.state_sha256())
     opt.detach()
 

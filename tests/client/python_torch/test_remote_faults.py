@@ -14,6 +14,7 @@ import forebay
 import network_nodes
 import pytest
 import remote_gateway
+import remote_ranks
 from daemon_process import missing
 from network_nodes import ADDRESSES, LINK
 from remote_gateway import PORT, UID
@@ -40,7 +41,7 @@ class Waiting:
     def __init__(self, place, job, *words, ranks=1):
         if place.gateway.process.poll() is not None:  # of a test that failed
             place.gateway.start()
-        self.output = place.start("remote_ranks.py", job, ranks, 4, "wait", *words)
+        self.output = place.start(remote_ranks.main, job, ranks, 4, "wait", *words)
         await_true(lambda: self._said("waiting") == ranks, lambda: self.output.text)
         self.pid = next(line[2] for line in self.output.said if line[0] == "waiting")
 
@@ -171,7 +172,7 @@ def test_a_link_that_drops_ends_the_session_on_both_sides(place, digest):
 
 
 def test_a_link_that_drops_within_a_transfer_ends_the_session(place):
-    output = place.start("remote_ranks.py", "transfer", 1, 10**6, "wide=1024")
+    output = place.start(remote_ranks.main, "transfer", 1, 10**6, "wide=1024")
     await_true(lambda: sum(line[0] == "loss" for line in output.said) > 2, lambda: output.text)
     place.nodes[0].run("ip", "link", "set", LINK, "down")
     try:
