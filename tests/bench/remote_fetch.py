@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""What a fetch from a daemon on another node takes, beside UCX's own ucx_perftest and iperf3 over the same link: two
+network namespaces of this machine, all in turns. One JSON line a case, as forebay bench prints them.
+
+usage: remote_fetch.py [--rounds N] [--mib N] [--rma]
+
+Run it as root, with a built checkout (build/bin) and an installed forebay; apt install ucx-utils iperf3.
+"""
+
+import argparse
+import encodings.ascii  # noqa: F401: before the trainer becomes a user who may not read Python's files
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+for folder in ("support", "client/python_torch"):
+    sys.path.append(str(HERE.parent / folder))
+
+import forebay  # noqa: E402
+import network_nodes  # noqa: E402
+import remote_gateway  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401: likewise
+from daemon_process import Daemon  # noqa: E402
+from forebay import _attach, _optimizer, _reader  # noqa: E402, F401: likewise
+from network_nodes import ADDRESSES  # noqa: E402
+from remote_gateway import PORT, PRINCIPAL, UID  # noqa: E402
+from torch import nn  # noqa: E402
+
+JOB = "bench"
+DEADLINE_S = 120
+SMALL_FETCHES = 50
+PEERS = {  # arguments of ucx_perftest
+    "ucx_perftest/ucp_am_bw": ["-t", "ucp_am_bw", "-s", "1048576", "-n", "1000"],
+    "ucx_perftest/tag_bw": ["-t", "tag_bw", "-s", "1048576", "-n", "1000"],
+}
+LATENCY = ["-t", "ucp_am_lat", "-s", "64", "-n", "2000", "-E", "sleep"]  # it waits as ours do
+
+
+class Model(nn.Module):
+    """A small group, and a large one of whole MiB in bfloat16."""
+
+    def __init__(self, mib):
+        super().__init__()
+        self.small = nn.Linear(32, 32, bias=False)
+        self.large = nn.Linear(1024, 512 * mib, bias=False)
+
+
+def make_model(mib):
+    with torch.no_grad():
+        return Model(mib).to(torch.bfloat16)
+
+
+def trainer(socket, mib):
+    """Beside the daemon: makes a step, without a gradient, for each line."""
+    os.setgid(UID)
+    os.setuid(UID)
+    opt = forebay.attach(make_model(int(mib)), forebay.SGD(lr=0.1), job=JOB, socket=socket, run=JOB)
+    print("ready", flush=True)
+    while os.read(0, 1):
+        opt.step()
+        print("stepped", flush=True)
+    opt.detach()
+
+
+def reader(mib):
+    """On the other node: fetches, for each line, the large group, then the small one many times; seconds as JSON."""
+    model = make_model(int(mib))
+    attached = forebay.attach_reader(model, forebay.SGD(lr=0.1), job=JOB)
+    attachment = attached._attachment
+    small, large = (attached._plan.group_names.index(name) for name in ("small", "large"))
+
+    def seconds(group):
+        begin = time.perf_counter()
+        lease = attachment.fetch(group)
+        took = time.perf_counter() - begin
+        attachment.release(lease)
+        return took
+
+    print("ready", flush=True)
+    while os.read(0, 1):
+        took = seconds(large)
+        few = [seconds(small) for _ in range(SMALL_FETCHES)]
+        # The first one brings bytes, the others none.
+        print(json.dumps({"large": took, "small": few[0], "none": statistics.median(few[1:])}), flush=True)
+    attachment.detach()
+
+
+class Peer:
+    """A forked function, asked by a line and answering with one."""
+
+    def __init__(self, node, environment, function, *words):
+        self.process = network_nodes.Forked(node, environment, function, *words)
+        self.await_line("ready")
+
+    def await_line(self, begin):
+        said = ""
+        for line in self.process.stdout:
+            if line.startswith(begin):
+                return line
+            said += line
+        raise RuntimeError(f"it has ended: {said}")
+
+    def ask(self, answer):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.await_line(answer)
+
+
+def perftest(nodes, arguments):
+    environment = {**os.environ, "UCX_TLS": "tcp", "UCX_RNDV_THRESH": "64k"}
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(nodes[0].command("ucx_perftest"), env=environment, stdout=pipe, stderr=pipe)
+    time.sleep(0.5)  # house: allow sleep: it does not say when it listens
+    words = nodes[1].command("ucx_perftest", ADDRESSES[0], *arguments)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    server.wait(DEADLINE_S)
+    return done.stdout.splitlines()[-1].split()
+
+
+def iperf3(nodes):
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(nodes[0].command("iperf3", "-s", "-1"), stdout=pipe, stderr=pipe)
+    time.sleep(0.5)  # house: allow sleep: it does not say when it listens
+    # From the daemon's node to the other, as weights go.
+    words = nodes[1].command("iperf3", "-c", ADDRESSES[0], "-t", "1", "-R", "-J")
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    server.wait(DEADLINE_S)
+    return json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8
+
+
+def show(name, unit, values, limit=None, limit_name="", size_bytes=0):
+    value = statistics.median(values)
+    line = {"name": name, "value": value, "unit": unit, "samples": len(values)}
+    line["spread"] = [min(values), max(values)]
+    if limit:
+        line |= {"limit": limit, "limit_name": limit_name, "share": value / limit if unit == "B/s" else limit / value}
+    print(json.dumps(line | {"bytes": size_bytes}), flush=True)
+    return value
+
+
+def measure(nodes, folder, arguments):
+    folder.chmod(0o755)
+    daemon = Daemon(folder, "socket.mode=0666", "dram.limit=6GiB", launcher=nodes[0].command())
+    authority = remote_gateway.Authority(folder / "ca")
+    own = authority.issue("gateway", [ADDRESSES[0]])
+    client = remote_gateway.make_client_folder(folder / "client", authority, *authority.issue(PRINCIPAL))
+    text = remote_gateway.settings_text(
+        f"{ADDRESSES[0]}:{PORT}", daemon.socket, *own, authority, rma="on" if arguments.rma else "off"
+    )
+    gateway = remote_gateway.Gateway(folder, text, nodes[0].command())
+    environment = {**os.environ, "FOREBAY_GATEWAY": str(remote_gateway.GATEWAY), "UCX_TLS": "tcp"}
+    environment |= {"FOREBAY_SOCKET": f"ucx://{ADDRESSES[0]}:{PORT}", "FOREBAY_REMOTE": str(client)}
+    trains = Peer(nodes[0], os.environ, trainer, daemon.socket, arguments.mib)
+    reads = Peer(nodes[1], environment, reader, arguments.mib)
+    size_bytes = arguments.mib << 20
+    rates, small, none, peers, round_trips = [], [], [], {}, []
+    for turn in range(arguments.rounds + 1):
+        trains.ask("stepped")
+        took = json.loads(reads.ask("{"))
+        lines = {name: float(perftest(nodes, words)[5]) * 2**20 for name, words in PEERS.items()}
+        lines["iperf3"] = iperf3(nodes)
+        one_way_us = float(perftest(nodes, LATENCY)[2])
+        if turn == 0:  # pages of the window are touched for the first time
+            continue
+        rates.append(size_bytes / took["large"])
+        small.append(took["small"])
+        none.append(took["none"])
+        round_trips.append(2 * one_way_us / 1e6)
+        for name, value in lines.items():
+            peers.setdefault(name, []).append(value)
+    medians = {name: show(f"remote/peer={name}", "B/s", values) for name, values in peers.items()}
+    best = max(medians, key=medians.get)
+    way = "read" if arguments.rma else "messages"
+    show(f"remote/fetch=large/way={way}", "B/s", rates, medians[best], best, size_bytes)
+    trip = show("remote/peer=ucx_perftest/ucp_am_lat/round_trip", "s", round_trips)
+    show("remote/fetch=small", "s", small, trip, "round trip of an active message", 2048)
+    show("remote/fetch=nothing_new", "s", none, trip, "round trip of an active message")
+    for peer in (reads, trains):
+        peer.process.stdin.close()
+    gateway.kill()
+    daemon.process.kill()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rma", action="store_true", help="the agent reads; over TCP UCX does that in software")
+    arguments = parser.parse_args()
+    if reason := network_nodes.missing() or remote_gateway.missing():
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory(prefix="fb", dir="/var/tmp") as folder:
+        with network_nodes.two_nodes(folder) as nodes:
+            measure(nodes, pathlib.Path(folder), arguments)
+
+
+if __name__ == "__main__":
+    main()
