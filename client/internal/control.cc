@@ -114,11 +114,7 @@ absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& 
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) peer.pid = 0;
   ASSIGN_OR_RETURN(control->thread_, ControlThread::Start(std::move(socket)));
   const absl::StatusOr<uint32_t> pid = Hello(*control->thread_, options.protocol_version, limits);
-  if (!pid.ok() && control->agent_ != nullptr &&
-      protocol::IdOf(pid.status()) == ErrorId::kDaemonGone) {
-    return control->agent_->WhyItEnded(pid.status());
-  }
-  RETURN_IF_ERROR(pid.status());
+  RETURN_IF_ERROR(control->WhyGone(pid.status()));
   control->pidfd_ = DaemonPidfd(peer.pid, *pid);
   return control;
 }
@@ -157,7 +153,7 @@ absl::StatusOr<UniqueFd> Control::MakeLayoutFd(std::span<const std::byte> encode
 absl::StatusOr<AttachReply> Control::Attach(const AttachCall& call, const WaitLimits& limits) {
   ASSIGN_OR_RETURN(UniqueFd layout, MakeLayoutFd(call.layout));
   auto shared_layout = std::make_shared<UniqueFd>(std::move(layout));
-  return thread_->Call<AttachReply>(
+  absl::StatusOr<AttachReply> reply = thread_->Call<AttachReply>(
       "attach", limits,
       [call, shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachReply>> {
         auto rpc = peer.node.attachRequest();
@@ -169,6 +165,13 @@ absl::StatusOr<AttachReply> Control::Attach(const AttachCall& call, const WaitLi
           return Clone(response.getReply());
         });
       });
+  RETURN_IF_ERROR(WhyGone(reply.status()));
+  return reply;
+}
+
+absl::Status Control::WhyGone(const absl::Status& status) {
+  if (agent_ == nullptr || protocol::IdOf(status) != ErrorId::kDaemonGone) return status;
+  return agent_->WhyItEnded(status);
 }
 
 absl::StatusOr<UniqueFd> Control::Descriptor(schema::Session::Kind kind, const WaitLimits& limits) {

@@ -103,6 +103,8 @@ class Control {
 
  private:
   Control() = default;
+  // Where the agent has ended, why.
+  absl::Status WhyGone(const absl::Status& status);
 
   std::unique_ptr<RemoteAgent> agent_;  // of a daemon on another node
   protocol::UniqueFd pidfd_;

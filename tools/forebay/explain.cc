@@ -178,6 +178,14 @@ constexpr std::array kExplanations = {
                 "Set the same lr and other scalars on every rank, then call step() again; after "
                 "E_TIMEOUT or Ctrl-C repeat step() with the same arguments first.",
                 "ranks 0 and 1 called step 5 with different scalars: lr 0.001 and 0.002"},
+    Explanation{ErrorId::kRemote,
+                "The way to a daemon on another node is broken: the gateway there, the process on "
+                "this node that reaches it, or the link between them has ended or is silent. The "
+                "session is over; the daemon drops what was delivered of a step that is not "
+                "decided.",
+                "Attach again when the network and forebay-gateway are well: the job goes on from "
+                "its committed step.",
+                "nothing came from the gateway at ucx://10.0.0.1:7700 over UCX for 10.2 s"},
     Explanation{ErrorId::kGradRepeat,
                 "The same elements of a gradient were delivered twice in one step. Only clients in "
                 "C++ and C see this.",

@@ -1,0 +1,228 @@
+"""Goal    Who may not reach a daemon on another node is refused with an error that says why and what helps, and nobody
+        else notices; a gateway whose settings let anybody in does not start.
+Method  As test_remote.py.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import network_nodes
+import pytest
+import remote_gateway
+import remote_ranks
+from daemon_process import missing
+from network_nodes import ADDRESSES, LINK
+from remote_gateway import GATEWAY, PORT, PRINCIPAL, UID, Authority, Gateway, make_client_folder
+from test_remote import ADDRESS, Place, errors
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+QUOTA = "64MiB"
+V6 = ("fd00:77::1", "fd00:77::2")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    if reason := missing() or network_nodes.missing() or remote_gateway.missing():
+        pytest.skip(reason)
+    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def place(network, tmp_path_factory):
+    made = Place(network, tmp_path_factory.mktemp("place"), f"dram.uid_quota={QUOTA}")
+    yield made
+    made.stop()
+
+
+def refusal(place, *words, **environment):
+    """(id, text) of the error that a rank meets at attach."""
+    [error] = errors(place.ranks(*(words or ("refused", 1, 1)), **environment))
+    return error[2:]
+
+
+def test_a_certificate_that_has_expired_is_refused(place):
+    certificate = place.authority.issue("expired", days=-1)
+    code, text = refusal(place, client=make_client_folder(place.folder / "expired", place.authority, *certificate))
+    # Why, the other side may have no time to say.
+    assert code == "E_PERMISSION" and "tls.client_ca" in text
+    assert "certificate verify failed" in place.gateway.text()
+
+
+def test_a_certificate_of_another_authority_is_refused(place):
+    other = Authority(place.folder / "other", "other-ca")
+    folder = make_client_folder(place.folder / "stranger", place.authority, *other.issue(PRINCIPAL))
+    code, text = refusal(place, client=folder)
+    assert code == "E_PERMISSION" and "tls.client_ca" in text
+    assert "certificate verify failed" in place.gateway.text()
+
+
+def test_a_gateway_of_another_authority_is_refused(place):
+    other = Authority(place.folder / "elsewhere", "other-ca")
+    folder = make_client_folder(place.folder / "believes", other, *place.authority.issue(PRINCIPAL))
+    code, text = refusal(place, client=folder)
+    assert code == "E_PERMISSION" and "ca.pem" in text
+
+
+def test_a_gateway_of_another_name_is_refused(place):
+    code, text = refusal(place, address=f"ucx://[::ffff:{ADDRESSES[0]}]:{PORT}")
+    assert code == "E_PERMISSION" and "name the host" in text
+
+
+def test_a_name_without_a_principal_is_refused(place):
+    certificate = place.authority.issue("nobody")
+    code, text = refusal(place, client=make_client_folder(place.folder / "nobody", place.authority, *certificate))
+    assert code == "E_PERMISSION" and "[principal.nobody]" in text
+
+
+def test_what_others_can_read_is_no_secret(place):
+    folder = place.folder / "open"
+    shutil.copytree(place.client, folder)
+    (folder / "key.pem").chmod(0o644)
+    code, text = refusal(place, client=folder)
+    assert code == "E_CONFIG" and f"chmod 600 {folder}/key.pem" in text
+
+
+def test_a_folder_without_credentials_is_named(place):
+    code, text = refusal(place, client=place.folder / "nothing")
+    assert code == "E_CONFIG" and "nothing/ca.pem" in text
+
+
+def test_a_job_larger_than_the_principals_quota_is_refused(place):
+    code, text = refusal(place, "large", 1, 1, "wide=2048")
+    assert code == "E_DRAM_LIMIT" and f"user {UID}" in text and "64.0 MiB" in text
+
+
+def test_nobody_there_is_named(place):
+    code, text = refusal(place, address=f"ucx://{ADDRESSES[0]}:{PORT + 1}")
+    assert code == "E_NO_DAEMON" and f"{ADDRESSES[0]}:{PORT + 1}" in text
+
+
+def test_a_socket_that_is_no_gateway_is_refused(place):
+    # The daemon's node listens there, and speaks no TLS.
+    script = "import socket; s = socket.create_server(('', 7799)); print('listens', flush=True); s.accept()[0].sendall(b'220 mail\\r\\n' * 9)"
+    command = place.nodes[0].command("python3", "-c", script)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "listens\n"
+        code, text = refusal(place, address=f"ucx://{ADDRESSES[0]}:7799")
+        server.kill()
+    assert code == "E_PERMISSION" and "TLS" in text
+
+
+# ---------------------------------------- UCX is missing or too old
+
+
+def _library(folder, name, code):
+    folder.mkdir()
+    source = folder / "library.c"
+    source.write_text(code, encoding="ascii")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / name, source], check=True)
+    return folder / name
+
+
+def test_without_ucx_the_package_to_install_is_named(place, tmp_path):
+    (tmp_path / "libucp.so.0").touch()
+    code, text = refusal(place, LD_LIBRARY_PATH=str(tmp_path))
+    assert code == "E_UNSUPPORTED" and "libucp.so.0" in text and "apt install libucx0" in text
+
+
+def test_a_ucx_without_what_is_called_is_refused(place, tmp_path):
+    library = _library(tmp_path / "none", "libucp.so.0", "int nothing;")
+    code, text = refusal(place, LD_LIBRARY_PATH=str(library.parent))
+    assert code == "E_UNSUPPORTED" and "ucp_" in text and "apt install libucx0" in text
+
+
+def test_a_ucx_that_is_too_old_is_named_with_both_versions(place, tmp_path):
+    old = "void ucp_get_version(unsigned *a, unsigned *b, unsigned *c) { *a = 1; *b = 12; *c = 1; }"
+    library = _library(tmp_path / "old", "old.so", old)
+    code, text = refusal(place, LD_PRELOAD=str(library))
+    assert code == "E_UNSUPPORTED" and "1.12" in text and "1.13" in text
+
+
+def test_without_the_program_the_variable_is_named(place):
+    code, text = refusal(place, FOREBAY_GATEWAY="/nowhere/forebay-gateway")
+    assert code == "E_UNSUPPORTED" and "/nowhere/forebay-gateway" in text and "FOREBAY_GATEWAY" in text
+
+
+# ---------------------------------------- other ways in
+
+
+def test_a_token_is_enough_where_the_gateway_has_tokens(place, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"# who may\n{PRINCIPAL} {TOKEN}\n", encoding="ascii")
+    tokens.chmod(0o600)
+    text = place.settings(bind=f"{ADDRESSES[0]}:{PORT + 2}", tokens=tokens)
+    gateway = Gateway(tmp_path, text, place.nodes[0].command())
+    address = f"ucx://{ADDRESSES[0]}:{PORT + 2}"
+    folder = make_client_folder(tmp_path / "right", place.authority, token=TOKEN)
+    assert not errors(place.ranks("token", 1, 2, address=address, client=folder))
+    wrong = make_client_folder(tmp_path / "wrong", place.authority, token=TOKEN[::-1])
+    code, said = refusal(place, address=address, client=wrong)
+    assert code == "E_PERMISSION" and "nobody's" in said
+    (folder / "token").chmod(0o640)
+    code, said = refusal(place, address=address, client=folder)
+    assert code == "E_CONFIG" and "chmod 600" in said
+    gateway.stop()
+
+
+def test_ipv6_and_links_of_two_sizes(place, tmp_path):
+    for node, address, mtu in zip(place.nodes, V6, (1500, 9000)):
+        node.run("ip", "addr", "add", f"{address}/64", "dev", LINK, "nodad")
+        node.run("ip", "link", "set", "dev", LINK, "mtu", mtu)
+    own = place.authority.issue("gateway6", [V6[0]])
+    bind = f"[{V6[0]}]:{PORT + 3}"
+    text = remote_gateway.settings_text(bind, place.daemon.socket, *own, place.authority)
+    gateway = Gateway(tmp_path, text, place.nodes[0].command())
+    lines = place.ranks("v6", 1, 3, "wide=256", address=f"ucx://{bind}")
+    gateway.stop()
+    assert not errors(lines)
+    assert sum(line[0] == "digest" for line in lines) == 1
+
+
+# ---------------------------------------- settings
+
+
+def checked(folder, text):
+    settings = folder / "gateway.toml"
+    settings.write_text(text, encoding="utf-8")
+    done = subprocess.run([GATEWAY, "--config", settings, "--check"], capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("bind =", "bound =", ":1: unknown key bound"),
+        ('bind = "', '# "', "bind is not set"),
+        ("client_ca", "# client_ca", "neither tls.client_ca and tokens say who may connect"),
+        ("[principal.trainer]", "[principal.trainer]\nquota = 3", "unknown key principal.trainer.quota"),
+        ("uid = 2001", "uid = 0", "principal.trainer.uid: is not a number from 1"),
+        ('rma = "auto"', 'rma = "maybe"', "ucx.rma: is none of auto, on, off"),
+        ("keepalive = 10000", "keepalive = 1", "keepalive: is not a number from 500"),
+        ("[daemon]", "[daemon", "gateway.toml:3: "),
+    ],
+)
+def test_settings_that_are_wrong_are_named_with_their_line(place, tmp_path, old, new, said):
+    text = place.settings()
+    assert old in text
+    code, error = checked(tmp_path, text.replace(old, new))
+    assert code == 1 and error.startswith("error[E_CONFIG]") and said in error
+
+
+def test_a_key_of_the_gateway_that_others_can_read_is_refused(place, tmp_path):
+    certificate, key = place.authority.issue("loose")
+    pathlib.Path(key).chmod(0o644)
+    text = place.settings().replace(str(place.own[1]), str(key)).replace(str(place.own[0]), str(certificate))
+    code, error = checked(tmp_path, text)
+    assert code == 1 and f"chmod 600 {key}" in error
+
+
+def test_settings_that_are_right_are_so(place, tmp_path):
+    assert checked(tmp_path, place.settings()) == (0, "")
+
+
+def test_after_all_of_it_ranks_train(place):
+    assert ADDRESS.startswith("ucx://") and os.path.exists(place.client)
+    assert not errors(place.start(remote_ranks.main, "after", 2, 3).wait(60))
