@@ -2,7 +2,7 @@
         in the script, the files they name exist, and the table of actions is complete.
 Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,
         `toml` is checked by forebayd, `python` runs under a private daemon as a rank that torchrun starts alone, `sh by-ci`
-        must be a command of .ci/run, `sh on-nodes` is run on two nodes by launch_network_test.py, `diff` is made anew from a training script, `diff guide` is applied to a script and run
+        must be a command of .ci/run, `sh on-nodes` is run on two nodes by launch_network_test.py, `sh on-daemon-node`, `toml gateway` and `sh on-trainer-node` by test_remote_docs.py, `diff` is made anew from a training script, `diff guide` is applied to a script and run
         by test_guides.py or test_huggingface_docs.py. `text` is a drawing or what a terminal shows, nothing else is allowed.
         `docs_test.py --write` puts the diffs into README.md.
 """
@@ -159,6 +159,8 @@ def test_block_holds(page, line, language, text, tmp_path):
             ), f"{where}: .ci/run does not run {command}"
     elif language == "sh on-nodes":
         assert page == NODES_PAGE, f"{where}: launch_network_test.py runs those of {NODES_PAGE} alone"
+    elif language in ("sh on-daemon-node", "toml gateway", "sh on-trainer-node"):
+        assert page == NODES_PAGE, f"{where}: test_remote_docs.py runs those of {NODES_PAGE} alone"
     elif language == "sh":
         run(["bash", "-euo", "pipefail", "-c", text])
     elif language == "toml":
