@@ -17,9 +17,9 @@ inline constexpr uint32_t kRemoteVersion = 1;
 inline constexpr uint32_t kRemoteMagic = 0x31524246;  // "FBR1" on a little-endian machine
 
 // Of weights and states, on their way to the agent. Gradients travel in pieces of their own (kGradPieceBytesMax).
-inline constexpr uint64_t kRemotePieceBytes = uint64_t{1} << 20;
+inline constexpr uint64_t kRemotePieceBytes = uint64_t{256} << 10;
 inline constexpr uint64_t kRemoteReadBytes = uint64_t{16} << 20;  // that the agent reads itself
-inline constexpr uint32_t kRemotePiecesInFlight = 16;             // of a session
+inline constexpr uint32_t kRemotePiecesInFlight = 32;             // of a session
 // Of the tag of what an agent asks for itself; a trainer's command never has it. The gateway's own commands to the
 // daemon have the other.
 inline constexpr uint64_t kAgentTag = uint64_t{1} << 63;

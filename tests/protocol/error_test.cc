@@ -27,7 +27,7 @@ TEST(ErrorTable, HasEachNumberAndNameOnce) {
     EXPECT_EQ(ErrorIdFromName(info.name), info.id);
     EXPECT_EQ(Info(info.id).name, info.name);
   }
-  EXPECT_EQ(numbers.size(), 40U);
+  EXPECT_EQ(numbers.size(), 41U);
   EXPECT_EQ(*numbers.rbegin(), 41);
   EXPECT_EQ(Info(static_cast<ErrorId>(999)).id, ErrorId::kInternal);
 }

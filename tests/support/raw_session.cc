@@ -88,6 +88,15 @@ absl::Status RawSession::Hello(uint32_t version) {
   return protocol::StatusOf(response.getOutcome());
 }
 
+absl::Status RawSession::HelloOnBehalfOf(int64_t uid) {
+  auto request = node_->helloRequest();
+  request.setProtocolVersion(protocol::kProtocolVersion);
+  request.setProgram("raw");
+  request.setOnBehalfOf(uid);
+  ASSIGN_OR_RETURN(const auto response, Wait(request.send()));
+  return protocol::StatusOf(response.getOutcome());
+}
+
 absl::Status RawSession::Attach(const RawAttach& attach) {
   auto call = node_->attachRequest();
   auto request = call.initRequest();

@@ -48,6 +48,7 @@ class RawSession {
   ~RawSession();
 
   absl::Status Hello(uint32_t version = protocol::kProtocolVersion);
+  absl::Status HelloOnBehalfOf(int64_t uid);
   absl::Status Attach(const RawAttach& attach);
 
   // The same with a valid layout.
