@@ -6,6 +6,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -46,9 +47,19 @@ def find(socket: str) -> Nodes | None:
     if len(own) == len(daemons):
         return None
     _refuse_gaps([of for of, _ in daemons])
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=_patience())
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return Nodes(len(daemons), range(own[0], own[-1] + 1), group)
+
+
+def _patience() -> timedelta | None:
+    """How long ranks wait for each other, as the script has it for its own process group. None: torch's default."""
+    world = dist.group.WORLD
+    for device in getattr(world, "_device_types", ()):
+        options = getattr(world._get_backend(device), "options", None)  # type: ignore[union-attr]
+        if isinstance(patience := getattr(options, "_timeout", None), timedelta):
+            return patience
+    return None
 
 
 def _refuse_several_daemons(daemons: Sequence[tuple[str, int]]) -> None:
