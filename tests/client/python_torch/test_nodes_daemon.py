@@ -152,7 +152,7 @@ def test_all_nodes_go_back_where_one_has_lost_its_memory(run, scenario):
 
 def test_going_back_is_said_by_daemon_and_trainer(run):
     for number, log in enumerate(run.logs):
-        assert log.count("goes back from step 3 to step 2") == sum(lost != number for lost in LOSSES.values())
+        assert log.count("goes back from step 3 to step 2, which is durable") == sum(lost != number for lost in LOSSES.values())
     warnings = [text.count("went back from step 3 to step 2") for text in run.texts]
     assert warnings == [len(LOSSES), 0], "of rank 0 alone"
 
