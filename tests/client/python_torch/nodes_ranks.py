@@ -19,7 +19,6 @@ differ=R      rank R writes other masters behind step 2, of what another node ha
 level=L       its durability, in the place of memory
 patience=S    gloo waits so many seconds
 states        rank 0 saves them in FOLDER
-to=N          trains to step N, not to step 4
 """
 
 import contextlib
@@ -68,7 +67,6 @@ class Scenario:
         self.dies, self.level = "die" in words, words.get("level", "memory")
         self.differing = int(words.get("differ", -1))
         self.patience = datetime.timedelta(seconds=int(words.get("patience", 1800)))
-        self.steps = int(words.get("to", STEPS))
 
 
 def stop_at(scenario, rank, point, step, folder):
@@ -106,7 +104,7 @@ def call(scenario, opt, rank, step, is_first):
 
 def train(scenario, model, opt, rank, size, folder, is_first):
     has_been_bad = not is_first
-    while opt.committed_step < scenario.steps:
+    while opt.committed_step < STEPS:
         step = opt.committed_step + 1
         loss = loss_of(model, batch(size * step + rank))
         is_bad = rank == scenario.bad_rank and step == BAD_STEP and not has_been_bad

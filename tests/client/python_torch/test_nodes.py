@@ -127,18 +127,3 @@ def test_all_go_on_from_one_step_where_ranks_die(run, deaths):
     step = 3 if point == "decide" else 2
     assert sorted(attached) == [0] * RANKS + [step] * RANKS, ranks
     assert named(run.lines, "digest", deaths) == named(run.reference, "digest", HOW[0])
-
-
-def test_a_daemon_that_lost_its_memory_is_named_with_both_steps(network, folder):
-    nodes = on_each(network, folder)
-    for one in [node.ranks(folder, "to=2") for node in nodes]:
-        one.wait(DEADLINE_S)
-    nodes[1].kill_daemon()
-    nodes[1].start_daemon()
-    lines = [*itertools.chain(*(one.wait(DEADLINE_S) for one in [node.ranks(folder, "to=2") for node in nodes]))]
-    errors = [line for line in lines if line[0] == "error"]
-    assert [line[3] for line in errors] == ["E_STEP"] * RANKS
-    assert all("ranks 0, 1 at step 2" in line[4] for line in errors)
-    assert all("ranks 2, 3 have no parameters of it" in line[4] for line in errors)
-    for node in nodes:
-        node.daemon.stop()

@@ -33,6 +33,7 @@ LOSSES = {
     f"lose+level={level}+hold={ranks_of(node)}@decide": node
     for node, level in ((0, "step"), (1, "step"), (1, "epoch=2"))
 }
+NOTHING_LEFT = f"lose+hold={ranks_of(1)}@decide"
 RESTARTS = {f"restart+hold={ranks_of(node)}@call": node for node in (0, 1)}
 OUTAGE = f"outage+hold={ranks_of(1)}@gather"
 CUT = f"cut+patience=4+hold={ranks_of(1)}@gather"
@@ -46,7 +47,7 @@ class Run:
         scenarios = {
             "plain": None,
             **dict.fromkeys(KILLS, self._kill),
-            **dict.fromkeys(LOSSES, self._lose),
+            **dict.fromkeys((*LOSSES, NOTHING_LEFT), self._lose),
             **dict.fromkeys(RESTARTS, self._restart),
             OUTAGE: self._cut_for_a_second,
             CUT: self._cut_until_all_begin_again,
@@ -91,7 +92,7 @@ class Run:
         self._go_on(scenario)
 
     def _lose(self, scenario):
-        lost = LOSSES[scenario]
+        lost = LOSSES.get(scenario, 1)
         self.ranks[1 - lost].until(["loss", scenario], NODE_RANKS * 3, DEADLINE_S)
         self.nodes[lost].lose_memory()
         self._go_on(scenario)
@@ -155,6 +156,13 @@ def test_going_back_is_said_by_daemon_and_trainer(run):
         assert log.count("goes back from step 3 to step 2, which is durable") == sum(lost != number for lost in LOSSES.values())
     warnings = [text.count("went back from step 3 to step 2") for text in run.texts]
     assert warnings == [len(LOSSES), 0], "of rank 0 alone"
+
+
+def test_where_no_step_is_common_all_ranks_raise_those_of_each_node(run):
+    errors = [line[2:] for line in run.lines if line[:2] == ["error", NOTHING_LEFT] and line[3] == "E_STEP"]
+    assert sorted(rank for rank, _, _ in errors) == list(range(RANKS))
+    assert all("ranks 0, 1 at step 3" in text for _, _, text in errors)
+    assert all("ranks 2, 3 have no parameters of it" in text for _, _, text in errors)
 
 
 @pytest.mark.parametrize("scenario", RESTARTS)

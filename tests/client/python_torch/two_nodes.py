@@ -33,10 +33,6 @@ class NodeOfJob:
     def socket(self):
         return self.daemon.socket
 
-    def kill_daemon(self):
-        self.daemon.process.kill()
-        self.daemon.process.wait()
-
     def ranks(self, folder, *scenarios):
         """Its ranks of the scenarios of nodes_ranks.py."""
         place = [ADDRESSES[0], PORT, self.number * NODE_RANKS, NODE_RANKS, NODE_RANKS * len(ADDRESSES), folder]
