@@ -1,10 +1,11 @@
 """One rank of cluster_two_nodes.py: a sharded model whose layers compute nothing for a time. Prints a JSON line: seconds of
-each step, and bytes that the link has sent in one.
+each step, bytes that the link has sent in one, and blocks of its node in DRAM and in all.
 
 usage: two_nodes_ranks.py HOST PORT RANK RANKS LINK PARAMS LAYERS COMPUTE_MS STEPS
 """
 
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -44,6 +45,13 @@ class Layer(nn.Module):
         return Timed.apply(x, self.weight, self.seconds)
 
 
+def sent_by(link):
+    """Bytes, of this network namespace."""
+    lines = pathlib.Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
+    [numbers] = [line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{link}:")]
+    return int(numbers[8])
+
+
 def main(host, port, rank, ranks, link, params, layers, compute_ms, steps):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=int(rank), world_size=int(ranks))
@@ -53,18 +61,19 @@ def main(host, port, rank, ranks, link, params, layers, compute_ms, steps):
         fully_shard(layer)
     fully_shard(model)
     opt = forebay.attach(model, forebay.AdamW(lr=1e-4), job="two", durability="memory")
-    sent = pathlib.Path(f"/sys/class/net/{link}/statistics/tx_bytes")
     times, sent_before = [time.monotonic()], 0
     for step in range(STEPS_BEFORE + int(steps)):
         if step == STEPS_BEFORE:
-            sent_before = int(sent.read_text(encoding="ascii"))
+            sent_before = sent_by(link)
         model(torch.zeros(1, requires_grad=True)).sum().backward()
         opt.step()
         opt.zero_grad()
         times.append(time.monotonic())
-    sent_bytes = int(sent.read_text(encoding="ascii")) - sent_before
+    sent_bytes = sent_by(link) - sent_before
     took = [end - begin for begin, end in zip(times, times[1:])][STEPS_BEFORE:]
-    print(json.dumps({"median": statistics.median(took), "steps": took, "sent": sent_bytes / int(steps)}), flush=True)
+    [job] = forebay.status(os.environ["FOREBAY_SOCKET"])["jobs"]
+    said = {"median": statistics.median(took), "steps": took, "sent": sent_bytes / int(steps)}
+    print(json.dumps({**said, "resident": job["resident_blocks"], "blocks": job["blocks"]}), flush=True)
     opt.detach()
     dist.destroy_process_group()
 
