@@ -7,27 +7,31 @@ Method  Two network namespaces of this machine, joined by a link: daemon and gat
 import os
 import pathlib
 
+import forebay
 import network_nodes
 import nodes_ranks
 import pytest
 import remote_gateway
 import remote_ranks
+import torch
 import two_nodes
+import weights_on_swap
 from daemon_process import Daemon, missing
 from network_nodes import ADDRESSES
-from remote_gateway import PORT, PRINCIPAL
+from remote_gateway import PORT, PRINCIPAL, UID
 
 DEADLINE_S = 120
-ADDRESS = f"ucx://{ADDRESSES[0]}:{PORT}"
 SHARED = ("plain", "passes", "frozen", "load")
 SHARDED = ("plain", "clip+hsdp")
+SWAPPED = ("2", "2", "exact", "bfloat16")  # arguments of weights_on_swap.py
+SWAP = ("swap.capacity=256MiB", "swap.staging=6MiB", "update.block_elems=131072")
 
 
 class Place:
     """A daemon and its gateway in one namespace; ranks run in the other."""
 
-    def __init__(self, nodes, folder, *settings, **gateway):
-        self.nodes, self.folder = nodes, pathlib.Path(folder)
+    def __init__(self, nodes, folder, *settings, port=PORT, **gateway):
+        self.nodes, self.folder, self.port = nodes, pathlib.Path(folder), port
         self.folder.mkdir(exist_ok=True)
         self.daemon = Daemon(self.folder, *settings, launcher=nodes[0].command())
         self.authority = remote_gateway.Authority(self.folder / "ca")
@@ -36,13 +40,14 @@ class Place:
         self.client = remote_gateway.make_client_folder(self.folder / "client", self.authority, *certificate)
         self.gateway = remote_gateway.Gateway(self.folder, self.settings(**gateway), nodes[0].command())
 
-    def settings(self, bind=f"{ADDRESSES[0]}:{PORT}", **more):
+    def settings(self, bind=None, **more):
+        bind = bind or f"{ADDRESSES[0]}:{self.port}"
         return remote_gateway.settings_text(bind, self.daemon.socket, *self.own, self.authority, **more)
 
-    def environment(self, address=ADDRESS, client=None, **more):
+    def environment(self, address=None, client=None, **more):
         return {
             **os.environ,
-            "FOREBAY_SOCKET": address,
+            "FOREBAY_SOCKET": address or f"ucx://{ADDRESSES[0]}:{self.port}",
             "FOREBAY_REMOTE": str(client or self.client),
             "FOREBAY_GATEWAY": str(remote_gateway.GATEWAY),
             **more,
@@ -62,9 +67,9 @@ class Place:
         self.daemon.stop()
 
 
-def locally(node, folder, function, *words):
+def locally(node, folder, function, *words, settings=()):
     """What the same ranks say beside a daemon of their own."""
-    daemon = Daemon(folder)
+    daemon = Daemon(folder, *settings)
     environment = {**os.environ, "FOREBAY_SOCKET": daemon.socket, "GLOO_SOCKET_IFNAME": "lo"}
     said = two_nodes.Output(network_nodes.Forked(node, environment, function, *words)).wait(DEADLINE_S)
     daemon.stop()
@@ -106,3 +111,37 @@ def test_sharded_remote_ranks_train_as_local_ones_do(place, tmp_path):
     # What they attach to may be said twice: ranks that gloo ends badly begin again.
     said = [{str(line) for line in lines if line[0] != "attached"} for lines in (remote, local)]
     assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(SHARDED)
+
+
+def swapped(*words):
+    weights_on_swap.main(list(words))
+
+
+def test_weights_on_swap_come_into_a_window_that_is_a_cache(network, folder):
+    folder = pathlib.Path(folder)
+    (folder / "local").mkdir()
+    made = Place(
+        network, folder / "remote", f"swap.paths={folder}/remote", *SWAP, "dram.limit=18MiB", port=PORT + 7
+    )
+    [remote] = made.start(swapped, *SWAPPED, GLOO_SOCKET_IFNAME="lo").wait(DEADLINE_S)
+    made.stop()
+    settings = (f"swap.paths={folder}/local", *SWAP)
+    [local] = locally(network[1], folder / "local", swapped, *SWAPPED, settings=settings)
+    assert remote[:2] == local[:2], "digest and losses"
+    assert remote[2]["weights_on_swap_bytes"] > 0 and local[2]["weights_on_swap_bytes"] == 0
+    assert remote[2]["uid"] == UID
+
+
+def see(*_):
+    """Which jobs the status shows."""
+    remote_ranks.say("jobs", sorted((job["uid"], job["name"]) for job in forebay.status()["jobs"]))
+
+
+def test_a_principal_sees_and_names_its_own_jobs_alone(place):
+    model = torch.nn.Linear(2, 2)
+    opt = forebay.attach(model, job="of.root", socket=place.daemon.socket)
+    assert not errors(place.ranks("own", 1, 1))
+    [[_, jobs]] = place.start(see).wait(DEADLINE_S)
+    assert [UID, "own"] in jobs and {uid for uid, _ in jobs} == {UID}
+    assert not errors(place.ranks("of.root", 1, 1)), "a name of its own"
+    opt.detach()
