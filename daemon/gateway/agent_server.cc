@@ -39,15 +39,8 @@ using protocol::MakeError;
 using protocol::SetOutcome;
 using protocol::UniqueFd;
 
-constexpr unsigned kFdsPerMessageMax = 1;
 constexpr size_t kLayoutPieceBytes = 256 << 10;
 constexpr auto kConnectLimit = 10 * kj::SECONDS;
-
-capnp::ReaderOptions Limits() {
-  capnp::ReaderOptions options;
-  options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
-  return options;
-}
 
 // "host" of "host:port" and of "[host]:port".
 std::string HostOf(const std::string& address) {
@@ -60,7 +53,7 @@ std::string HostOf(const std::string& address) {
 struct GatewayLink {
   GatewayLink(kj::Own<kj::AsyncIoStream> tls_stream)
       : stream(kj::mv(tls_stream)),
-        network(*stream, capnp::rpc::twoparty::Side::CLIENT, Limits()),
+        network(*stream, capnp::rpc::twoparty::Side::CLIENT, ReaderLimits()),
         rpc(capnp::makeRpcClient(network)),
         gateway(Bootstrap(rpc)) {}
 
@@ -79,7 +72,7 @@ struct GatewayLink {
 };
 
 // What a session of the trainer's is made of here.
-struct SessionState {
+struct AgentSessionState {
   kj::Maybe<schema::Session::Client> remote;
   uint64_t number = 0;
   bool is_shared = false;
@@ -136,7 +129,7 @@ class Agent {
     }
   }
 
-  void EndSession(SessionState& session, const absl::Status& why) {
+  void EndSession(AgentSessionState& session, const absl::Status& why) {
     if (session.reason.ok()) session.reason = why;
     if (data == nullptr || session.number == 0) return;
     data->Post([thread = data.get(), number = session.number] {
@@ -162,7 +155,7 @@ class Agent {
   std::chrono::milliseconds keepalive{10000};
   bool has_remote_reads = false;
   std::unique_ptr<DataThread> data;
-  std::vector<std::weak_ptr<SessionState>> sessions;
+  std::vector<std::weak_ptr<AgentSessionState>> sessions;
   absl::Status reason;
 
  private:
@@ -230,7 +223,7 @@ class Agent {
 
 class AgentSessionServer final : public schema::Session::Server {
  public:
-  AgentSessionServer(Agent& agent, std::shared_ptr<SessionState> state)
+  AgentSessionServer(Agent& agent, std::shared_ptr<AgentSessionState> state)
       : agent_(agent), state_(std::move(state)) {}
   ~AgentSessionServer() {
     agent_.data->Post(
@@ -347,7 +340,7 @@ class AgentSessionServer final : public schema::Session::Server {
   }
 
   Agent& agent_;
-  std::shared_ptr<SessionState> state_;
+  std::shared_ptr<AgentSessionState> state_;
   std::vector<std::shared_ptr<kj::Own<kj::PromiseFulfiller<void>>>> waiting_;
 };
 
@@ -481,7 +474,7 @@ class AgentNode final : public schema::Node::Server {
     }
     std::copy(secret.begin(), secret.end(), key.secret.begin());
 
-    auto state = std::make_shared<SessionState>();
+    auto state = std::make_shared<AgentSessionState>();
     state->remote = kj::mv(remote);
     state->number = key.number;
     state->is_shared = attaching.layout->is_shared();
@@ -552,7 +545,7 @@ class AgentNode final : public schema::Node::Server {
     return MakeError(ErrorId::kLimit, protocol::ErrnoText("open the weights again", errno));
   }
 
-  std::function<void(const absl::Status&)> OnEnd(const std::shared_ptr<SessionState>& state) {
+  std::function<void(const absl::Status&)> OnEnd(const std::shared_ptr<AgentSessionState>& state) {
     return [this, weak = std::weak_ptr(state)](const absl::Status& reason) {
       FOREBAY_CHECK(agent_.control.Push([this, weak, why = protocol::Unshared(reason)] {
         if (const auto here = weak.lock()) agent_.EndSession(*here, why);
@@ -574,7 +567,7 @@ absl::Status ServeAgent(AgentOptions options) {
     auto stream = io.lowLevelProvider->wrapUnixSocketFd(options.trainer.get(),
                                                         kj::LowLevelAsyncIoProvider::Flags(0));
     capnp::TwoPartyVatNetwork network(*stream, kFdsPerMessageMax,
-                                      capnp::rpc::twoparty::Side::SERVER, Limits());
+                                      capnp::rpc::twoparty::Side::SERVER, ReaderLimits());
     auto rpc = capnp::makeRpcServer(network, kj::heap<AgentNode>(agent));
     kj::Promise<void> over = network.onDisconnect();
     kj::Own<kj::UnixEventPort::FdObserver> observer;

@@ -22,7 +22,7 @@ constexpr int kCommandsAtOnce = 64;
 constexpr size_t kReadsWaitingMax = size_t{1} << 16;
 constexpr uint64_t kPiecesAheadMax = uint64_t{1} << 20;
 
-absl::Status Violation(std::string_view what) {
+absl::Status GatewayViolation(std::string_view what) {
   return MakeError(ErrorId::kProtocol, absl::StrCat("the gateway ", std::string(what)));
 }
 
@@ -116,7 +116,7 @@ void AgentSession::OnMessage(const RemoteHeader& header, protocol::UcxArrival& a
       Close(protocol::ChannelState::kEnded);
       return;
     default:
-      End(Violation(absl::StrCat("sent a message of kind ", header.kind)));
+      End(GatewayViolation(absl::StrCat("sent a message of kind ", header.kind)));
   }
 }
 
@@ -127,14 +127,15 @@ void AgentSession::OnPiece(const RemoteHeader& header, protocol::UcxArrival& arr
   const uint64_t size_bytes = is_weights ? memory->bytes().size() : options_.daemon_arena_bytes;
   if (!IsWithin(header.offset_bytes, header.length_bytes, size_bytes) ||
       (is_read && (!is_weights || options_.weights_address == 0))) {
-    return End(Violation(absl::StrCat("sent bytes ", header.offset_bytes, " + ",
-                                      header.length_bytes, " of an arena of ", size_bytes)));
+    return End(GatewayViolation(absl::StrCat("sent bytes ", header.offset_bytes, " + ",
+                                             header.length_bytes, " of an arena of ", size_bytes)));
   }
   const bool is_new = header.number >= pieces_ended_ &&
                       header.number - pieces_ended_ < kPiecesAheadMax &&
                       begun_.insert(header.number).second;
   if (!is_new || reads_.size() >= kReadsWaitingMax) {
-    return End(Violation(absl::StrCat("sent piece ", header.number, " after ", pieces_ended_)));
+    return End(
+        GatewayViolation(absl::StrCat("sent piece ", header.number, " after ", pieces_ended_)));
   }
   if (is_read) {
     reads_.push_back(
@@ -176,7 +177,7 @@ void AgentSession::OnPieceEnded(uint64_t number) {
 
 void AgentSession::OnCompletion(const RemoteHeader& header) {
   if (waiting_.size() >= 2 * protocol::kRingEntries) {
-    return End(Violation("answers more commands than there are"));
+    return End(GatewayViolation("answers more commands than there are"));
   }
   waiting_.push_back({.completion = header.As<Completion>(), .pieces = header.pieces});
   DeliverCompletions();
@@ -202,7 +203,8 @@ void AgentSession::Deliver(const Completion& completion) {
     return;
   }
   if (in_flight_.erase(completion.tag) == 0) {
-    return End(Violation(absl::StrCat("answered tag ", completion.tag, ", which nobody sent")));
+    return End(
+        GatewayViolation(absl::StrCat("answered tag ", completion.tag, ", which nobody sent")));
   }
   if (is_closed_) return;
   const absl::Status sent = options_.channel->Send(completion);

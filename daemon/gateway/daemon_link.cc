@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/gateway/rpc_values.h"
 #include "protocol/descriptor.h"
 #include "protocol/error.h"
 #include "protocol/os/memfd.h"
@@ -23,14 +24,6 @@ using protocol::ErrnoText;
 using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
-
-constexpr unsigned kFdsPerMessageMax = 1;
-
-capnp::ReaderOptions Limits() {
-  capnp::ReaderOptions options;
-  options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
-  return options;
-}
 
 schema::Node::Client Bootstrap(capnp::RpcSystem<capnp::rpc::twoparty::VatId>& rpc) {
   capnp::MallocMessageBuilder message;
@@ -65,7 +58,7 @@ absl::StatusOr<kj::Own<DaemonLink>> DaemonLink::Connect(kj::LowLevelAsyncIoProvi
 
 DaemonLink::DaemonLink(kj::Own<kj::AsyncCapabilityStream> stream)
     : stream_(kj::mv(stream)),
-      network_(*stream_, kFdsPerMessageMax, capnp::rpc::twoparty::Side::CLIENT, Limits()),
+      network_(*stream_, kFdsPerMessageMax, capnp::rpc::twoparty::Side::CLIENT, ReaderLimits()),
       rpc_(capnp::makeRpcClient(network_)),
       node_(Bootstrap(rpc_)) {}
 

@@ -226,12 +226,6 @@ class Connection {
   capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc;
 };
 
-capnp::ReaderOptions Limits() {
-  capnp::ReaderOptions options;
-  options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
-  return options;
-}
-
 class NodeServer final : public schema::RemoteNode::Server {
  public:
   NodeServer(Connection& connection, const Principal& principal)
@@ -474,7 +468,7 @@ Connection::Connection(Gateway& shared, kj::Own<kj::AsyncIoStream> tls_stream, s
       certified_name(std::move(name)),
       heard(shared.timer.now()),
       stream(kj::mv(tls_stream)),
-      network(*stream, capnp::rpc::twoparty::Side::SERVER, Limits()),
+      network(*stream, capnp::rpc::twoparty::Side::SERVER, ReaderLimits()),
       rpc(capnp::makeRpcServer(network, kj::heap<GatewayServer>(*this))) {}
 
 // Accepts, for as long as it lives.

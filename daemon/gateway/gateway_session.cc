@@ -27,7 +27,7 @@ constexpr int kCompletionsAtOnce = 64;
 
 bool Is(const Command& command, Op op) { return command.op == static_cast<uint16_t>(op); }
 
-absl::Status Violation(std::string_view what) {
+absl::Status AgentViolation(std::string_view what) {
   return MakeError(ErrorId::kProtocol, absl::StrCat("the agent ", std::string(what)));
 }
 
@@ -62,7 +62,7 @@ void GatewaySession::OnMessage(const RemoteHeader& header, protocol::UcxArrival&
       OnCommand(header, arrival);
       return;
     default:
-      End(Violation(absl::StrCat("sent a message of kind ", header.kind)));
+      End(AgentViolation(absl::StrCat("sent a message of kind ", header.kind)));
   }
 }
 
@@ -73,21 +73,22 @@ void GatewaySession::OnCommand(const RemoteHeader& header, protocol::UcxArrival&
   const uint64_t own_bits = protocol::kAgentTag | protocol::kGatewayTag;
   if ((command.tag & own_bits) != (is_sync ? protocol::kAgentTag : 0) ||
       (is_sync && !is_synced())) {
-    return End(Violation(absl::StrCat("sent a command with tag ", command.tag)));
+    return End(AgentViolation(absl::StrCat("sent a command with tag ", command.tag)));
   }
   if (header.number < next_number_ || header.number - next_number_ >= kWaitingMax ||
       incoming_.size() + in_flight_.size() + syncs_.size() >= kWaitingMax) {
-    return End(Violation(absl::StrCat("sent command ", header.number, ", with ", in_flight_.size(),
-                                      " unanswered and ", incoming_.size(), " on their way")));
+    return End(
+        AgentViolation(absl::StrCat("sent command ", header.number, ", with ", in_flight_.size(),
+                                    " unanswered and ", incoming_.size(), " on their way")));
   }
   const std::span<std::byte> arena = options_.grad_arena->bytes();
   if (!IsWithin(header.offset_bytes, header.length_bytes, arena.size())) {
-    return End(Violation(absl::StrCat("named bytes ", header.offset_bytes, " + ",
-                                      header.length_bytes, " of an arena of ", arena.size())));
+    return End(AgentViolation(absl::StrCat("named bytes ", header.offset_bytes, " + ",
+                                           header.length_bytes, " of an arena of ", arena.size())));
   }
   const bool is_new =
       incoming_.emplace(header.number, Incoming{.kind = kind, .command = command}).second;
-  if (!is_new) return End(Violation(absl::StrCat("sent command ", header.number, " twice")));
+  if (!is_new) return End(AgentViolation(absl::StrCat("sent command ", header.number, " twice")));
   link_->Receive(arrival, arena.subspan(header.offset_bytes, header.length_bytes),
                  options_.grad_arena,
                  [this, number = header.number] { incoming_.at(number).has_arrived = true; });
@@ -117,7 +118,7 @@ void GatewaySession::Deliver(const Incoming& incoming) {
     return;
   }
   if (!in_flight_.emplace(command.tag, command).second) {
-    return End(Violation(absl::StrCat("sent tag ", command.tag, " twice")));
+    return End(AgentViolation(absl::StrCat("sent tag ", command.tag, " twice")));
   }
   to_daemon_.push_back(command);
   if (!is_synced()) return;
@@ -337,7 +338,7 @@ bool GatewaySession::SendPieces() {
 
 void GatewaySession::BeginSync(uint64_t tag, Sync sync) {
   if (!syncs_.emplace(tag, std::move(sync)).second) {
-    return End(Violation(absl::StrCat("sent tag ", tag, " twice")));
+    return End(AgentViolation(absl::StrCat("sent tag ", tag, " twice")));
   }
   TryEndSync(tag);
 }

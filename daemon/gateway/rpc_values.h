@@ -2,6 +2,7 @@
 #pragma once
 
 #include <capnp/capability.h>
+#include <capnp/message.h>
 #include <kj/common.h>
 
 #include <cstddef>
@@ -13,8 +14,17 @@
 #include "absl/status/status.h"
 #include "protocol/descriptor.h"
 #include "protocol/os/unique_fd.h"
+#include "protocol/wire.h"
 
 namespace forebay::gateway {
+
+inline constexpr unsigned kFdsPerMessageMax = 1;
+
+inline capnp::ReaderOptions ReaderLimits() {
+  capnp::ReaderOptions options;
+  options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
+  return options;
+}
 
 inline kj::ArrayPtr<const kj::byte> DataOf(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const kj::byte*>(bytes.data()), bytes.size()};

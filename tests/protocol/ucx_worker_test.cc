@@ -62,7 +62,8 @@ class UcxWorkerTest : public ::testing::Test {
 };
 
 TEST_F(UcxWorkerTest, MessagesOfEverySizeArriveWhole) {
-  for (const size_t size : {0, 1, 63, 4096, 65535, 65536, 65537, 1 << 20, (32 << 20) + 1}) {
+  for (const size_t size : std::initializer_list<size_t>{0, 1, 63, 4096, 65535, 65536, 65537,
+                                                         1 << 20, (32 << 20) + 1}) {
     SCOPED_TRACE(size);
     const std::vector<std::byte> header = Bytes(128, 3);
     const std::vector<std::byte> data = Bytes(size, 5);

@@ -1,7 +1,7 @@
 """Goal    Where an end of a remote session dies, hangs, loses its link or talks nonsense, the other ends it within the
         keepalive: the trainer gets an error of ours, the daemon has its memory back, the gateway serves others, and the
         job goes on from its step.
-Method  As test_remote.py, with a keepalive of one second. Ranks wait between two steps while their world is changed.
+Method  As test_remote.py, with a keepalive of two seconds. Ranks wait between two steps while their world is changed.
 """
 
 import os
@@ -20,7 +20,7 @@ from network_nodes import ADDRESSES, LINK
 from remote_gateway import PORT, UID
 from test_remote import DEADLINE_S, Place, errors
 
-KEEPALIVE_MS = 1000
+KEEPALIVE_MS = 2000
 END_DEADLINE_S = 20  # far above the keepalive
 GONE = ("E_REMOTE", "E_DAEMON_GONE", "E_RANK_LOST")
 
