@@ -112,7 +112,7 @@ class GatewaySessionTest : public ::testing::Test {
     options.channel = std::move(trainer_ring_.server);
     options.daemon_arena_bytes = kGradBytes;
     options.step_region = {.offset_bytes = kStepOffset, .size_bytes = 4096};
-    options.params = layout_->params().size();
+    options.layout = layout_;
     agent_thread_->Add(key_, std::make_unique<AgentSession>(std::move(link), std::move(options)));
     return absl::OkStatus();
   }
