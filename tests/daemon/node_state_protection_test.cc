@@ -49,7 +49,7 @@ class NodeStateProtection : public ::testing::Test {
 };
 
 TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
-  for (const int op : {0, 14, 0xffff}) {
+  for (const int op : {0, 15, 0xffff}) {
     Command command = Gradient();
     command.op = static_cast<uint16_t>(op);
     EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << op;
