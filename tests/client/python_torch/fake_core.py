@@ -136,7 +136,7 @@ class Attachment:
         self.groups = list(zip(job.weights_offsets, job.elems))
         self.param_offsets = list(job.offsets)
         self.states = ["master", "exp_avg", "exp_avg_sq"]
-        self.committed_step = job.committed_step
+        self.committed_step, self.went_back_from = job.committed_step, 0
         self.extra_state = job.extra_state.get(rank, b"")
         self.rank0_extra_state = job.extra_state.get(0, b"")
         self.leases = {}
