@@ -27,6 +27,7 @@ def ranks_of(*nodes):
 KILLS = {
     f"kill+hold={ranks_of(*nodes)}@{point}": nodes for point in ("gather", "decide") for nodes in ((0,), (1,), (0, 1))
 }
+REPLICAS = f"hsdp+kill+hold={ranks_of(1)}@gather"
 # Ranks of the node whose memory is lost end; the other node has committed step 3 by then, and has made it durable where
 # every step is.
 LOSSES = {
@@ -46,7 +47,8 @@ class Run:
         self.network, self.folder = network, pathlib.Path(folder)
         scenarios = {
             "plain": None,
-            **dict.fromkeys(KILLS, self._kill),
+            "hsdp": None,
+            **dict.fromkeys((*KILLS, REPLICAS), self._kill),
             **dict.fromkeys((*LOSSES, NOTHING_LEFT), self._lose),
             **dict.fromkeys(RESTARTS, self._restart),
             OUTAGE: self._cut_for_a_second,
@@ -87,7 +89,7 @@ class Run:
         (self.folder / f"go.{scenario}").touch()
 
     def _kill(self, scenario):
-        for node in KILLS[scenario]:
+        for node in KILLS.get(scenario, (1,)):
             self.nodes[node].manager.kill()
         self._go_on(scenario)
 
@@ -139,10 +141,15 @@ def test_a_daemon_that_is_killed_keeps_what_it_has_prepared(run, scenario):
     run.assert_as_expected(scenario)
 
 
+def test_so_does_one_of_replicas(run):
+    assert run.attached(REPLICAS) == [0] * RANKS
+    assert run.digests(REPLICAS) == run.digests("hsdp") != []
+
+
 def test_the_log_says_what_was_kept(run):
     text = "with what it had prepared behind step 2, after the daemon before was killed"
     for number, log in enumerate(run.logs):
-        assert log.count(text) == sum(number in nodes for nodes in KILLS.values())
+        assert log.count(text) == sum(number in nodes for nodes in (*KILLS.values(), (1,)))
 
 
 @pytest.mark.parametrize("scenario", LOSSES)
