@@ -14,8 +14,8 @@
 #include "daemon/core/undo_sizes.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/step_summary.h"
 #include "protocol/units.h"
-#include "protocol/wire.h"
 
 namespace forebay::daemon {
 namespace {
