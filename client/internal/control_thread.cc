@@ -15,6 +15,7 @@
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/rpc_stream.h"
 #include "protocol/wire.h"
 
 namespace forebay::client::internal {
@@ -22,8 +23,6 @@ namespace {
 
 using protocol::ErrorId;
 using protocol::MakeError;
-
-constexpr uint32_t kDescriptorsPerMessageMax = 1;
 
 // kj ignores SIGPIPE for the whole process when its loop is made. The thread blocks every signal,
 // which is enough for it; the process keeps what it had.
@@ -153,16 +152,10 @@ void ControlThread::Serve() {
   auto stream = io.lowLevelProvider->wrapUnixSocketFd(
       socket_.Release(),
       kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP | kj::LowLevelAsyncIoProvider::ALREADY_CLOEXEC);
-  capnp::ReaderOptions reader_options;
-  reader_options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
-  capnp::TwoPartyVatNetwork network(*stream, kDescriptorsPerMessageMax,
-                                    capnp::rpc::twoparty::Side::CLIENT, reader_options);
+  capnp::TwoPartyVatNetwork network(*stream, protocol::kFdsPerMessageMax,
+                                    capnp::rpc::twoparty::Side::CLIENT, protocol::AnswerLimits());
   auto rpc = capnp::makeRpcClient(network);
-  capnp::MallocMessageBuilder vat_message;
-  auto vat = vat_message.initRoot<capnp::rpc::twoparty::VatId>();
-  vat.setSide(capnp::rpc::twoparty::Side::SERVER);
-  Peer peer{
-      .node = rpc.bootstrap(vat).castAs<schema::Node>(), .session = nullptr, .admin = nullptr};
+  Peer peer{.node = protocol::BootstrapOf<schema::Node>(rpc), .session = nullptr, .admin = nullptr};
   const auto watch_end =
       network.onDisconnect()
           .then([this] { protocol::RingDoorbell(gone_fd_.get()); },

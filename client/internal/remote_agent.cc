@@ -72,8 +72,8 @@ absl::StatusOr<std::string> FindProgram() {
                                 ", which reaches a daemon on "
                                 "another node; looked for ",
                                 absl::StrJoin(paths, ", ")),
-                   "install it on this node (the Debian package has it), or name it in "
-                   "FOREBAY_GATEWAY");
+                   "install it on this node (cmake --install build --component gateway), or "
+                   "name it in FOREBAY_GATEWAY");
 }
 
 UniqueFd Above(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, kFirstFreeFd)); }

@@ -26,14 +26,13 @@
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/pidfd.h"
+#include "protocol/rpc_stream.h"
 #include "protocol/wire.h"
 #include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
 namespace {
 
-constexpr unsigned kFdsPerMessageMax = 1;
-constexpr size_t kCallWordsMax = 4096;   // of calls not yet answered, then no more are read
 constexpr uint32_t kEventsPerTurn = 64;  // of kj, then the sockets are looked at: nobody starves
 constexpr int kAcceptsPerTurn = 64;
 constexpr size_t kGroupsMax = 1024;  // of a peer; who has more is no operator
@@ -41,52 +40,6 @@ constexpr size_t kGroupsMax = 1024;  // of a peer; who has more is no operator
 constexpr auto kAcceptPause = 100 * kj::MILLISECONDS;
 // For relays at the end; one that is held is left to the end of the process.
 constexpr std::chrono::milliseconds kRelaysEndLimit{1000};
-
-// Reads no further while an answer is being written: a client that asks and takes no answers waits
-// for itself. The library would keep every answer, and free the chain of them recursively.
-class AnswersFirst final : public capnp::MessageStream {
- public:
-  explicit AnswersFirst(kj::AsyncCapabilityStream& stream) : stream_(stream) {}
-
-  kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(
-      kj::ArrayPtr<kj::AutoCloseFd> fds, capnp::ReaderOptions options,
-      kj::ArrayPtr<capnp::word> scratch) override {
-    options.traversalLimitInWords = protocol::kRequestBytesMax / sizeof(capnp::word);
-    if (writes_ == 0) return stream_.tryReadMessage(fds, options, scratch);
-    auto written = kj::newPromiseAndFulfiller<void>();
-    written_ = kj::mv(written.fulfiller);
-    return written.promise.then(
-        [this, fds, options, scratch] { return stream_.tryReadMessage(fds, options, scratch); });
-  }
-
-  kj::Promise<void> writeMessage(
-      kj::ArrayPtr<const int> fds,
-      kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments) override {
-    return Counted([&] { return stream_.writeMessage(fds, segments); });
-  }
-
-  kj::Promise<void> writeMessages(
-      kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override {
-    return Counted([&] { return stream_.writeMessages(messages); });
-  }
-
-  kj::Maybe<int> getSendBufferSize() override { return stream_.getSendBufferSize(); }
-  kj::Promise<void> end() override { return stream_.end(); }
-
- private:
-  template <typename Write>
-  kj::Promise<void> Counted(Write write) {
-    ++writes_;
-    auto over = kj::defer([this] {
-      if (--writes_ == 0 && written_.get() != nullptr) written_->fulfill();
-    });
-    return write().attach(kj::mv(over));
-  }
-
-  capnp::AsyncCapabilityMessageStream stream_;
-  int writes_ = 0;
-  kj::Own<kj::PromiseFulfiller<void>> written_;  // of the read that waits
-};
 
 // Everything that dies with a connection, in the order in which it was made.
 struct LiveConnection {
@@ -96,9 +49,10 @@ struct LiveConnection {
         pidfd(std::move(process)),
         connection(std::move(shared)),
         messages(*stream),
-        network(messages, kFdsPerMessageMax, capnp::rpc::twoparty::Side::SERVER, Limits()),
+        network(messages, protocol::kFdsPerMessageMax, capnp::rpc::twoparty::Side::SERVER,
+                protocol::AnswerLimits()),
         rpc(capnp::makeRpcServer(network, MakeNode(connection))) {
-    rpc.setFlowLimit(kCallWordsMax);
+    rpc.setFlowLimit(protocol::kCallWordsMax);
     if (pidfd.valid()) {
       observer = kj::heap<kj::UnixEventPort::FdObserver>(
           port, pidfd.get(), kj::UnixEventPort::FdObserver::OBSERVE_READ);
@@ -112,13 +66,6 @@ struct LiveConnection {
     }
   }
 
-  // The library takes the limit of what is read for what is sent too.
-  static capnp::ReaderOptions Limits() {
-    capnp::ReaderOptions options;
-    options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
-    return options;
-  }
-
   kj::Promise<void> ProcessGone() {
     if (observer.get() == nullptr) return kj::NEVER_DONE;
     return observer->whenBecomesReadable();
@@ -127,7 +74,7 @@ struct LiveConnection {
   kj::Own<kj::AsyncCapabilityStream> stream;
   protocol::UniqueFd pidfd;
   std::shared_ptr<Connection> connection;
-  AnswersFirst messages;
+  protocol::AnswersFirst<capnp::AsyncCapabilityMessageStream> messages;
   capnp::TwoPartyVatNetwork network;
   capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc;
   kj::Own<kj::UnixEventPort::FdObserver> observer;

@@ -1,6 +1,5 @@
 #include "daemon/gateway/agent_server.h"
 
-#include <capnp/message.h>
 #include <capnp/rpc-twoparty.h>
 #include <fcntl.h>
 #include <kj/async-io.h>
@@ -29,6 +28,7 @@
 #include "protocol/os/status_macros.h"
 #include "protocol/remote.capnp.h"
 #include "protocol/ring.h"
+#include "protocol/rpc_stream.h"
 #include "protocol/wire.h"
 
 namespace forebay::gateway {
@@ -53,17 +53,9 @@ std::string HostOf(const std::string& address) {
 struct GatewayLink {
   GatewayLink(kj::Own<kj::AsyncIoStream> tls_stream)
       : stream(kj::mv(tls_stream)),
-        network(*stream, capnp::rpc::twoparty::Side::CLIENT, ReaderLimits()),
+        network(*stream, capnp::rpc::twoparty::Side::CLIENT, protocol::AnswerLimits()),
         rpc(capnp::makeRpcClient(network)),
-        gateway(Bootstrap(rpc)) {}
-
-  static schema::Gateway::Client Bootstrap(
-      capnp::RpcSystem<capnp::rpc::twoparty::VatId>& rpc_system) {
-    capnp::MallocMessageBuilder message;
-    auto vat = message.initRoot<capnp::rpc::twoparty::VatId>();
-    vat.setSide(capnp::rpc::twoparty::Side::SERVER);
-    return rpc_system.bootstrap(vat).castAs<schema::Gateway>();
-  }
+        gateway(protocol::BootstrapOf<schema::Gateway>(rpc)) {}
 
   kj::Own<kj::AsyncIoStream> stream;
   capnp::TwoPartyVatNetwork network;
@@ -566,8 +558,8 @@ absl::Status ServeAgent(AgentOptions options) {
     Agent agent(io, options, *control);
     auto stream = io.lowLevelProvider->wrapUnixSocketFd(options.trainer.get(),
                                                         kj::LowLevelAsyncIoProvider::Flags(0));
-    capnp::TwoPartyVatNetwork network(*stream, kFdsPerMessageMax,
-                                      capnp::rpc::twoparty::Side::SERVER, ReaderLimits());
+    capnp::TwoPartyVatNetwork network(*stream, protocol::kFdsPerMessageMax,
+                                      capnp::rpc::twoparty::Side::SERVER, protocol::AnswerLimits());
     auto rpc = capnp::makeRpcServer(network, kj::heap<AgentNode>(agent));
     kj::Promise<void> over = network.onDisconnect();
     kj::Own<kj::UnixEventPort::FdObserver> observer;

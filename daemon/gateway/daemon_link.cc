@@ -1,6 +1,5 @@
 #include "daemon/gateway/daemon_link.h"
 
-#include <capnp/message.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 #include "protocol/error.h"
 #include "protocol/os/memfd.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/rpc_stream.h"
 #include "protocol/wire.h"
 
 namespace forebay::gateway {
@@ -24,13 +24,6 @@ using protocol::ErrnoText;
 using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
-
-schema::Node::Client Bootstrap(capnp::RpcSystem<capnp::rpc::twoparty::VatId>& rpc) {
-  capnp::MallocMessageBuilder message;
-  auto vat = message.initRoot<capnp::rpc::twoparty::VatId>();
-  vat.setSide(capnp::rpc::twoparty::Side::SERVER);
-  return rpc.bootstrap(vat).castAs<schema::Node>();
-}
 
 }  // namespace
 
@@ -58,9 +51,10 @@ absl::StatusOr<kj::Own<DaemonLink>> DaemonLink::Connect(kj::LowLevelAsyncIoProvi
 
 DaemonLink::DaemonLink(kj::Own<kj::AsyncCapabilityStream> stream)
     : stream_(kj::mv(stream)),
-      network_(*stream_, kFdsPerMessageMax, capnp::rpc::twoparty::Side::CLIENT, ReaderLimits()),
+      network_(*stream_, protocol::kFdsPerMessageMax, capnp::rpc::twoparty::Side::CLIENT,
+               protocol::AnswerLimits()),
       rpc_(capnp::makeRpcClient(network_)),
-      node_(Bootstrap(rpc_)) {}
+      node_(protocol::BootstrapOf<schema::Node>(rpc_)) {}
 
 kj::Promise<absl::Status> DaemonLink::Hello(uint32_t uid) {
   auto request = node_.helloRequest();

@@ -28,6 +28,7 @@
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/remote.capnp.h"
+#include "protocol/rpc_stream.h"
 #include "protocol/wire.h"
 #include "spdlog/spdlog.h"
 
@@ -222,6 +223,7 @@ class Connection {
  public:
   // The last to be made, the first to go.
   kj::Own<kj::AsyncIoStream> stream;
+  protocol::AnswersFirst<capnp::AsyncIoMessageStream> messages;
   capnp::TwoPartyVatNetwork network;
   capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc;
 };
@@ -468,8 +470,11 @@ Connection::Connection(Gateway& shared, kj::Own<kj::AsyncIoStream> tls_stream, s
       certified_name(std::move(name)),
       heard(shared.timer.now()),
       stream(kj::mv(tls_stream)),
-      network(*stream, capnp::rpc::twoparty::Side::SERVER, ReaderLimits()),
-      rpc(capnp::makeRpcServer(network, kj::heap<GatewayServer>(*this))) {}
+      messages(*stream),
+      network(messages, capnp::rpc::twoparty::Side::SERVER, protocol::AnswerLimits()),
+      rpc(capnp::makeRpcServer(network, kj::heap<GatewayServer>(*this))) {
+  rpc.setFlowLimit(protocol::kCallWordsMax);
+}
 
 // Accepts, for as long as it lives.
 class Acceptor final : private kj::TaskSet::ErrorHandler {

@@ -1,8 +1,6 @@
 #include "daemon/gateway/gateway_session.h"
 
 #include <algorithm>
-#include <limits>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

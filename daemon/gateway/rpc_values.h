@@ -18,14 +18,6 @@
 
 namespace forebay::gateway {
 
-inline constexpr unsigned kFdsPerMessageMax = 1;
-
-inline capnp::ReaderOptions ReaderLimits() {
-  capnp::ReaderOptions options;
-  options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
-  return options;
-}
-
 inline kj::ArrayPtr<const kj::byte> DataOf(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const kj::byte*>(bytes.data()), bytes.size()};
 }

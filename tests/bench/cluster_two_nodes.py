@@ -19,11 +19,11 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "bench", "client/python_torch", "tools")]
-from cluster_step import lines  # noqa: E402
+from cluster_step import GROUPS, PARAMS, predicted  # noqa: E402
 from network_nodes import ADDRESSES, LINK, two_nodes  # noqa: E402
 from test_daemon_restart import Service  # noqa: E402
 
-PARAMS, LAYERS, DRAM_MIB, PORT = 1 << 25, 32, 224, 29611
+DRAM_MIB, PORT = 224, 29611
 # Mbit/s of the link, MiB/s of a disk, ms of compute.
 CASES = ((800, 500, 1000), (800, 100, 1000), (400, 200, 2000), (1600, 100, 2000))
 UNLIMITED_MBIT = 100_000
@@ -31,7 +31,7 @@ DEADLINE_S = 600
 
 
 def start(node, service, number, compute_ms, steps):
-    place = [ADDRESSES[0], PORT, number, len(ADDRESSES), LINK, PARAMS, LAYERS, compute_ms, steps]
+    place = [ADDRESSES[0], PORT, number, len(ADDRESSES), LINK, PARAMS, GROUPS, compute_ms, steps]
     command = node.command(sys.executable, ROOT / "tests/bench/two_nodes_ranks.py", *place, folder=ROOT)
     environment = {**os.environ, "FOREBAY_SOCKET": f"{service.folder}/s", "GLOO_SOCKET_IFNAME": LINK}
     pipe = subprocess.PIPE
@@ -66,18 +66,6 @@ def measured(network, folder, compute_ms, steps, *settings):
         return run(network, services, compute_ms, steps)
 
 
-def predicted(link_mbit, disk_mib, compute_ms, resident_blocks):
-    """Seconds, with as many blocks in DRAM."""
-    disk = disk_mib * 2**20 / 1e9
-    model = ("--nodes", 2, "--gpus", 1, "--params", PARAMS, "--layers", LAYERS, "--dtype", "float32", "--in-turn")
-    rates = ("--link-rate", link_mbit / 8000, "--read-rate", disk, "--write-rate", disk, "--staging", "64MiB")
-    for dram_mib in range(600, 100, -4):
-        for found in lines("cluster", *model, *rates, "--compute-ms", compute_ms, "--dram", f"{dram_mib}MiB"):
-            if found["resident_blocks"] <= resident_blocks and found["weights_on_swap"] == 0:
-                return found["value"]
-    raise AssertionError("no limit leaves so many blocks in DRAM")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--swap", default=ROOT / "build")
@@ -98,7 +86,9 @@ def main():
             found = measured(network, folder, compute_ms, arguments.steps, *limits)
             unlimited_s = own["sent"] * 8e-6 / UNLIMITED_MBIT
             own_s = own["median"] - unlimited_s
-            seconds = predicted(link_mbit * counted / own["sent"], disk_mib, round(1e3 * own_s), found["resident"])
+            link = ("--in-turn", "--link-rate", link_mbit * counted / own["sent"] / 8000)
+            resident = found["resident"]
+            seconds = predicted(2, disk_mib, round(1e3 * own_s), *link, resident_blocks=resident)
             spread = f"{min(found['steps']):.2f} to {max(found['steps']):.2f}"
             row = [f"{link_mbit} Mbit/s", f"{disk_mib} MiB/s", f"{compute_ms / 1000} s", f"{own_s:.2f} s"]
             row += [f"{found['median']:.2f} s ({spread})", f"{seconds:.2f} s", f"{seconds / found['median'] - 1:+.1%}"]

@@ -30,6 +30,8 @@ if CORE and "forebay._core" not in sys.modules:
 
 import fake_core  # noqa: E402
 import forebay  # noqa: E402
+import network_nodes  # noqa: E402
+import remote_gateway  # noqa: E402
 import torch  # noqa: E402
 from models import HealthyJob  # noqa: E402
 
@@ -82,6 +84,23 @@ def node(request, monkeypatch):
     yield "daemon"
     assert own.process.poll() is None
     own.healthy.train_one_more_step()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """Two nodes, in network namespaces of this machine; where none can be had, what needs them is skipped with why."""
+    if reason := missing() or network_nodes.missing():
+        pytest.skip(reason)
+    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def gateway_network(network):
+    """The same, for a gateway on one of them; likewise."""
+    if reason := remote_gateway.missing():
+        pytest.skip(reason)
+    return network
 
 
 _JOB_NAME = {ord(char): "-" for char in "[]()/: <>,='"}

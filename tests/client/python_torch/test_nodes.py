@@ -12,11 +12,10 @@ import re
 import subprocess
 import sys
 
-import network_nodes
 import pytest
 import torch
 import two_nodes
-from daemon_process import Daemon, missing
+from daemon_process import Daemon
 from two_nodes import NODE_RANKS, NodeOfJob
 
 HERE = pathlib.Path(__file__).parent
@@ -72,15 +71,6 @@ def named(lines, kind, scenario):
 
 def on_each(network, folder):
     return [NodeOfJob(node, number, f"{folder}/{number}") for number, node in enumerate(network)]
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    """Two nodes; without root or namespaces there are none."""
-    if reason := missing() or network_nodes.missing():
-        pytest.skip(reason)
-    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
-        yield nodes
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import remote_ranks
 import torch
 import two_nodes
 import weights_on_swap
-from daemon_process import Daemon, missing
+from daemon_process import Daemon
 from network_nodes import ADDRESSES
 from remote_gateway import PORT, PRINCIPAL, UID
 
@@ -81,17 +81,8 @@ def errors(lines):
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    """Two nodes; without root, namespaces or UCX there are none."""
-    if reason := missing() or network_nodes.missing() or remote_gateway.missing():
-        pytest.skip(reason)
-    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
-        yield nodes
-
-
-@pytest.fixture(scope="module")
-def place(network, tmp_path_factory):
-    made = Place(network, tmp_path_factory.mktemp("place"))
+def place(gateway_network, tmp_path_factory):
+    made = Place(gateway_network, tmp_path_factory.mktemp("place"))
     yield made
     made.stop()
 
@@ -117,16 +108,16 @@ def swapped(*words):
     weights_on_swap.main(list(words))
 
 
-def test_weights_on_swap_come_into_a_window_that_is_a_cache(network, folder):
+def test_weights_on_swap_come_into_a_window_that_is_a_cache(gateway_network, folder):
     folder = pathlib.Path(folder)
     (folder / "local").mkdir()
     made = Place(
-        network, folder / "remote", f"swap.paths={folder}/remote", *SWAP, "dram.limit=18MiB", port=PORT + 7
+        gateway_network, folder / "remote", f"swap.paths={folder}/remote", *SWAP, "dram.limit=18MiB", port=PORT + 7
     )
     [remote] = made.start(swapped, *SWAPPED, GLOO_SOCKET_IFNAME="lo").wait(DEADLINE_S)
     made.stop()
     settings = (f"swap.paths={folder}/local", *SWAP)
-    [local] = locally(network[1], folder / "local", swapped, *SWAPPED, settings=settings)
+    [local] = locally(gateway_network[1], folder / "local", swapped, *SWAPPED, settings=settings)
     assert remote[:2] == local[:2], "digest and losses"
     assert remote[2]["weights_on_swap_bytes"] > 0 and local[2]["weights_on_swap_bytes"] == 0
     assert remote[2]["uid"] == UID

@@ -11,10 +11,7 @@ import subprocess
 import sys
 import textwrap
 
-import network_nodes
-import pytest
-import remote_gateway
-from daemon_process import CORE, FOREBAYD, Daemon, missing
+from daemon_process import FOREBAYD, Daemon
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 DEADLINE_S = 120
@@ -46,33 +43,29 @@ def typed(node, folder, script):
     )
 
 
-def test_what_the_page_shows_trains_on_a_daemon_of_another_node(tmp_path):
-    if reason := missing() or network_nodes.missing() or remote_gateway.missing():
-        pytest.skip(reason)
-    if "site-packages" not in str(CORE) and not (ROOT / "client/python/forebay" / pathlib.Path(CORE).name).exists():
-        pytest.skip("forebay is not installed: torchrun would not find it")
+def test_what_the_page_shows_trains_on_a_daemon_of_another_node(gateway_network, tmp_path):
     authority, start = blocks("sh on-daemon-node")
     [settings], [train], [script, *_] = blocks("toml gateway"), blocks("sh on-trainer-node"), blocks("python")
-    with network_nodes.two_nodes(tmp_path) as nodes:
-        daemon = Daemon(tmp_path, launcher=nodes[0].command())
-        made = typed(nodes[0], tmp_path, authority)
-        said, _ = made.communicate(timeout=DEADLINE_S)
-        assert made.returncode == 0, said
-        # The daemon's socket is not where it is by default.
-        text = settings.replace("/etc/forebay", str(tmp_path)) + f'[daemon]\nsocket = "{daemon.socket}"\n'
-        (tmp_path / "gateway.toml").write_text(text, encoding="utf-8")
-        gateway = typed(nodes[0], tmp_path, start + "wait\n")
-        line = gateway.stdout.readline()
-        assert "ready bind=worker-0:7700" in line, line + gateway.stdout.read()
-        remote = tmp_path / "remote"
-        remote.mkdir()
-        for name, to in (("ca.pem", "ca.pem"), ("trainer.pem", "cert.pem"), ("trainer.key", "key.pem")):
-            (remote / to).write_bytes((tmp_path / name).read_bytes())
-        (remote / "train.py").write_text(script, encoding="utf-8")
-        ranks = typed(nodes[1], tmp_path, train)
-        said, _ = ranks.communicate(timeout=DEADLINE_S)
-        assert ranks.returncode == 0, said
-        assert "is sharded over 2 ranks" in said
-        os.killpg(gateway.pid, signal.SIGKILL)  # it is a child of the shell
-        gateway.communicate(timeout=DEADLINE_S)
-        daemon.stop()
+    nodes = gateway_network
+    daemon = Daemon(tmp_path, launcher=nodes[0].command())
+    made = typed(nodes[0], tmp_path, authority)
+    said, _ = made.communicate(timeout=DEADLINE_S)
+    assert made.returncode == 0, said
+    # The daemon's socket is not where it is by default.
+    text = settings.replace("/etc/forebay", str(tmp_path)) + f'[daemon]\nsocket = "{daemon.socket}"\n'
+    (tmp_path / "gateway.toml").write_text(text, encoding="utf-8")
+    gateway = typed(nodes[0], tmp_path, start + "wait\n")
+    line = gateway.stdout.readline()
+    assert "ready bind=worker-0:7700" in line, line + gateway.stdout.read()
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    for name, to in (("ca.pem", "ca.pem"), ("trainer.pem", "cert.pem"), ("trainer.key", "key.pem")):
+        (remote / to).write_bytes((tmp_path / name).read_bytes())
+    (remote / "train.py").write_text(script, encoding="utf-8")
+    ranks = typed(nodes[1], tmp_path, train)
+    said, _ = ranks.communicate(timeout=DEADLINE_S)
+    assert ranks.returncode == 0, said
+    assert "is sharded over 2 ranks" in said
+    os.killpg(gateway.pid, signal.SIGKILL)  # it is a child of the shell
+    gateway.communicate(timeout=DEADLINE_S)
+    daemon.stop()

@@ -11,11 +11,8 @@ import sys
 import time
 
 import forebay
-import network_nodes
 import pytest
-import remote_gateway
 import remote_ranks
-from daemon_process import missing
 from network_nodes import ADDRESSES, LINK
 from remote_gateway import PORT, UID
 from test_remote import DEADLINE_S, Place, errors
@@ -26,13 +23,10 @@ GONE = ("E_REMOTE", "E_DAEMON_GONE", "E_RANK_LOST")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    if reason := missing() or network_nodes.missing() or remote_gateway.missing():
-        pytest.skip(reason)
-    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
-        made = Place(nodes, tmp_path_factory.mktemp("place"), keepalive=KEEPALIVE_MS)
-        yield made
-        made.stop()
+def place(gateway_network, tmp_path_factory):
+    made = Place(gateway_network, tmp_path_factory.mktemp("place"), keepalive=KEEPALIVE_MS)
+    yield made
+    made.stop()
 
 
 class Waiting:

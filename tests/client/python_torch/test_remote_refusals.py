@@ -7,11 +7,9 @@ import pathlib
 import shutil
 import subprocess
 
-import network_nodes
 import pytest
 import remote_gateway
 import remote_ranks
-from daemon_process import missing
 from network_nodes import ADDRESSES, LINK
 from remote_gateway import GATEWAY, PORT, PRINCIPAL, UID, Authority, Gateway, make_client_folder
 from test_remote import Place, errors
@@ -22,16 +20,8 @@ V6 = ("fd00:77::1", "fd00:77::2")
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    if reason := missing() or network_nodes.missing() or remote_gateway.missing():
-        pytest.skip(reason)
-    with network_nodes.two_nodes(tmp_path_factory.mktemp("network")) as nodes:
-        yield nodes
-
-
-@pytest.fixture(scope="module")
-def place(network, tmp_path_factory):
-    made = Place(network, tmp_path_factory.mktemp("place"), f"dram.uid_quota={QUOTA}")
+def place(gateway_network, tmp_path_factory):
+    made = Place(gateway_network, tmp_path_factory.mktemp("place"), f"dram.uid_quota={QUOTA}")
     yield made
     made.stop()
 

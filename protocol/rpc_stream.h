@@ -1,0 +1,87 @@
+// What every connection of the control plane has in common: how large its messages are, the other side's first capability,
+// and that a server does not pile up answers.
+#pragma once
+
+#include <capnp/message.h>
+#include <capnp/rpc-twoparty.h>
+#include <capnp/rpc.h>
+#include <capnp/serialize-async.h>
+#include <kj/async.h>
+#include <kj/common.h>
+
+#include "protocol/wire.h"
+
+namespace forebay::protocol {
+
+inline constexpr unsigned kFdsPerMessageMax = 1;
+
+// Of what is read by a client, and sent by a server: the library has one limit for both of a server's directions.
+inline capnp::ReaderOptions AnswerLimits() {
+  capnp::ReaderOptions options;
+  options.traversalLimitInWords = kAnswerBytesMax / sizeof(capnp::word);
+  return options;
+}
+
+template <typename Interface>
+typename Interface::Client BootstrapOf(capnp::RpcSystem<capnp::rpc::twoparty::VatId>& rpc) {
+  capnp::MallocMessageBuilder message;
+  auto vat = message.initRoot<capnp::rpc::twoparty::VatId>();
+  vat.setSide(capnp::rpc::twoparty::Side::SERVER);
+  return rpc.bootstrap(vat).template castAs<Interface>();
+}
+
+// Of calls not yet answered: then a server reads no more.
+inline constexpr size_t kCallWordsMax = 4096;
+
+// Of a server. Reads no further while an answer is being written: a client that asks and takes no answers waits
+// for itself. The library would keep every answer, and free the chain of them recursively. No request is larger than
+// kRequestBytesMax.
+//
+// Messages  One of capnp's: AsyncCapabilityMessageStream, AsyncIoMessageStream.
+template <typename Messages>
+class AnswersFirst final : public capnp::MessageStream {
+ public:
+  template <typename Stream>
+  explicit AnswersFirst(Stream& stream) : stream_(stream) {}
+
+  kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(
+      kj::ArrayPtr<kj::AutoCloseFd> fds, capnp::ReaderOptions options,
+      kj::ArrayPtr<capnp::word> scratch) override {
+    options.traversalLimitInWords = kRequestBytesMax / sizeof(capnp::word);
+    if (writes_ == 0) return stream_.tryReadMessage(fds, options, scratch);
+    auto written = kj::newPromiseAndFulfiller<void>();
+    written_ = kj::mv(written.fulfiller);
+    return written.promise.then(
+        [this, fds, options, scratch] { return stream_.tryReadMessage(fds, options, scratch); });
+  }
+
+  kj::Promise<void> writeMessage(
+      kj::ArrayPtr<const int> fds,
+      kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments) override {
+    return Counted([&] { return stream_.writeMessage(fds, segments); });
+  }
+
+  kj::Promise<void> writeMessages(
+      kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override {
+    return Counted([&] { return stream_.writeMessages(messages); });
+  }
+
+  kj::Maybe<int> getSendBufferSize() override { return stream_.getSendBufferSize(); }
+  kj::Promise<void> end() override { return stream_.end(); }
+
+ private:
+  template <typename Write>
+  kj::Promise<void> Counted(Write write) {
+    ++writes_;
+    auto over = kj::defer([this] {
+      if (--writes_ == 0 && written_.get() != nullptr) written_->fulfill();
+    });
+    return write().attach(kj::mv(over));
+  }
+
+  Messages stream_;
+  int writes_ = 0;
+  kj::Own<kj::PromiseFulfiller<void>> written_;  // of the read that waits
+};
+
+}  // namespace forebay::protocol
