@@ -36,7 +36,7 @@ struct StepSummaryHead {
   // Hash of what an update takes beside the gradients: scale, bounds, max_grad_norm, hyper-parameters. The same on all
   // nodes.
   uint64_t scalars = 0;
-  uint64_t overflowed = 0;    // masters in the step before that are not reported yet
+  uint64_t overflowed = 0;  // masters in the step before that are not reported yet
   SquareDigits squares = {};
 };
 static_assert(sizeof(StepSummaryHead) == 32 + 8 * kSquareDigits);

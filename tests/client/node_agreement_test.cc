@@ -37,9 +37,8 @@ protocol::Layout MakeLayout() {
 }
 
 StepSummary SummaryOf(uint64_t squares) {
-  StepSummary summary{.head = {.step = kStep, .params = 2, .scalars = 5},
-                      .present = {3},
-                      .lacking = {0}};
+  StepSummary summary{
+      .head = {.step = kStep, .params = 2, .scalars = 5}, .present = {3}, .lacking = {0}};
   summary.head.squares[4] = squares;
   return summary;
 }
