@@ -72,7 +72,7 @@ absl::StatusOr<std::string> FindProgram() {
                                 ", which reaches a daemon on "
                                 "another node; looked for ",
                                 absl::StrJoin(paths, ", ")),
-                   "install it on this node (cmake --install build --component gateway), or "
+                   "install the package forebay-gateway on this node (docs/multi-node.md), or "
                    "name it in FOREBAY_GATEWAY");
 }
 

@@ -43,7 +43,8 @@ void ForgetUcxVariables() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The way from forebayd to trainers on other nodes, over TLS and UCX");
+  CLI::App app("The way from forebayd to trainers on other nodes, over TLS and UCX",
+               "forebay-gateway");
   app.set_version_flag("--version", FOREBAY_VERSION);
   std::string config_path = "/etc/forebay/gateway.toml";
   bool only_checks = false;

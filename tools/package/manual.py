@@ -1,9 +1,9 @@
 """Manual pages and the shell's completion, of what the programs say of themselves.
 
-usage: manual.py FOREBAY FOREBAYD VERSION FOLDER
+usage: manual.py VERSION FOLDER PROGRAM...
 
-Writes forebay.1.gz, forebayd.8.gz and forebay.bash into FOLDER, from the `--help` of the two programs and of each command
-of the first.
+Writes a page for each program into FOLDER, from its `--help` and that of its commands: forebay.1.gz, and for a service
+NAME.8.gz. With forebay's page comes forebay.bash.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+PAGES = {"forebay": 1, "forebayd": 8, "forebay-gateway": 8}
+FILES = {
+    "forebayd": "/etc/forebay/forebay.toml, /run/forebay/forebay.sock",
+    "forebay-gateway": "/etc/forebay/gateway.toml",
+}
 ITEM = re.compile(r"^  (\S.*?)(?:\s{2,}(\S.*))?$")
 CONTINUED = re.compile(r"^\s{8,}(\S.*)$")
 
@@ -113,8 +118,8 @@ def page(name: str, section: int, version: str, about: Help, commands: dict[str,
         for one in described.sections:
             items = [item for item in one.items if not item[0].startswith("-h,")]
             lines += list_of(items)
-    other = "forebayd (8)" if section == 1 else "forebay (1)"
-    lines += [".SH FILES", "/etc/forebay/forebay.toml, /run/forebay/forebay.sock", ".SH SEE ALSO", f".BR {other}"]
+    others = ", ".join(f"{other} ({PAGES[other]})" for other in PAGES if other != name)
+    lines += [".SH FILES", FILES.get(name, FILES["forebayd"]), ".SH SEE ALSO", f".BR {escape(others)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -155,20 +160,19 @@ complete -o default -F _forebay forebay
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 5:
+    if len(arguments) < 4:
         print(__doc__, file=sys.stderr)
         return 2
-    forebay, forebayd, version, folder = arguments[1:]
-    about = help_of(forebay)
-    commands = {name: help_of(forebay, name) for name, _ in about.section("Subcommands")}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    pages = {
-        "forebay.1.gz": page("forebay", 1, version, about, commands),
-        "forebayd.8.gz": page("forebayd", 8, version, help_of(forebayd), {}),
-    }
-    for name, text in pages.items():
-        Path(folder, name).write_bytes(gzip.compress(text.encode(), mtime=0))
-    Path(folder, "forebay.bash").write_text(completion(about, commands), encoding="utf-8")
+    version, folder = arguments[1], Path(arguments[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    for program in arguments[3:]:
+        name = Path(program).name
+        about = help_of(program)
+        commands = {command: help_of(program, command) for command, _ in about.section("Subcommands")}
+        text = page(name, PAGES[name], version, about, commands)
+        (folder / f"{name}.{PAGES[name]}.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+        if name == "forebay":
+            (folder / "forebay.bash").write_text(completion(about, commands), encoding="utf-8")
     return 0
 
 
