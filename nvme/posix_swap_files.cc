@@ -380,6 +380,7 @@ class PosixFile final : public SwapFile {
 
   int fd() const override { return path_.file.get(); }
   std::string_view name() const override { return path_.name; }
+  void Unlock() override { flock(path_.file.get(), LOCK_UN); }
 
   absl::Status Read(uint64_t offset_bytes, std::span<std::byte> bytes) override {
     return Transfer("read", offset_bytes, bytes.size(), [&](size_t done, off_t offset) {

@@ -47,6 +47,9 @@ class SwapFile {
   virtual absl::Status Read(uint64_t offset_bytes, std::span<std::byte> bytes) = 0;
   virtual absl::Status Write(uint64_t offset_bytes, std::span<const std::byte> bytes) = 0;
   virtual absl::Status Sync() = 0;
+  // After the last transfer: whoever opens the path next need not wait until the kernel lets go of the file, which io_uring
+  // may hold for as long as its ring is not looked at.
+  virtual void Unlock() = 0;
 };
 
 // Whether a path may be used, asked with the first 4 KiB of each that has them.

@@ -90,8 +90,10 @@ Volume::State::State(IoEngine& io_engine, const internal::Geometry& disk_geometr
 }
 
 Volume::State::~State() {
+  const bool is_idle = free_requests.size() == requests.size();
   for (const internal::Path& path : paths) {
     if (path.index.has_value()) engine.UnregisterFile(*path.index);
+    if (is_idle) path.file->Unlock();
   }
 }
 

@@ -373,6 +373,29 @@ TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
 }
 
 // As a process that was killed while the disk works for it: it has ended, its open file has not.
+// A second descriptor of the open file, which has the lock, is what io_uring is elsewhere, until its ring is looked at.
+TEST(VolumeLock, IsFreeAtOnceWhereAVolumeIsClosed) {
+  TempDir directory;
+  VolumeOptions options;
+  options.paths = {{.path = directory.Make("a"), .capacity_bytes = kPathBytes}};
+  options.ledger_bytes_max = 4096;
+  ASSERT_OK_AND_ASSIGN(const ChosenEngine chosen, CreateIoEngine());
+  UniqueFd held;
+  {
+    ASSERT_OK_AND_ASSIGN(const auto volume, Volume::Open(options, *chosen.engine));
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code ignored;
+      const auto target = std::filesystem::read_symlink(entry.path(), ignored);
+      if (target.filename() == kSwapFileName) {
+        held.Reset(dup(std::stoi(entry.path().filename())));
+      }
+    }
+    ASSERT_TRUE(held.valid());
+  }
+  const UniqueFd next(open((options.paths[0].path + "/forebay.swap").c_str(), O_RDWR | O_CLOEXEC));
+  EXPECT_EQ(flock(next.get(), LOCK_EX | LOCK_NB), 0);
+}
+
 TEST(VolumeLock, WaitsUntilTransfersOfADeadProcessHaveEnded) {
   TempDir directory;
   VolumeOptions options;

@@ -56,6 +56,7 @@ class SimulatedDisk::File final : public nvme::SwapFile {
     return ToStatus(result);
   }
   absl::Status Sync() override { return ToStatus(disk_.DoFlush(path_, disk_.Returned(path_))); }
+  void Unlock() override {}
 
  private:
   absl::Status ToStatus(int64_t result) const {
