@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import select
+import signal
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -67,6 +68,12 @@ def parent_of(pid):
     return int(fields.split()[1])
 
 
+def take_signals():
+    """In a new process, before its program: who started the tests may ignore some, and a shell cannot trap those."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Started:
     """A `forebay run` whose command has begun: it prints its own pid, then runs permanently. `flags` are for run,
     the other options for Popen."""
@@ -81,6 +88,7 @@ class Started:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            preexec_fn=take_signals,
             **options,
         )
         self.pids = [int(word) for word in self.process.stdout.readline().split()]

@@ -354,7 +354,7 @@ def test_run_ends_by_the_signal_that_ended_its_command(folders):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_run_passes_signals_to_its_command(folders, number):
-    script = f"trap 'exit 42' {number.name[3:]}; echo $$; while :; do read -r line; done"
+    script = f"trap 'exit 42' {number.name[3:]}; echo $$; while :; do read -r line || sleep 0.01; done"
     started = Started(folders, script)
     started.process.send_signal(number)
     # A shell that is on its way into read(2) when the signal comes waits there for its trap: at the

@@ -134,7 +134,7 @@ def test_a_restart_of_the_daemon_costs_time_alone(folder, mode, level, place):
 
 LARGE = ["swap.staging=6MiB", "swap.capacity=256MiB", "update.block_elems=131072"]
 LARGE_STEPS = 24  # of so many layers: they last longer than the restarts
-LARGE_LAYERS = 12
+LARGE_LAYERS = 6
 
 
 def test_a_job_whose_weights_are_on_swap_goes_on(folder):
@@ -153,7 +153,7 @@ def test_a_job_whose_weights_are_on_swap_goes_on(folder):
                 done = 0
                 while done < restarts and ranks.poll() is None:
                     before = service.log().count("goes on at step")
-                    time.sleep(chance.uniform(0.5, 1.5))  # house: allow sleep: a random moment of the run
+                    time.sleep(chance.uniform(0.2, 0.7))  # house: allow sleep: a random moment of the run
                     jobs = forebay.status(f"{place}/s")["jobs"]
                     if ranks.poll() is None and jobs and jobs[0]["committed_step"] > 0:
                         manager.restart()
