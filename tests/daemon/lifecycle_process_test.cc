@@ -29,7 +29,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/healthy_job.h"
-#include "tests/support/node_harness.h"
+#include "tests/support/layouts.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"

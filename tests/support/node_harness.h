@@ -19,43 +19,10 @@
 #include "protocol/step_summary.h"
 #include "protocol/wire.h"
 #include "tests/support/kept_records.h"
+#include "tests/support/layouts.h"
 #include "tests/support/node_model.h"
 
 namespace forebay::testing {
-
-// A float32 layout; each group has one parameter of so many elements, in parameter group 0; or a
-// parameter for each number of a group.
-std::shared_ptr<const protocol::Layout> MakeLayout(const std::vector<uint64_t>& group_elems);
-
-std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
-    const std::vector<std::vector<uint64_t>>& param_elems,
-    protocol::DType dtype = protocol::DType::kFloat32);
-
-// What a sharded layout cuts a parameter along: rows, as torch.chunk does on dimension 0 (the last
-// shards may be shorter or empty), or columns, which gives each owner a strided box.
-enum class ShardCut { kRows, kColumns };
-
-struct ShardedParam {
-  uint64_t rows = 0;
-  uint64_t columns = 1;
-  ShardCut cut = ShardCut::kRows;
-  bool trainable = true;
-};
-
-struct ShardedLayoutOptions {
-  uint32_t ranks = 2;
-  // Of one of several nodes, which has so many of the ranks; 0: all.
-  uint32_t node_ranks = 0;
-  uint32_t first_rank = 0;
-  protocol::DType dtype = protocol::DType::kFloat32;
-  std::optional<protocol::DType> grad_dtype = {};
-  protocol::Format format = protocol::Format::kFp32;
-};
-
-// Parameters by group, each cut over the ranks. A rank without an element of a group has no partition
-// of it.
-std::shared_ptr<const protocol::Layout> MakeShardedLayout(
-    const std::vector<std::vector<ShardedParam>>& groups, const ShardedLayoutOptions& options = {});
 
 // Swap paths with so many bytes for data.
 nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
