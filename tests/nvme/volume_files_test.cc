@@ -325,12 +325,17 @@ TEST_P(VolumeFiles, ABlockDeviceIsUsedAsItIs) {
   }
 }
 
-// No engine is alive at the fork: a child has none of its threads.
-TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
-  TempDir directory;
+VolumeOptions OnePath(const TempDir& directory) {
   VolumeOptions options;
   options.paths = {{.path = directory.Make("a"), .capacity_bytes = kPathBytes}};
   options.ledger_bytes_max = 4096;
+  return options;
+}
+
+// No engine is alive at the fork: a child has none of its threads.
+TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
+  TempDir directory;
+  const VolumeOptions options = OnePath(directory);
   int ready[2];
   int end[2];
   ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
@@ -372,13 +377,10 @@ TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
   EXPECT_OK(Volume::Open(second, *chosen.engine));
 }
 
-// As a process that was killed while the disk works for it: it has ended, its open file has not.
 // A second descriptor of the open file, which has the lock, is what io_uring is elsewhere, until its ring is looked at.
 TEST(VolumeLock, IsFreeAtOnceWhereAVolumeIsClosed) {
   TempDir directory;
-  VolumeOptions options;
-  options.paths = {{.path = directory.Make("a"), .capacity_bytes = kPathBytes}};
-  options.ledger_bytes_max = 4096;
+  const VolumeOptions options = OnePath(directory);
   ASSERT_OK_AND_ASSIGN(const ChosenEngine chosen, CreateIoEngine());
   UniqueFd held;
   {
@@ -396,11 +398,10 @@ TEST(VolumeLock, IsFreeAtOnceWhereAVolumeIsClosed) {
   EXPECT_EQ(flock(next.get(), LOCK_EX | LOCK_NB), 0);
 }
 
+// As a process that was killed while the disk works for it: it has ended, its open file has not.
 TEST(VolumeLock, WaitsUntilTransfersOfADeadProcessHaveEnded) {
   TempDir directory;
-  VolumeOptions options;
-  options.paths = {{.path = directory.Make("a"), .capacity_bytes = kPathBytes}};
-  options.ledger_bytes_max = 4096;
+  const VolumeOptions options = OnePath(directory);
   ASSERT_OK_AND_ASSIGN(const ChosenEngine chosen, CreateIoEngine());
   ASSERT_OK(Volume::Open(options, *chosen.engine));
   UniqueFd file(open((options.paths[0].path + "/forebay.swap").c_str(), O_RDWR | O_CLOEXEC));

@@ -70,7 +70,7 @@ def parent_of(pid):
 
 def take_signals():
     """In a new process, before its program: who started the tests may ignore some, and a shell cannot trap those."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 

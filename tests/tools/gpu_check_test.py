@@ -18,6 +18,7 @@ import sys
 import time
 
 import pytest
+from forebay_command import take_signals
 
 torch = pytest.importorskip("torch")
 core = pytest.importorskip("forebay._core")
@@ -188,7 +189,7 @@ def test_a_signal_leaves_neither_daemon_nor_folder(unpacked, tmp_path, number):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+        preexec_fn=take_signals,
     )
     end = time.monotonic() + DEADLINE_S
     while not any(b"forebayd ready" in log.read_bytes() for log in tmp_path.glob("*/log")):

@@ -15,10 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGES = {"forebay": 1, "forebayd": 8, "forebay-gateway": 8}
-FILES = {
-    "forebayd": "/etc/forebay/forebay.toml, /run/forebay/forebay.sock",
-    "forebay-gateway": "/etc/forebay/gateway.toml",
+# Section, and what the page names under FILES.
+PAGES = {
+    "forebay": (1, "/etc/forebay/forebay.toml, /run/forebay/forebay.sock"),
+    "forebayd": (8, "/etc/forebay/forebay.toml, /run/forebay/forebay.sock"),
+    "forebay-gateway": (8, "/etc/forebay/gateway.toml"),
 }
 ITEM = re.compile(r"^  (\S.*?)(?:\s{2,}(\S.*))?$")
 CONTINUED = re.compile(r"^\s{8,}(\S.*)$")
@@ -99,8 +100,9 @@ def sentence(summary: str) -> str:
     return summary[:1].lower() + summary[1:]
 
 
-def page(name: str, section: int, version: str, about: Help, commands: dict[str, Help]) -> str:
+def page(name: str, version: str, about: Help, commands: dict[str, Help]) -> str:
     """A whole manual page."""
+    section, files = PAGES[name]
     lines = [
         f'.TH {name.upper()} {section} "" "Forebay {version}" "Forebay"',
         ".SH NAME",
@@ -118,8 +120,8 @@ def page(name: str, section: int, version: str, about: Help, commands: dict[str,
         for one in described.sections:
             items = [item for item in one.items if not item[0].startswith("-h,")]
             lines += list_of(items)
-    others = ", ".join(f"{other} ({PAGES[other]})" for other in PAGES if other != name)
-    lines += [".SH FILES", FILES.get(name, FILES["forebayd"]), ".SH SEE ALSO", f".BR {escape(others)}"]
+    others = ", ".join(f"{other} ({number})" for other, (number, _) in PAGES.items() if other != name)
+    lines += [".SH FILES", files, ".SH SEE ALSO", f".BR {escape(others)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -169,8 +171,8 @@ def main(arguments: list[str]) -> int:
         name = Path(program).name
         about = help_of(program)
         commands = {command: help_of(program, command) for command, _ in about.section("Subcommands")}
-        text = page(name, PAGES[name], version, about, commands)
-        (folder / f"{name}.{PAGES[name]}.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+        text = page(name, version, about, commands)
+        (folder / f"{name}.{PAGES[name][0]}.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
         if name == "forebay":
             (folder / "forebay.bash").write_text(completion(about, commands), encoding="utf-8")
     return 0
