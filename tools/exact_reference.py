@@ -34,13 +34,13 @@ def single(value):
 class Scalars:
     """Constants of step t, computed in double and rounded once."""
 
-    def __init__(self, lr, t, world):
+    def __init__(self, lr, t, world, weight_decay=WEIGHT_DECAY):
         self.beta1, self.beta2, self.eps = single(BETA1), single(BETA2), single(EPS)
         self.one_minus_beta1, self.one_minus_beta2 = single(1 - BETA1), single(1 - BETA2)
         self.inv_sqrt_bias2 = single(1 / math.sqrt(-math.expm1(t * math.log(BETA2))))
         self.grad_scale = single(1 / world)
         lr = single(lr)
-        self.decay = fma(-lr, single(WEIGHT_DECAY), single(1.0))
+        self.decay = fma(-lr, single(weight_decay), single(1.0))
         self.step_size = lr * single(1 / -math.expm1(t * math.log(BETA1)))
 
 

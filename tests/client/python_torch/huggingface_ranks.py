@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made from configs
 
 import accelerate  # noqa: E402, F401
+import exact_reference  # noqa: E402
 import forebay  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
@@ -172,8 +173,28 @@ TRAINERS = {
 }
 
 
+class ExactAdamW(torch.optim.Optimizer):
+    """AdamW of float32 parameters with the roundings of the daemon's, for comparisons to the bit."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(param), "v": torch.zeros_like(param)}
+                state["step"] += 1
+                scalars = exact_reference.Scalars(group["lr"], state["step"], 1, group["weight_decay"])
+                new, state["m"], state["v"] = exact_reference.update(
+                    scalars, param.grad, param.detach(), state["m"], state["v"]
+                )
+                param.detach().copy_(new)
+
+
 def optimizers_of(kind, model):
     """What a script makes itself: an optimizer of torch with a scheduler, or one of Forebay's."""
+    if kind == "exact":
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return ExactAdamW(trained, {"lr": 1e-2, "weight_decay": 0.1}), None
     if kind == "torch":
         decayed = [{"params": list(model.parameters()), "weight_decay": 0.3}]
         optimizer = torch.optim.AdamW(decayed, lr=1e-2, betas=(0.8, 0.99))
