@@ -151,7 +151,7 @@ make_venv() {
   fi
 }
 
-# build_preset PRESET [TARGET...]
+# build_preset PRESET [TARGET...]: with the tests that FOREBAY_TESTS of the environment says, or all of them.
 build_preset() {
   local preset=$1 target_flags=()
   shift
@@ -159,7 +159,7 @@ build_preset() {
     target_flags=(--target "$@")
   fi
   say "building preset $preset"
-  cmake --preset "$preset" --log-level=WARNING >/dev/null && cmake --build --preset "$preset" "${target_flags[@]}"
+  cmake --preset "$preset" "-DFOREBAY_TESTS=${FOREBAY_TESTS:-ON}" --log-level=WARNING >/dev/null && cmake --build --preset "$preset" "${target_flags[@]}"
 }
 
 # Digest of everything the wheel is made from.
