@@ -8,7 +8,7 @@
 #include "absl/status/status.h"
 #include "client/internal/command_port.h"
 #include "client/internal/deadline.h"
-#include "client/internal/idle_core.h"
+#include "protocol/os/idle_core.h"
 
 namespace forebay::client::internal {
 
@@ -40,7 +40,7 @@ class Waiter {
   CommandPort& port_;
   const std::function<bool()> look_;
   const Reattach reattach_;
-  IdleCore idle_core_;
+  protocol::IdleCore idle_core_;
 };
 
 }  // namespace forebay::client::internal

@@ -17,8 +17,8 @@ namespace {
 using protocol::RemoteHeader;
 using protocol::RemoteSecret;
 
-// How long it looks for work before it sleeps: a wake-up takes as long.
-constexpr std::chrono::microseconds kSpin{30};
+// How long it looks for work before it sleeps, where a core is idle: a wake-up takes as long.
+constexpr std::chrono::microseconds kSpin{50};
 
 // In a time that says nothing of where they differ.
 bool IsSame(const RemoteSecret& one, const RemoteSecret& other) {
@@ -130,7 +130,7 @@ void DataThread::Loop() {
   while (!stop_) {
     if (Turn()) {
       idle_since = Clock::now();
-    } else if (Clock::now() - idle_since > kSpin) {
+    } else if (!idle_core_.Any() || Clock::now() - idle_since > kSpin) {
       Sleep();
     }
   }

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/exec/loop_queue.h"
+#include "protocol/os/idle_core.h"
 #include "protocol/remote_wire.h"
 #include "protocol/ucx/ucx_worker.h"
 
@@ -89,6 +90,7 @@ class DataThread {
   std::map<uint64_t, Entry> sessions_;
   std::vector<uint64_t> removed_;
   Clock::time_point next_tick_;
+  protocol::IdleCore idle_core_;
   bool stop_ = false;
   std::thread thread_;
 };

@@ -1,4 +1,4 @@
-#include "client/internal/idle_core.h"
+#include "protocol/os/idle_core.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -7,7 +7,7 @@
 #include <array>
 #include <cstdio>
 
-namespace forebay::client::internal {
+namespace forebay::protocol {
 
 IdleCore::IdleCore() : loadavg_(::open("/proc/loadavg", O_RDONLY | O_CLOEXEC)) {
   cpu_set_t set;
@@ -31,4 +31,4 @@ int RunnableThreads(const char* loadavg) {
   return std::sscanf(loadavg, "%*f %*f %*f %d/", &runnable) == 1 ? runnable : -1;
 }
 
-}  // namespace forebay::client::internal
+}  // namespace forebay::protocol

@@ -5,7 +5,7 @@
 
 #include "protocol/os/unique_fd.h"
 
-namespace forebay::client::internal {
+namespace forebay::protocol {
 
 // Compares the kernel's count of runnable threads with the CPUs this process may use.
 //
@@ -18,7 +18,7 @@ class IdleCore {
   bool Any();
 
  private:
-  protocol::UniqueFd loadavg_;
+  UniqueFd loadavg_;
   int cpus_ = 1;
   bool any_ = false;
   std::chrono::steady_clock::time_point next_look_{};
@@ -27,4 +27,4 @@ class IdleCore {
 // Runnable threads in a line of /proc/loadavg ("0.20 0.18 0.12 1/80 11206"), or -1.
 int RunnableThreads(const char* loadavg);
 
-}  // namespace forebay::client::internal
+}  // namespace forebay::protocol

@@ -8,7 +8,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "client/internal/idle_core.h"
 #include "gtest/gtest.h"
 #include "protocol/os/unique_fd.h"
 #include "tests/support/status_test.h"
@@ -55,13 +54,6 @@ TEST(Mapping, RefusesAFileThatCanShrink) {
 TEST(Mapping, PrivateMemoryIsZero) {
   ASSERT_OK_AND_ASSIGN(const auto mapping, Mapping::MapPrivate(10000));
   for (const std::byte one : mapping->bytes()) ASSERT_EQ(one, std::byte{0});
-}
-
-TEST(IdleCore, ReadsTheRunnableThreadsOfALoadavgLine) {
-  EXPECT_EQ(RunnableThreads("0.20 0.18 0.12 3/80 11206\n"), 3);
-  EXPECT_EQ(RunnableThreads("0.20 0.18 0.12 12/80 11206\n"), 12);
-  EXPECT_EQ(RunnableThreads(""), -1);
-  EXPECT_EQ(RunnableThreads("no such line"), -1);
 }
 
 }  // namespace

@@ -1,0 +1,19 @@
+// Goal    The kernel's count of runnable threads is read as it is written.
+// Method  Lines of /proc/loadavg, and others.
+
+#include "protocol/os/idle_core.h"
+
+#include "gtest/gtest.h"
+
+namespace forebay::protocol {
+namespace {
+
+TEST(IdleCore, ReadsTheRunnableThreadsOfALoadavgLine) {
+  EXPECT_EQ(RunnableThreads("0.20 0.18 0.12 3/80 11206\n"), 3);
+  EXPECT_EQ(RunnableThreads("0.20 0.18 0.12 12/80 11206\n"), 12);
+  EXPECT_EQ(RunnableThreads(""), -1);
+  EXPECT_EQ(RunnableThreads("no such line"), -1);
+}
+
+}  // namespace
+}  // namespace forebay::protocol
