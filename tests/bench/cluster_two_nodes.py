@@ -19,6 +19,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "bench", "client/python_torch", "tools")]
+import network_nodes  # noqa: E402
 from cluster_step import GROUPS, PARAMS, predicted  # noqa: E402
 from network_nodes import ADDRESSES, LINK, two_nodes  # noqa: E402
 from test_daemon_restart import Service  # noqa: E402
@@ -48,12 +49,6 @@ def run(network, services, compute_ms, steps):
     return json.loads(said[0][0])
 
 
-def limit_link(network, mbit):
-    for node in network:
-        rate = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "100ms")
-        node.run("tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *rate)
-
-
 def measured(network, folder, compute_ms, steps, *settings):
     settings = ["swap.capacity=1GiB", "swap.staging=64MiB", "update.block_elems=1048576", *settings]
     with contextlib.ExitStack() as stack:
@@ -78,10 +73,10 @@ def main():
     with tempfile.TemporaryDirectory(prefix="fb", dir=arguments.swap) as folder, two_nodes(folder) as network:
         for link_mbit, disk_mib, compute_ms in CASES:
             if compute_ms not in alone:
-                limit_link(network, UNLIMITED_MBIT)
+                network_nodes.limit_link(network, UNLIMITED_MBIT)
                 alone[compute_ms] = measured(network, folder, compute_ms, arguments.steps, "dram.limit=2GiB")
             own = alone[compute_ms]
-            limit_link(network, link_mbit)
+            network_nodes.limit_link(network, link_mbit)
             limits = (f"dram.limit={DRAM_MIB}MiB", f"swap.limit_rate={disk_mib}MiB")
             found = measured(network, folder, compute_ms, arguments.steps, *limits)
             unlimited_s = own["sent"] * 8e-6 / UNLIMITED_MBIT

@@ -2,7 +2,7 @@
 """What a fetch from a daemon on another node takes, beside UCX's own ucx_perftest and iperf3 over the same link: two
 network namespaces of this machine, all in turns. One JSON line a case, as forebay bench prints them.
 
-usage: remote_fetch.py [--rounds N] [--mib N] [--rma]
+usage: remote_fetch.py [--rounds N] [--mib N] [--rma] [--link-mbit N]
 
 Run it as root, with a built checkout (build/bin) and an installed forebay; apt install ucx-utils iperf3.
 """
@@ -36,7 +36,7 @@ from torch import nn  # noqa: E402
 
 JOB = "bench"
 DEADLINE_S = 120
-SMALL_FETCHES = 50
+SMALL_GROUPS = 32
 PEERS = {  # arguments of ucx_perftest
     "ucx_perftest/ucp_am_bw": ["-t", "ucp_am_bw", "-s", "1048576", "-n", "1000"],
     "ucx_perftest/tag_bw": ["-t", "tag_bw", "-s", "1048576", "-n", "1000"],
@@ -47,11 +47,11 @@ LATENCY = ["-t", "ucp_am_lat", "-s", "64", "-n", "2000", "-E", "sleep"]  # it wa
 
 
 class Model(nn.Module):
-    """A small group, and a large one of whole MiB in bfloat16."""
+    """Small groups, and a large one of whole MiB in bfloat16."""
 
     def __init__(self, mib):
         super().__init__()
-        self.small = nn.Linear(32, 32, bias=False)
+        self.small = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(SMALL_GROUPS))
         self.large = nn.Linear(1024, 512 * mib, bias=False)
 
 
@@ -73,11 +73,12 @@ def trainer(socket, mib):
 
 
 def reader(mib):
-    """On the other node: fetches, for each line, the large group, then the small one many times; seconds as JSON."""
+    """On the other node: fetches, for each line, the large group, then the small ones twice; seconds as JSON."""
     model = make_model(int(mib))
     attached = forebay.attach_reader(model, forebay.SGD(lr=0.1), job=JOB)
     attachment = attached._attachment
-    small, large = (attached._plan.group_names.index(name) for name in ("small", "large"))
+    names = attached._plan.group_names
+    small, large = [names.index(f"small.{number}") for number in range(SMALL_GROUPS)], names.index("large")
 
     def seconds(group):
         begin = time.perf_counter()
@@ -89,9 +90,9 @@ def reader(mib):
     print("ready", flush=True)
     while os.read(0, 1):
         took = seconds(large)
-        few = [seconds(small) for _ in range(SMALL_FETCHES)]
-        # The first one brings bytes, the others none.
-        print(json.dumps({"large": took, "small": few[0], "none": statistics.median(few[1:])}), flush=True)
+        # The first ones bring bytes, the second ones none.
+        few, none = (statistics.median(map(seconds, small)) for _ in range(2))
+        print(json.dumps({"large": took, "small": few, "none": none}), flush=True)
     attachment.detach()
 
 
@@ -198,12 +199,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--link-mbit", type=int, help="of the link each way; else what the CPUs give")
     parser.add_argument("--rma", action="store_true", help="the agent reads; over TCP UCX does that in software")
     arguments = parser.parse_args()
     if reason := network_nodes.missing() or remote_gateway.missing():
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="fb", dir="/var/tmp") as folder:
         with network_nodes.two_nodes(folder) as nodes:
+            if arguments.link_mbit:
+                network_nodes.limit_link(nodes, arguments.link_mbit)
             measure(nodes, pathlib.Path(folder), arguments)
 
 

@@ -154,6 +154,13 @@ class Forked:
         os.kill(self.pid, 9)
 
 
+def limit_link(nodes, mbit):
+    """What each node sends is so fast at most; limited again, as the last call says."""
+    for node in nodes:
+        rate = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "100ms")
+        node.run("tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *rate)
+
+
 def _enter_network(pid):
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) != 0:
