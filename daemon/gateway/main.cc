@@ -45,7 +45,7 @@ void ForgetUcxVariables() {
 int main(int argc, char** argv) {
   CLI::App app("The way from forebayd to trainers on other nodes, over TLS and UCX",
                "forebay-gateway");
-  app.set_version_flag("--version", FOREBAY_VERSION);
+  app.set_version_flag("--version", "forebay-gateway " FOREBAY_VERSION);
   std::string config_path = "/etc/forebay/gateway.toml";
   bool only_checks = false;
   app.add_option("--config", config_path, "settings");

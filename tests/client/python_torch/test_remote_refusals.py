@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 
+import forebay
 import pytest
 import remote_gateway
 import remote_ranks
@@ -206,6 +207,11 @@ def test_a_key_of_the_gateway_that_others_can_read_is_refused(place, tmp_path):
     text = place.settings().replace(str(place.own[1]), str(key)).replace(str(place.own[0]), str(certificate))
     code, error = checked(tmp_path, text)
     assert code == 1 and f"chmod 600 {key}" in error
+
+
+def test_it_says_its_name_and_release(gateway_network):
+    done = subprocess.run([GATEWAY, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"forebay-gateway {forebay.__version__}\n"
 
 
 def test_settings_that_are_right_are_so(place, tmp_path):
