@@ -21,6 +21,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <latch>
 #include <string>
 #include <thread>
 #include <utility>
@@ -74,7 +75,12 @@ class ServiceManager {
     EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
               0);
     EXPECT_EQ(::pipe2(end_, O_CLOEXEC), 0);
-    thread_ = std::thread([this] { Run(); });
+    thread_ = std::thread([this] {
+      is_running_.count_down();
+      Run();
+    });
+    // A child that is forked while a sanitizer makes the thread known waits for locks that nobody releases in it.
+    is_running_.wait();
   }
   ServiceManager(const ServiceManager&) = delete;
   ServiceManager& operator=(const ServiceManager&) = delete;
@@ -127,6 +133,7 @@ class ServiceManager {
   const Barriers barriers_;
   UniqueFd socket_;
   int end_[2] = {};
+  std::latch is_running_{1};
   protocol::Mutex mutex_;
   std::vector<Message> messages_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
