@@ -47,12 +47,12 @@ LATENCY = ["-t", "ucp_am_lat", "-s", "64", "-n", "2000", "-E", "sleep"]  # it wa
 
 
 class Model(nn.Module):
-    """Small groups, and a large one of whole MiB in bfloat16."""
+    """Layers, which are a group each: a large one of whole MiB in bfloat16, then small ones."""
 
     def __init__(self, mib):
         super().__init__()
-        self.small = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(SMALL_GROUPS))
-        self.large = nn.Linear(1024, 512 * mib, bias=False)
+        small = [nn.Linear(32, 32, bias=False) for _ in range(SMALL_GROUPS)]
+        self.layers = nn.ModuleList([nn.Linear(1024, 512 * mib, bias=False), *small])
 
 
 def make_model(mib):
@@ -77,8 +77,7 @@ def reader(mib):
     model = make_model(int(mib))
     attached = forebay.attach_reader(model, forebay.SGD(lr=0.1), job=JOB)
     attachment = attached._attachment
-    names = attached._plan.group_names
-    small, large = [names.index(f"small.{number}") for number in range(SMALL_GROUPS)], names.index("large")
+    large, *small = (attached._plan.group_names.index(f"layers.{number}") for number in range(1 + SMALL_GROUPS))
 
     def seconds(group):
         begin = time.perf_counter()
