@@ -19,9 +19,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "bench", "client/python_torch", "tools")]
-import network_nodes  # noqa: E402
 from cluster_step import GROUPS, PARAMS, predicted  # noqa: E402
-from network_nodes import ADDRESSES, LINK, two_nodes  # noqa: E402
+from network_nodes import ADDRESSES, LINK, limit_link, two_nodes  # noqa: E402
 from test_daemon_restart import Service  # noqa: E402
 
 DRAM_MIB, PORT = 224, 29611
@@ -73,10 +72,10 @@ def main():
     with tempfile.TemporaryDirectory(prefix="fb", dir=arguments.swap) as folder, two_nodes(folder) as network:
         for link_mbit, disk_mib, compute_ms in CASES:
             if compute_ms not in alone:
-                network_nodes.limit_link(network, UNLIMITED_MBIT)
+                limit_link(network, UNLIMITED_MBIT)
                 alone[compute_ms] = measured(network, folder, compute_ms, arguments.steps, "dram.limit=2GiB")
             own = alone[compute_ms]
-            network_nodes.limit_link(network, link_mbit)
+            limit_link(network, link_mbit)
             limits = (f"dram.limit={DRAM_MIB}MiB", f"swap.limit_rate={disk_mib}MiB")
             found = measured(network, folder, compute_ms, arguments.steps, *limits)
             unlimited_s = own["sent"] * 8e-6 / UNLIMITED_MBIT

@@ -178,15 +178,12 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def step(self, closure=None):
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            scalars = exact_reference.Scalars(group["lr"], group["step"], 1, group["weight_decay"])
             for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state |= {"step": 0, "m": torch.zeros_like(param), "v": torch.zeros_like(param)}
-                state["step"] += 1
-                scalars = exact_reference.Scalars(group["lr"], state["step"], 1, group["weight_decay"])
-                new, state["m"], state["v"] = exact_reference.update(
-                    scalars, param.grad, param.detach(), state["m"], state["v"]
-                )
+                zero = torch.zeros_like(param)
+                m, v = self.state.get(param, (zero, zero))
+                new, *self.state[param] = exact_reference.update(scalars, param.grad, param.detach(), m, v)
                 param.detach().copy_(new)
 
 
