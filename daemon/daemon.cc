@@ -413,8 +413,10 @@ void Daemon::Stop() {
   if (!state_->loop.joinable()) return;
   state_->control.reset();  // no new calls; ends every session
   state_->socket.reset();
-  FOREBAY_CHECK(
-      state_->inbox->Push([&stopping = state_->stopping](Executor&) { stopping = true; }));
+  FOREBAY_CHECK(state_->inbox->Push([&stopping = state_->stopping](Executor& executor) {
+    stopping = true;
+    executor.EndDisconnected(UINT64_MAX);
+  }));
   state_->loop.join();
   // The work in flight ends before what it works on.
   state_->runner.reset();

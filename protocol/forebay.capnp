@@ -23,10 +23,11 @@ interface Descriptor {
 interface Node {
   # The bootstrap capability: the daemon on this node.
 
-  hello @0 (protocolVersion :UInt32, program :Text, onBehalfOf :Int64 = -1) -> (outcome :Outcome, info :NodeInfo);
+  hello @0 (protocolVersion :UInt32, program :Text, onBehalfOf :Int64 = -1, sessionWaitMs :UInt32) -> (outcome :Outcome, info :NodeInfo);
   # First call of every connection. Another version is refused with E_PROTOCOL that names both. `onBehalfOf`: not
   # negative, a uid: all that this connection does is done as that user, who sees no other user's jobs. From root and
-  # the daemon's own user alone (forebay-gateway).
+  # the daemon's own user alone (forebay-gateway). `sessionWaitMs`, of such a connection: where it is lost, ranks have
+  # so long to attach again (AttachRequest.reattach) before their sessions end.
 
   attach @1 (request :AttachRequest, layout :Descriptor) -> (outcome :Outcome, session :Session, reply :AttachReply);
   # Makes the caller rank `rank` of a job, which is created where it does not exist, or a reader of an existing one.
@@ -65,7 +66,9 @@ struct AttachRequest {
   reattach @15 :Bool;           # not of a reader: of a client whose session a daemon before this one has ended to be
                                 # restarted (wire.h): it has its arenas mapped, and gets descriptors of the same
   heldLeases @16 :List(UInt64); # of a reattach to a job with weights on swap: that the session had
-  gradArena @17 :UInt64;        # of a reattach: inode of the gradient arena that it has mapped. 0: it does not say
+  gradArena @17 :UInt64;        # of a reattach: inode of the gradient arena that it has mapped (AttachReply.remoteGradArena
+                                # where there is one). 0: it does not say
+  newestTag @19 :UInt64;        # of a reattach: of the commands that the client has sent. What has no newer one is sent again
   worldRanks @18 :UInt32;       # of a job over several nodes: all ranks, of which worldSize are on this node; 0: those
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
@@ -130,10 +133,14 @@ struct AttachReply {
   durableStep @17 :UInt64;      # the newest that the node can go back to; of level "memory" 0
   summary @18 :Data;            # by which committedStep was committed; empty: the daemon does not know
   durableBefore @19 :UInt64;    # an older one that it can go back to; 0: none
+  # Of a daemon on another node, inodes of its arenas, which are not those of the descriptors; 0: it is on this one.
+  remoteWeights @20 :UInt64;
+  remoteGradArena @21 :UInt64;
 }
 
 interface Session {
-  # One rank or reader. Dropping it, closing the connection or the death of the process ends the session.
+  # One rank or reader. Dropping it, closing the connection or the death of the process ends the session (but see
+  # Node.hello, sessionWaitMs).
 
   descriptor @0 (kind :Kind) -> (outcome :Outcome, descriptor :Descriptor);
   # The arenas and doorbells of the session, one a call.
@@ -160,6 +167,9 @@ interface Session {
 
   detach @3 () -> (outcome :Outcome);
   # Ends the session in good order: leases released, no other rank is fenced.
+
+  end @5 () -> (outcome :Outcome);
+  # The client is no more: ends the session at once, as where a process dies. Of a connection that acts for others.
 }
 
 interface Admin {

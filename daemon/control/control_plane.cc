@@ -62,7 +62,7 @@ struct LiveConnection {
   ~LiveConnection() noexcept(false) {
     connection->pidfd = -1;
     for (const auto& weak : connection->sessions) {
-      if (const auto session = weak.lock()) session->End(EndCause::kLost);
+      if (const auto session = weak.lock()) session->End(EndCause::kDisconnected);
     }
   }
 

@@ -124,6 +124,7 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
                          .reattach = request.getReattach(),
                          .grad_arena_inode = request.getGradArena(),
                          .held_leases = std::move(held_leases),
+                         .newest_tag = request.getNewestTag(),
                          .accumulate = request.getAccumulate(),
                          .early_updates = request.getEarlyUpdates(),
                          .writable_weights = request.getWritableWeights(),
@@ -208,7 +209,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
 class SessionServer final : public schema::Session::Server {
  public:
   explicit SessionServer(std::shared_ptr<SessionHandle> handle) : handle_(std::move(handle)) {}
-  ~SessionServer() { handle_->End(EndCause::kLost); }
+  ~SessionServer() { handle_->End(EndCause::kDisconnected); }
 
   kj::Promise<void> descriptor(DescriptorContext context) override {
     Count();
@@ -276,6 +277,13 @@ class SessionServer final : public schema::Session::Server {
     handle_->End(EndCause::kDetached);
     context.getResults().initOutcome();
     return closed_.addBranch();
+  }
+
+  kj::Promise<void> end(EndContext context) override {
+    Count();
+    handle_->End(EndCause::kLost);
+    context.getResults().initOutcome();
+    return kj::READY_NOW;
   }
 
   // `closed`: the loop has let go of the session.
@@ -448,6 +456,8 @@ class NodeServer final : public schema::Node::Server {
       const absl::Status status = ActAs(params.getOnBehalfOf());
       SetOutcome(status, outcome);
       if (!status.ok()) return kj::READY_NOW;
+      connection_->session_wait = std::chrono::milliseconds(
+          std::min(params.getSessionWaitMs(), protocol::kSessionWaitMsMax));
     }
     connection_->handshake_done = true;
     return kj::READY_NOW;
@@ -516,13 +526,16 @@ class NodeServer final : public schema::Node::Server {
 
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();
+    // Of whom a connection acts for, the process is not known: it may come back by another one.
+    const bool is_waited_for = connection_->session_wait.count() > 0;
     LoopCall call = [request = *std::move(request), answer = std::move(answered.answer),
-                     close = std::move(closed.answer),
-                     process =
-                         protocol::DuplicateFd(connection_->pidfd)](Executor& executor) mutable {
+                     close = std::move(closed.answer), wait = connection_->session_wait,
+                     process = is_waited_for ? protocol::UniqueFd()
+                                             : protocol::DuplicateFd(connection_->pidfd)](
+                        Executor& executor) mutable {
       executor.Attach(std::move(request),
                       {.answered = std::move(answer), .closed = std::move(close)},
-                      std::move(process));
+                      std::move(process), wait);
     };
     if (!control.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
       handle->Forget();
@@ -578,7 +591,7 @@ class NodeServer final : public schema::Node::Server {
 
 SessionHandle::SessionHandle(ControlContext& shared, SessionId id) : context(shared), id_(id) {}
 
-SessionHandle::~SessionHandle() { End(EndCause::kLost); }
+SessionHandle::~SessionHandle() { End(EndCause::kDisconnected); }
 
 void SessionHandle::End(EndCause cause) {
   if (ended_) return;

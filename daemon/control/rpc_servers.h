@@ -5,6 +5,7 @@
 #include <kj/async.h>
 #include <kj/memory.h>
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -95,7 +96,9 @@ struct Connection {
   int32_t pid = 0;
   int pidfd = -1;  // of the process, while the connection is there; -1: it is not watched
   bool may_act_for_others = false;  // the peer is root, or the daemon's own user
-  bool handshake_done = false;      // hello was called with our version
+  // Where this connection is lost, so long its ranks' sessions are kept for them to attach again.
+  std::chrono::milliseconds session_wait{0};
+  bool handshake_done = false;  // hello was called with our version
   std::vector<std::weak_ptr<SessionHandle>> sessions;
   kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
 };
@@ -107,7 +110,7 @@ class SessionHandle {
   SessionHandle(ControlContext& context, SessionId id);
   SessionHandle(const SessionHandle&) = delete;
   SessionHandle& operator=(const SessionHandle&) = delete;
-  ~SessionHandle();  // ends the session as lost, unless it has ended
+  ~SessionHandle();  // its client has gone without a word, unless it has ended
 
   SessionId id() const { return id_; }
   void End(EndCause cause);         // once; later calls do nothing

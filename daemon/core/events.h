@@ -52,6 +52,8 @@ struct AttachRequested {
   bool is_left_behind = false;
   // That it had then, of a job with weights on swap.
   std::vector<uint64_t> held_leases = {};
+  // Tag of the newest command that it has sent: one that is not newer is sent again.
+  uint64_t newest_tag = 0;
   // Sharded: several backward passes a step.
   bool accumulate = false;
   // Blocks on swap may be updated before the decision (kAnnounceStep): room for their new weights.
@@ -76,11 +78,23 @@ struct SessionMapped {
 enum class EndCause : uint8_t {
   kDetached,  // the client has detached
   kLost,      // connection closed, process died, or it broke the protocol
+  // The connection is closed, and the client may have another one soon: the session of a rank goes on without it, until
+  // SessionReconnected or a SessionEnded of another cause. Where it cannot (a reader, initial parameters that are being
+  // written, a session that is fenced) it is lost.
+  kDisconnected,
 };
 
 struct SessionEnded {
   SessionId session = 0;
   EndCause cause = EndCause::kLost;
+};
+
+// The client of a disconnected session is back, with a ring of its own, and sends again what was not answered. Ends with
+// AnswerAttach; SessionMapped follows. The other two are as of AttachRequested.
+struct SessionReconnected {
+  SessionId session = 0;
+  std::vector<uint64_t> held_leases = {};
+  uint64_t newest_tag = 0;
 };
 
 // A rank that had a session with the daemon before, and has none: it has detached there, or its process has ended. Comes
@@ -190,10 +204,10 @@ struct JobFreed {
 
 // One of the above. A type of its own, so that copying, moving and destroying it is compiled once.
 struct Event
-    : std::variant<AttachRequested, SessionMapped, SessionEnded, RankEnded, CommandArrived,
-                   StepRequestCopied, SummaryCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
-                   LeaseTimeExpired, BlockMoveRequested, HandOverRequested, HandOverDue,
-                   UpdatesResumed, DeleteJobRequested, JobFreed> {
+    : std::variant<AttachRequested, SessionMapped, SessionEnded, SessionReconnected, RankEnded,
+                   CommandArrived, StepRequestCopied, SummaryCopied, TaskDone, StagingSlotKept,
+                   StagingSlotReturned, LeaseTimeExpired, BlockMoveRequested, HandOverRequested,
+                   HandOverDue, UpdatesResumed, DeleteJobRequested, JobFreed> {
   using variant::variant;
   Event(const Event& other);
   Event(Event&& other) noexcept;

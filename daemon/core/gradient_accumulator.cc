@@ -98,6 +98,15 @@ uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t partition, 
   return elems;
 }
 
+bool GradientAccumulator::HasTaken(Turn turn, uint32_t partition, uint64_t begin,
+                                   uint64_t end) const {
+  if (DeliveredElems(turn.rank, partition, begin, end) == 0) return false;
+  const Cells& cells = partitions_[partition].cells;
+  return std::any_of(cells.lower_bound(begin), cells.lower_bound(end), [turn](const auto& entry) {
+    return turn < entry.second.next || entry.second.waiting.contains(turn);
+  });
+}
+
 void GradientAccumulator::SetSummed(uint32_t partition, uint64_t begin, Cell& cell) {
   cell.summed = true;
   --unsummed_cells_;

@@ -66,6 +66,14 @@ class GradientAccumulator {
   GradientAccumulator(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                       const MemoryPlan& plan, const Membership& members, StepPipeline& pipeline);
 
+  // Whose contribution it is; in the order of addition.
+  struct Turn {
+    uint32_t pass = 0;
+    uint32_t rank = 0;
+
+    auto operator<=>(const Turn&) const = default;
+  };
+
   // What the rank delivers from now on is of its last backward pass.
   void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
   // Ranges that have their last sum now, or do not have it any more: of contributions of a last pass alone.
@@ -133,6 +141,8 @@ class GradientAccumulator {
   bool has_asked(uint32_t rank) const { return asked_[rank]; }
   // Elements of [begin, end) of a partition that the rank has delivered.
   uint64_t DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin, uint64_t end) const;
+  // Whether the rank has delivered some of the range in its pass `turn.pass`.
+  bool HasTaken(Turn turn, uint32_t partition, uint64_t begin, uint64_t end) const;
   // All ranks are closed and everything is summed; nothing runs.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
@@ -158,14 +168,6 @@ class GradientAccumulator {
   };
 
   using Ids = std::pmr::vector<Id>;
-
-  // Whose contribution it is; in the order of addition.
-  struct Turn {
-    uint32_t pass = 0;
-    uint32_t rank = 0;
-
-    auto operator<=>(const Turn&) const = default;
-  };
 
   struct CellState {
     uint64_t end = 0;

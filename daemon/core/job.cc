@@ -233,10 +233,18 @@ void Job::Attach(const AttachRequested& request) {
 void Job::OnEnded(SessionId id, EndCause cause) {
   Session* session = members_.Find(id);
   if (session == nullptr || session->state == Session::State::kEnded) return;
+  if (cause == EndCause::kDisconnected && MayComeBack(*session)) {
+    io_.Disconnect(id);
+    // These are done anew where they come again. Others are parts of the step.
+    const absl::Status away = MakeError(ErrorId::kFenced, "the client is away");
+    access_.Drop(id, away);
+    fetches_.Answer(id, away);
+    return;
+  }
   io_.End(id);  // it gets no answers any more
   const bool counts = session->is_current() && initial_.ready() && !failed() && !is_at_rest();
   if (!session->reader && counts) {
-    if (cause == EndCause::kLost || step_.HasContributed(*session)) {
+    if (cause != EndCause::kDetached || step_.HasContributed(*session)) {
       OnRankFailed(session->rank, session);
     } else {
       OnRankDetached(*session);
@@ -340,7 +348,8 @@ void Job::OnCommand(SessionId id, const Command& command) {
   Session* session = members_.Find(id);
   if (session == nullptr || session->state != Session::State::kAttached || !session->mapped) return;
   if (is_at_rest()) return;  // it is sent again
-  io_.Arrived(id);
+  if (io_.Rejoin(id, command.tag)) return;
+  io_.Arrived(id, command.tag);
   const CommandId waiting = session->IdOf(command);
   if (io_.commands_of(id) > protocol::kRingEntries) {
     io_.Answer(waiting,
@@ -431,6 +440,10 @@ void Job::Dispatch(Session& session, const Command& command) {
 
 void Job::HandleInitial(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
+  if (initial_.ready() && session.WasSentAgain(command)) {
+    io_.Answer(id, absl::OkStatus());
+    return;
+  }
   if (!initial_.IsWriter(session.id)) {
     io_.Answer(
         id,

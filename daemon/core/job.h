@@ -68,6 +68,7 @@ class Job {
   void Attach(const AttachRequested& request);
   void OnMapped(SessionId session) { members_.OnMapped(session); }
   void OnEnded(SessionId session, EndCause cause);
+  void OnReconnected(const SessionReconnected& event);
   void OnCommand(SessionId session, const protocol::Command& command);
   void OnStepRequest(const StepRequestCopied& copied);
   void OnSummary(const SummaryCopied& copied);
@@ -207,6 +208,8 @@ class Job {
   std::vector<uint32_t> TraceOf(uint32_t rank) const;
   std::vector<uint32_t> TracedGroups() const;
   void AnswerAttachOk(Session& session);
+  AnswerAttach TermsOf(const Session& session) const;
+  bool MayComeBack(const Session& session) const;
   void CloseEnded();
   void FreeWhenUnused();
 

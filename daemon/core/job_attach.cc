@@ -5,8 +5,12 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/job.h"
+#include "protocol/error.h"
 
 namespace forebay::daemon {
+
+using protocol::ErrorId;
+using protocol::MakeError;
 
 bool Job::MayAnswerAttach(const Session& session) const {
   if (session.reader) return is_ready();
@@ -28,6 +32,29 @@ void Job::AnswerAttaches() {
   }
 }
 
+// A session whose client is away is one that a daemon after this one could go on with.
+bool Job::MayComeBack(const Session& session) const {
+  return !session.reader && session.is_current() && is_ready() && !failed() && !deleting_;
+}
+
+void Job::OnReconnected(const SessionReconnected& event) {
+  Session* const session = members_.Find(event.session);
+  if (session == nullptr) return;
+  if (!MayComeBack(*session)) {
+    const absl::Status reason =
+        session->close_reason.ok()
+            ? MakeError(ErrorId::kRankLost, "the session has ended meanwhile", "attach again")
+            : session->close_reason;
+    io_.actions().Emit(AnswerAttach{.session = session->id, .status = reason, .trace = {}});
+    return;
+  }
+  session->mapped = false;
+  session->newest_before = event.newest_tag;
+  AnswerAttach answer = TermsOf(*session);
+  answer.leases = leases_.KeepOnly(session->id, event.held_leases);
+  io_.actions().Emit(std::move(answer));
+}
+
 void Job::AnswerAttachOk(Session& session) {
   members_.SetAttached(session);
   if (session.reader) {
@@ -46,30 +73,35 @@ void Job::AnswerAttachOk(Session& session) {
   const uint32_t leases = leases_.GiveTo(session.id, session.rank, session.held_leases);
   const bool writes_initial = !initial_.ready();
   if (writes_initial) initial_.AddWriter(session.id, session.rank);
-  io_.actions().Emit(
-      AnswerAttach{.session = session.id,
-                   .status = absl::OkStatus(),
-                   .job = spec_.id,
-                   .committed_step = step_.committed_step(),
-                   .writes_initial = writes_initial,
-                   .weights_bytes = spec_.plan.weights_bytes,
-                   .weights_on_swap = spec_.plan.has_weights_on_swap(),
-                   .grad_arena_bytes = spec_.plan.session_arena_bytes,
-                   .step_region_offset = spec_.plan.step_region_offset,
-                   .step_region_bytes = spec_.plan.step_region_bytes,
-                   .extra_state_bytes = step_.extra_state_bytes(session.rank),
-                   .extra_state_offset = step_.extra_state_offset(session.rank),
-                   .rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0),
-                   .rank0_extra_state_offset = step_.extra_state_offset(0),
-                   .trace_bytes = spec_.plan.trace_bytes,
-                   .trace = TraceOf(session.rank),
-                   .attempt = step_.attempt(),
-                   .outlives_daemon = spec_.options.keeps_jobs,
-                   .leases = leases,
-                   .prepared_step = step_.prepared_step(),
-                   .durable_step = durable_.durable_step(),
-                   .durable_before = durable_.durable_before(),
-                   .summary = step_.LastSummary()});
+  AnswerAttach answer = TermsOf(session);
+  answer.writes_initial = writes_initial;
+  answer.extra_state_bytes = step_.extra_state_bytes(session.rank);
+  answer.extra_state_offset = step_.extra_state_offset(session.rank);
+  answer.rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0);
+  answer.rank0_extra_state_offset = step_.extra_state_offset(0);
+  answer.leases = leases;
+  io_.actions().Emit(std::move(answer));
+}
+
+// Of a rank: without what it knows where it comes back.
+AnswerAttach Job::TermsOf(const Session& session) const {
+  return {.session = session.id,
+          .status = absl::OkStatus(),
+          .job = spec_.id,
+          .committed_step = step_.committed_step(),
+          .weights_bytes = spec_.plan.weights_bytes,
+          .weights_on_swap = spec_.plan.has_weights_on_swap(),
+          .grad_arena_bytes = spec_.plan.session_arena_bytes,
+          .step_region_offset = spec_.plan.step_region_offset,
+          .step_region_bytes = spec_.plan.step_region_bytes,
+          .trace_bytes = spec_.plan.trace_bytes,
+          .trace = TraceOf(session.rank),
+          .attempt = step_.attempt(),
+          .outlives_daemon = spec_.options.keeps_jobs,
+          .prepared_step = step_.prepared_step(),
+          .durable_step = durable_.durable_step(),
+          .durable_before = durable_.durable_before(),
+          .summary = step_.LastSummary()};
 }
 
 std::vector<uint32_t> Job::TraceOf(uint32_t rank) const {

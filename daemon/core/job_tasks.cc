@@ -75,6 +75,19 @@ void JobTasks::NewEpoch() {
   ++epoch_;
 }
 
+void JobTasks::Disconnect(SessionId session) {
+  SessionCounters& counters = sessions_.at(session);
+  counters.unheard = counters.waiting;
+}
+
+bool JobTasks::Rejoin(SessionId session, uint64_t tag) {
+  Tags& unheard = sessions_.at(session).unheard;
+  const auto first = unheard.find(tag);
+  if (first == unheard.end()) return false;
+  unheard.erase(first);
+  return true;
+}
+
 void JobTasks::Answer(const CommandId& command, const absl::Status& status) {
   Answer(command, protocol::Completion{}, status);
 }
@@ -83,8 +96,15 @@ void JobTasks::Answer(const CommandId& command, protocol::Completion completion,
                       const absl::Status& status) {
   const auto it = sessions_.find(command.session);
   if (it == sessions_.end() || it->second.ended) return;
-  FOREBAY_CHECK(it->second.commands > 0);
-  --it->second.commands;
+  Tags& waiting = it->second.waiting;
+  const auto own = waiting.find(command.tag);
+  FOREBAY_CHECK(own != waiting.end());
+  waiting.erase(own);
+  Tags& unheard = it->second.unheard;
+  if (const auto nobodys = unheard.find(command.tag); nobodys != unheard.end()) {
+    unheard.erase(nobodys);
+    return;
+  }
   completion.tag = command.tag;
   completion.op = command.op;
   completion.error = static_cast<uint32_t>(protocol::IdOf(status));

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory_resource>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -120,22 +121,32 @@ class JobTasks {
   uint64_t epoch() const { return epoch_; }
   uint64_t stale_tasks() const { return stale_tasks_; }
 
-  void Open(SessionId session) { sessions_[session] = {}; }
-  void Arrived(SessionId session) { ++sessions_.at(session).commands; }
+  void Open(SessionId session) {
+    sessions_.emplace(session,
+                      SessionCounters{.waiting = Tags(memory()), .unheard = Tags(memory())});
+  }
+  void Arrived(SessionId session, uint64_t tag) { sessions_.at(session).waiting.insert(tag); }
   // To a session that has ended, nothing is said.
   void Answer(const CommandId& command, const absl::Status& status);
   void Answer(const CommandId& command, protocol::Completion completion,
               const absl::Status& status = {});
+  // Its client is away: of the commands that wait now, answers are said to nobody. Those that are not answered when
+  // they come again are heard of as ever.
+  void Disconnect(SessionId session);
+  // One that comes again: whether the first still waits, so that its answer is this one's.
+  bool Rejoin(SessionId session, uint64_t tag);
   void End(SessionId session) { sessions_.at(session).ended = true; }
   void Close(SessionId session) { sessions_.erase(session); }
 
   uint64_t tasks_of(SessionId session) const { return sessions_.at(session).tasks; }
-  uint64_t commands_of(SessionId session) const { return sessions_.at(session).commands; }
+  uint64_t commands_of(SessionId session) const { return sessions_.at(session).waiting.size(); }
 
  private:
+  using Tags = std::pmr::multiset<uint64_t>;  // a client may use one twice
   struct SessionCounters {
-    uint64_t tasks = 0;     // that use its arena
-    uint64_t commands = 0;  // arrived and not answered
+    uint64_t tasks = 0;  // that use its arena
+    Tags waiting;        // commands that arrived and are not answered
+    Tags unheard;        // of these, those whose client is away
     bool ended = false;
   };
 

@@ -92,6 +92,15 @@ uint32_t LeaseTable::GiveTo(SessionId session, uint32_t rank, std::span<const ui
   return given;
 }
 
+uint32_t LeaseTable::KeepOnly(SessionId session, std::span<const uint64_t> held) {
+  for (auto it = leases_.begin(); it != leases_.end();) {
+    const bool ends =
+        it->second.session == session && std::ranges::find(held, it->first) == held.end();
+    it = ends ? Erase(it) : std::next(it);
+  }
+  return static_cast<uint32_t>(count_of(session));
+}
+
 void LeaseTable::DropAll(SessionId session) {
   if (count_of(session) > 0) {
     for (auto it = leases_.begin(); it != leases_.end();) {

@@ -45,6 +45,8 @@ class LeaseTable {
   void Adopt(const KeptLease& lease);
   // The rank has attached: of those that are its, the session gets `held`, the others end. How many it has got.
   uint32_t GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held);
+  // The session has come back: of its leases, all but `held` end. How many it has.
+  uint32_t KeepOnly(SessionId session, std::span<const uint64_t> held);
   // The session has ended before it knew of what it was given.
   void ReturnToNobody(SessionId session);
   // Their ranks are not waited for any longer: a session that had one ends where it attaches (AttachReply.leases).

@@ -136,6 +136,7 @@ void Membership::Add(const AttachRequested& request) {
   session.rank = request.rank;
   session.request = SessionRequestOf(request);
   session.held_leases = request.held_leases;
+  session.newest_before = request.newest_tag;
   sessions_.emplace(request.session, std::move(session));
   io_.Open(request.session);
   attaching_.push_back(request.session);

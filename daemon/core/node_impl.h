@@ -62,6 +62,7 @@ struct NodeState::Impl {
   Job* On(const AttachRequested& request);
   Job* On(const SessionMapped& event);
   Job* On(const SessionEnded& event);
+  Job* On(const SessionReconnected& event);
   Job* On(const RankEnded& event);
   Job* On(const CommandArrived& event);
   Job* On(const StepRequestCopied& event);

@@ -243,6 +243,12 @@ Job* NodeState::Impl::On(const SessionEnded& event) {
   return job;
 }
 
+Job* NodeState::Impl::On(const SessionReconnected& event) {
+  Job* const job = JobOf(event.session);
+  if (job != nullptr) job->OnReconnected(event);
+  return job;
+}
+
 Job* NodeState::Impl::On(const CommandArrived& event) {
   Job* const job = JobOf(event.session);
   if (job != nullptr) job->OnCommand(event.session, event.command);

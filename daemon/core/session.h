@@ -33,11 +33,14 @@ struct Session {
   absl::Status fence;    // not OK: every command gets it
   bool is_lost = false;  // a generation has begun for its end
 
+  uint64_t newest_before = 0;  // AttachRequested::newest_tag
+
   // A kStep whose request is being copied.
   std::optional<protocol::Command> step_being_copied;
 
   absl::Status close_reason;
 
+  bool WasSentAgain(const protocol::Command& command) const { return command.tag <= newest_before; }
   // Attached and of the job's newest generation.
   bool is_current() const { return state == State::kAttached && fence.ok(); }
   bool IsOf(uint32_t one_rank) const { return !reader && rank == one_rank; }

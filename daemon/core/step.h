@@ -183,6 +183,7 @@ class Step {
   absl::Status CheckAttempt(const Session& session, const protocol::Command& command) const;
   void BeginAttempt(uint64_t attempt, const absl::Status& status);
   void AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags = 0);
+  bool HasTaken(const Session& session, const protocol::Command& command) const;
   void FollowAttempt(const Session& session, const protocol::Command& command);
   void DropFaulty();
   absl::Status DroppedError(uint64_t attempt) const;

@@ -15,6 +15,10 @@ using protocol::MakeError;
 
 void Step::HandleAnnouncement(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
+  if (HasTaken(session, command)) {
+    io_.Answer(id, absl::OkStatus());
+    return;
+  }
   if (command.step != committed_step_ + 1) {
     io_.Answer(id, StepNumberError(command.step));
     return;

@@ -111,7 +111,7 @@ bool Executor::waits_for_swap_alone() const {
 // ---------------------------------------------------------------------- the control plane's requests
 
 void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
-                      protocol::UniqueFd process) {
+                      protocol::UniqueFd process, std::chrono::nanoseconds wait) {
   const SessionId id = request.session;
   Session session;
   session.request = request;
@@ -120,24 +120,35 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
   if (job.ok()) session.job = *job;
   session.callbacks = std::move(callbacks);
   session.process = std::move(process);
+  session.wait = wait;
+  session.number = id;
+  if (const SessionId before = SessionToGoOn(request, session.job); before != 0) {
+    if (!disconnected_.contains(before)) Disconnect(before);  // nobody has noticed
+    if (sessions_.contains(before)) return Reconnect(before, std::move(session));
+  }
   request.is_left_behind = IsLeftBehind(session);
   FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
   Raise(std::move(request));
 }
 
-absl::Status Executor::Mapped(SessionId id) {
+absl::Status Executor::Mapped(SessionId number) {
+  const SessionId id = Resolve(number);
   const auto found = sessions_.find(id);
   if (found == sessions_.end() || found->second.io == nullptr) return SessionOver();
   if (found->second.broken) return SessionOver();
   if (poller_.Contains(id)) return absl::OkStatus();
   RETURN_IF_ERROR(poller_.Add(id, found->second.io->channel()));
+  found->second.was_mapped = true;
   Raise(SessionMapped{.session = id});
   return absl::OkStatus();
 }
 
-void Executor::End(SessionId id, EndCause cause) {
+void Executor::End(SessionId number, EndCause cause) {
+  const SessionId id = Resolve(number);
   const auto found = sessions_.find(id);
   if (found == sessions_.end()) return;
+  if (cause == EndCause::kDisconnected && MayDisconnect(found->second)) return Disconnect(id);
+  if (cause == EndCause::kDisconnected) cause = EndCause::kLost;
   found->second.has_detached = cause == EndCause::kDetached;
   LeaveExchange(id);
   Raise(SessionEnded{.session = id, .cause = cause});
@@ -181,13 +192,15 @@ void Executor::LeaveExchange(SessionId id) {
                  MakeError(ErrorId::kRankLost, absl::StrCat("rank ", member.rank, " has ended")));
 }
 
-void Executor::CancelExchange(SessionId id, uint64_t call) {
+void Executor::CancelExchange(SessionId number, uint64_t call) {
+  const SessionId id = Resolve(number);
   exchange_.Fail([&](const auto& member) { return member.session == id && member.call == call; },
                  MakeError(ErrorId::kInterrupted, "the client has given the exchange up"));
 }
 
-void Executor::Exchange(SessionId id, uint64_t call, uint64_t number, std::string bytes,
+void Executor::Exchange(SessionId of, uint64_t call, uint64_t number, std::string bytes,
                         RankExchange::Answer answer) {
+  const SessionId id = Resolve(of);
   const std::map<SessionId, CurrentRank> ranks = CurrentRanks();
   FailExchangeOfFenced(ranks);
   const auto session = sessions_.find(id);
@@ -208,13 +221,14 @@ void Executor::Exchange(SessionId id, uint64_t call, uint64_t number, std::strin
   exchange_.Add(member, std::move(bytes), std::move(answer));
 }
 
-absl::Status Executor::Explain(SessionId id, uint64_t tag) const {
+absl::Status Executor::Explain(SessionId number, uint64_t tag) const {
+  const SessionId id = Resolve(number);
   const auto found = sessions_.find(id);
   if (found != sessions_.end() && found->second.io != nullptr) {
     return found->second.io->Explain(tag);
   }
   const auto evicted = std::find_if(evicted_.begin(), evicted_.end(),
-                                    [&](const auto& entry) { return entry.first == id; });
+                                    [&](const auto& entry) { return entry.first == number; });
   return evicted == evicted_.end() ? SessionOver() : evicted->second;
 }
 
@@ -310,7 +324,8 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 }
 
 std::chrono::nanoseconds Executor::Tick() {
-  uint64_t next = std::min({FireTimers(), jobs_.RunTimers(), scrub_.Tick(), LookForAbsent()});
+  uint64_t next = std::min({FireTimers(), jobs_.RunTimers(), scrub_.Tick(), LookForAbsent(),
+                            EndDisconnected(MonotonicNs())});
   if (swap_ != nullptr) {
     std::vector<SwapDone> done;
     swap_->Tick(done);

@@ -74,12 +74,18 @@ class Executor {
   // --------------------------------------------------------------- what the control plane asks for
 
   // `process`: the client's, readable once it has ended (protocol/os/pidfd.h); none where it cannot be watched.
-  void Attach(AttachRequested request, AttachCallbacks callbacks, protocol::UniqueFd process);
+  // `wait`: how long a rank whose connection is lost may take to attach again. The one that does goes on with its session,
+  // which the calls below then know by the newer number alone.
+  void Attach(AttachRequested request, AttachCallbacks callbacks, protocol::UniqueFd process,
+              std::chrono::nanoseconds wait = {});
 
   // The client has mapped its arenas: reads its commands from now on. Errors: E_FENCED if the
   // session is over.
   absl::Status Mapped(SessionId session);
   void End(SessionId session, EndCause cause);  // unknown ones are ignored
+  // Ends the sessions whose clients are away and should have been back by then (UINT64_MAX: all that are); returns
+  // when the next one should.
+  uint64_t EndDisconnected(uint64_t until_ns);
   // Of a session that was ended without its client's asking: why.
   absl::Status Explain(SessionId session, uint64_t tag) const;
   // Answers once every rank of the session's job has called it: with the bytes of all, or with E_RANK_LOST
@@ -156,7 +162,10 @@ class Executor {
     uint64_t trace_bytes = 0;   // at the end of its arena
     bool has_detached = false;  // its client has asked for its end
     bool broken = false;        // its ring lied: nothing is read from it or written to it any more
-    bool is_handed_over = false;  // likewise; the next daemon goes on with it
+    bool is_handed_over = false;      // likewise; the next daemon goes on with it
+    std::chrono::nanoseconds wait{};  // of Attach
+    bool was_mapped = false;
+    SessionId number = 0;  // by which its client knows it
 
     bool IsOf(const JobName& of, uint32_t rank) const {
       return job == of && !request.reader && request.rank == rank;
@@ -297,6 +306,14 @@ class Executor {
   absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
+  // The session by the number that its client has; 0: of none, or of a connection before.
+  SessionId Resolve(SessionId number) const;
+  // The session that the request is to go on with: of the same rank, run and gradient arena; 0: none.
+  SessionId SessionToGoOn(const AttachRequested& request, const JobName& job) const;
+  bool MayDisconnect(const Session& session) const;
+  void Disconnect(SessionId id);
+  void Reconnect(SessionId id, Session again);
+  void EndReconnect(SessionReconnected event, SessionId number, absl::StatusOr<SessionMemory> made);
   SessionIo& session_io(SessionId id);
   struct CurrentRank;
   // Of all jobs: the sessions that have a rank, and are neither fenced nor over.
@@ -321,6 +338,8 @@ class Executor {
   std::pmr::map<TaskId, LoadWeights> loads_;  // being read
   std::vector<SwapDone> transferred_;         // of the completion that is handled
   std::map<SessionId, Session> sessions_;
+  std::map<SessionId, SessionId> reconnected_;  // by the newest number of their clients
+  std::map<SessionId, uint64_t> disconnected_;  // when they end, if their clients stay away
   SessionPoller poller_;
   RankExchange exchange_;
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax

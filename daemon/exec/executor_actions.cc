@@ -192,7 +192,8 @@ absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach
 }
 
 void Executor::Run(AnswerAttach& action) {
-  Session& session = sessions_.at(action.session);
+  const SessionId id = action.session;
+  Session& session = sessions_.at(id);
   AttachResult result{.answer = std::move(action), .fds = {}};
   if (result.answer.status.ok()) {
     session.trace_bytes = result.answer.trace_bytes;
@@ -208,9 +209,12 @@ void Executor::Run(AnswerAttach& action) {
       result.fds = *std::move(fds);
     } else {
       result.answer.status = fds.status();
-      events_.push_back(SessionEnded{.session = result.answer.session, .cause = EndCause::kLost});
+      events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
     }
+  } else if (session.was_mapped) {  // it cannot go on
+    events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
   }
+  result.answer.session = session.number;
   registry_.UpdatePeak();
   spdlog::debug(
       "session {}, {}: {}", result.answer.session, WhoIs(session.request),
@@ -231,11 +235,13 @@ void Executor::Run(CloseSession& action) {
   auto node = sessions_.extract(action.session);
   FOREBAY_CHECK(!node.empty());
   Session& session = node.mapped();
+  reconnected_.erase(session.number);
+  disconnected_.erase(action.session);
   if (!action.reason.ok()) {
     spdlog::warn("session {}, {}, is over: {}", action.session, WhoIs(session.request),
                  protocol::FormatError(action.reason));
     if (evicted_.size() == kEvictedKeptMax) evicted_.pop_front();
-    evicted_.emplace_back(action.session, action.reason);
+    evicted_.emplace_back(session.number, action.reason);
   }
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {

@@ -1,17 +1,23 @@
-// Goal    The daemon's own user, and nobody else, acts for another user: that one's names, and no other's jobs.
+// Goal    The daemon's own user, and nobody else, acts for another user: that one's names, and no other's jobs. Where such a
+//         connection is lost, its rank alone goes on with the session, and only within the time that was agreed.
 // Method  A real daemon; connections of root and of another uid.
 
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
+#include <thread>
 
 #include "client/admin.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/os/status_macros.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/raw_session.h"
 #include "tests/support/status_test.h"
@@ -74,6 +80,140 @@ TEST_F(OnBehalf, AnotherUserActsForNobody) {
   std::filesystem::current_path(before);
   EXPECT_THAT(refused, HasError(ErrorId::kPermission));
   EXPECT_THAT(attached, HasError(ErrorId::kProtocol));
+}
+
+class OnBehalfAway : public OnBehalf {
+ protected:
+  static constexpr uint32_t kLongMs = 60'000;
+
+  void SetUp() override {
+    OnBehalf::SetUp();
+    if (!IsSkipped()) rank_ = Attached(kLongMs);
+  }
+
+  absl::StatusOr<std::unique_ptr<RawSession>> Connected(int64_t uid, uint32_t wait_ms) {
+    ASSIGN_OR_RETURN(auto session, RawSession::Connect(socket()));
+    RETURN_IF_ERROR(session->HelloOnBehalfOf(uid, wait_ms));
+    return session;
+  }
+
+  // A rank of a job that is ready. Anew: its session is not the one before.
+  std::unique_ptr<RawSession> Attached(uint32_t wait_ms) {
+    auto session = Connected(kUid, wait_ms);
+    EXPECT_OK(session.status());
+    EXPECT_OK((*session)->Attach({}, layout_));
+    EXPECT_OK((*session)->Map());
+    if ((*session)->reply().getWritesInitial()) WriteInitial(**session);
+    struct stat info {};
+    EXPECT_EQ(::fstat((*session)->grad_fd(), &info), 0);
+    inode_ = info.st_ino;
+    return *std::move(session);
+  }
+
+  void WriteInitial(RawSession& session) {
+    const auto layout = protocol::Layout::Create(layout_);
+    ASSERT_OK(layout.status());
+    for (uint32_t i = 0; i < layout->partitions().size(); ++i) {
+      protocol::Command write{};
+      write.op = static_cast<uint16_t>(protocol::Op::kWriteInitial);
+      write.partition = i;
+      write.length_bytes = layout->partition_bytes(i);
+      ASSERT_OK(session.Ask(write));
+    }
+    protocol::Command done{};
+    done.op = static_cast<uint16_t>(protocol::Op::kInitialDone);
+    ASSERT_OK(session.Ask(done));
+  }
+
+  // What the one gets who comes back like this, and goes away again. On a thread of its own: one has one RawSession.
+  absl::Status Back(const testing::RawAttach& attach, int64_t uid = kUid,
+                    const std::optional<protocol::LayoutSpec>& layout = {}) {
+    absl::Status result;
+    std::thread([&] { result = BackHere(attach, uid, layout.value_or(layout_)); }).join();
+    return result;
+  }
+  absl::Status BackHere(const testing::RawAttach& attach, int64_t uid,
+                        const protocol::LayoutSpec& layout) {
+    ASSIGN_OR_RETURN(const auto session, Connected(uid, kLongMs));
+    RETURN_IF_ERROR(session->Attach(attach, layout));
+    RETURN_IF_ERROR(session->Map());
+    struct stat info {};
+    if (::fstat(session->grad_fd(), &info) != 0 || info.st_ino != attach.reattach_to) {
+      return absl::InternalError("another gradient arena");
+    }
+    return session->Ask(Check());
+  }
+  static protocol::Command Check() {
+    protocol::Command check{};
+    check.op = static_cast<uint16_t>(protocol::Op::kCheck);
+    return check;
+  }
+
+  uint32_t Sessions() {
+    const auto admin = client::AdminClient::Connect({.socket = socket()});
+    EXPECT_OK(admin.status());
+    const auto status = (*admin)->Status();
+    EXPECT_OK(status.status());
+    return (*status)->getJobs().size() == 0 ? 0 : (*status)->getJobs()[0].getSessions();
+  }
+  bool BecomesEmpty() {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (Sessions() > 0 && std::chrono::steady_clock::now() < end) {
+      // house: allow sleep: a poll with a deadline
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return Sessions() == 0;
+  }
+
+  const protocol::LayoutSpec layout_ = testing::MakeLayoutSpec({.world_size = 1});
+  std::unique_ptr<RawSession> rank_;
+  uint64_t inode_ = 0;
+};
+
+TEST_F(OnBehalfAway, ItsRankGoesOn) {
+  rank_.reset();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(Sessions(), 1U);
+    EXPECT_OK(Back({.reattach_to = inode_}));
+  }
+}
+
+TEST_F(OnBehalfAway, ItsRankGoesOnWhereNobodyHasNoticedYet) {
+  EXPECT_OK(Back({.reattach_to = inode_}));
+  EXPECT_FALSE(rank_->Call(Check()).ok()) << "of the connection before nothing is taken";
+  EXPECT_OK(rank_->End());
+  EXPECT_EQ(Sessions(), 1U) << "nor heard";
+  EXPECT_OK(Back({.reattach_to = inode_}));
+}
+
+TEST_F(OnBehalfAway, NobodyElseTakesItsPlace) {
+  rank_.reset();
+  EXPECT_THAT(Back({.reattach_to = inode_ + 1}), HasError(ErrorId::kRankLost)) << "another arena";
+  rank_ = Attached(kLongMs);
+  rank_.reset();
+  EXPECT_THAT(Back({.run = "other", .reattach_to = inode_}), HasError(ErrorId::kJobExists));
+  EXPECT_FALSE(Back({.reattach_to = inode_}, kUid + 1).ok()) << "another user";
+  const protocol::LayoutSpec other = testing::MakeLayoutSpec({.world_size = 1, .groups = 2});
+  EXPECT_THAT(Back({.reattach_to = inode_}, kUid, other), HasError(ErrorId::kLayout));
+  EXPECT_OK(Back({.reattach_to = inode_})) << "and it is waited for still";
+}
+
+TEST_F(OnBehalfAway, ItIsWaitedForAsLongAsWasAgreed) {
+  rank_.reset();
+  rank_ = Attached(200);
+  rank_.reset();
+  EXPECT_TRUE(BecomesEmpty());
+  EXPECT_THAT(Back({.reattach_to = inode_}), HasError(ErrorId::kRankLost));
+}
+
+TEST_F(OnBehalfAway, WhoSaysThatItEndsIsNotWaitedFor) {
+  EXPECT_OK(rank_->End());
+  EXPECT_TRUE(BecomesEmpty());
+}
+
+TEST_F(OnBehalfAway, ADaemonThatStopsWaitsForNobody) {
+  rank_.reset();
+  EXPECT_EQ(daemon_->Stop().exit_code, 0);
 }
 
 }  // namespace

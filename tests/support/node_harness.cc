@@ -149,6 +149,8 @@ void NodeHarness::Observe(const Action& action) {
     }
   } else if (const auto* answer = std::get_if<AnswerCommand>(&action)) {
     FOREBAY_CHECK(answers_.emplace(answer->completion.tag, *answer).second);  // exactly once
+    FOREBAY_CHECK(!away_.contains(answer->session));
+    unheard_[answer->session].push_back(answer->completion.tag);
     FOREBAY_CHECK(answer->completion.error ==
                   static_cast<uint32_t>(protocol::IdOf(answer->status)));
     const auto fetch = fetches_.find(answer->completion.tag);
@@ -165,7 +167,8 @@ void NodeHarness::Observe(const Action& action) {
     }
     if (gradient != gradients_.end()) {
       model_.DropGradient(gradient->second.session, gradient->second.offset);
-      sessions_.at(gradient->second.session).unanswered.erase(gradient->second.offset);
+      if (unheard_max_ == 0)
+        InfoOf(gradient->second.session).unanswered.erase(gradient->second.offset);
     }
   }
   model_.Execute(action);
@@ -275,8 +278,62 @@ const AnswerAttach* NodeHarness::attached(uint64_t session) const {
 
 uint64_t NodeHarness::Command(uint64_t session, protocol::Command command) {
   command.tag = ++last_tag_;
+  HearAllBut(session, unheard_max_);
+  commands_[command.tag] = {.session = session, .command = command};
   Send(CommandArrived{.session = session, .command = command});
   return command.tag;
+}
+
+void NodeHarness::HearAllBut(uint64_t session, size_t answers) {
+  std::deque<uint64_t>& unheard = unheard_[session];
+  for (; unheard.size() > answers; unheard.pop_front()) {
+    const auto gradient = gradients_.find(unheard.front());
+    if (gradient != gradients_.end()) InfoOf(session).unanswered.erase(gradient->second.offset);
+  }
+}
+
+void NodeHarness::Hear() {
+  for (const auto& [session, tags] : unheard_) HearAllBut(session, 0);
+}
+
+void NodeHarness::Disconnect(uint64_t session) {
+  for (const uint64_t tag : unheard_[session]) {
+    answers_.erase(tag);
+    const auto gradient = gradients_.find(tag);
+    if (gradient == gradients_.end()) continue;
+    InfoOf(session).unanswered[gradient->second.offset] = gradient->second.end;
+  }
+  unheard_[session].clear();
+  away_.insert(session);
+  End(session, daemon::EndCause::kDisconnected);
+}
+
+bool NodeHarness::IsUnheard(uint64_t tag) const {
+  return std::ranges::any_of(
+      unheard_, [tag](const auto& of) { return std::ranges::count(of.second, tag) > 0; });
+}
+
+void NodeHarness::Reconnect(uint64_t session, std::vector<uint64_t> held_leases) {
+  const std::set<uint64_t> held(held_leases.begin(), held_leases.end());
+  attached_.erase(session);
+  Send(daemon::SessionReconnected{
+      .session = session, .held_leases = std::move(held_leases), .newest_tag = last_tag_});
+  away_.erase(session);
+  const AnswerAttach* const terms = attached(session);
+  if (terms == nullptr || !terms->status.ok()) return;
+  FOREBAY_CHECK(terms->leases == held.size());
+  Send(SessionMapped{.session = session});
+  for (const auto& [tag, sent] : commands_) {
+    if (sent.session != session || answers_.contains(tag)) continue;
+    if (sent.command.op != static_cast<uint16_t>(Op::kRelease) ||
+        held.contains(sent.command.lease_id)) {
+      Send(CommandArrived{.session = session, .command = sent.command});
+      continue;
+    }
+    daemon::AnswerCommand given_back{.session = session, .completion = {}, .status = {}};
+    given_back.completion.tag = tag;
+    answers_.emplace(tag, given_back);  // the lease has ended with the connection
+  }
 }
 
 uint64_t NodeHarness::Fetch(uint64_t session, uint32_t partition) {
@@ -291,6 +348,9 @@ uint64_t NodeHarness::Release(uint64_t session, uint64_t lease) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kRelease);
   command.lease_id = lease;
+  std::erase_if(unheard_[session], [&](uint64_t tag) {
+    return fetches_.contains(tag) && answers_.at(tag).completion.lease_id == lease;
+  });
   return Command(session, command);
 }
 
@@ -316,7 +376,11 @@ std::optional<uint64_t> NodeHarness::FreeOffset(uint64_t session, uint64_t bytes
 }
 
 uint64_t NodeHarness::AllocateOffset(uint64_t session, uint64_t bytes) {
-  const std::optional<uint64_t> offset = FreeOffset(session, bytes);
+  std::optional<uint64_t> offset = FreeOffset(session, bytes);
+  if (!offset) {
+    HearAllBut(session, 0);
+    offset = FreeOffset(session, bytes);
+  }
   FOREBAY_CHECK(offset.has_value());
   InfoOf(session).unanswered[*offset] =
       *offset + protocol::RoundUp(bytes, protocol::kGradAlignBytes);
@@ -372,7 +436,9 @@ uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t partition, uint64
                       .attempt = info.attempt,
                       .pass = info.pass,
                       .finite = finite});
-  gradients_[last_tag_ + 1] = {.session = session, .offset = command.arena_offset_bytes};
+  gradients_[last_tag_ + 1] = {.session = session,
+                               .offset = command.arena_offset_bytes,
+                               .end = InfoOf(session).unanswered.at(command.arena_offset_bytes)};
   return Command(session, command);
 }
 

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -148,6 +150,16 @@ class NodeHarness {
   void End(uint64_t session, daemon::EndCause cause) {
     Send(daemon::SessionEnded{.session = session, .cause = cause});
   }
+  // Clients send commands before they hear of the newest answers, so many of each session.
+  void set_unheard_max(size_t answers) { unheard_max_ = answers; }
+  // The way to the session's client is lost, with the answers that it has not heard. Until Reconnect() it sends nothing,
+  // and none may be given.
+  void Disconnect(uint64_t session);
+  // It is back with these leases, maps, and sends again what it has no answer of; errors of the session's AnswerAttach.
+  void Reconnect(uint64_t session, std::vector<uint64_t> held_leases = {});
+  // What was answered so far is heard.
+  void Hear();
+  bool IsUnheard(uint64_t tag) const;
 
   // Commands; each returns its tag.
   uint64_t Command(uint64_t session, protocol::Command command);
@@ -215,9 +227,15 @@ class NodeHarness {
   struct SentGradient {
     uint64_t session = 0;
     uint64_t offset = 0;
+    uint64_t end = 0;
+  };
+  struct SentCommand {
+    uint64_t session = 0;
+    protocol::Command command;
   };
 
   void Observe(const daemon::Action& action);
+  void HearAllBut(uint64_t session, size_t answers);
   SessionInfo& InfoOf(uint64_t session) { return sessions_.at(session); }
   uint64_t AllocateOffset(uint64_t session, uint64_t bytes);
   uint64_t SendStepRequest(uint64_t session, protocol::Op op, daemon::StepRequestCopied copied);
@@ -234,9 +252,13 @@ class NodeHarness {
   std::map<uint64_t, uint32_t> fetches_;               // by tag: partitions
   std::map<uint64_t, SentGradient> gradients_;         // by tag
   std::map<uint64_t, SentStep> step_requests_;         // by tag
+  std::map<uint64_t, SentCommand> commands_;           // by tag
+  std::map<uint64_t, std::deque<uint64_t>> unheard_;   // by session: tags of answers
+  std::set<uint64_t> away_;                            // sessions
   std::map<uint64_t, protocol::StepSummary> summaries_;
   std::map<uint64_t, protocol::StepSummary> decisions_;  // by tag
   std::optional<daemon::StepRequestCopied> override_;
+  size_t unheard_max_ = 0;
   bool weights_in_use_ = false;
   double grad_scale_ = 1;
   protocol::StepAnswer answered_when_ = protocol::StepAnswer::kPublished;

@@ -88,11 +88,12 @@ absl::Status RawSession::Hello(uint32_t version) {
   return protocol::StatusOf(response.getOutcome());
 }
 
-absl::Status RawSession::HelloOnBehalfOf(int64_t uid) {
+absl::Status RawSession::HelloOnBehalfOf(int64_t uid, uint32_t session_wait_ms) {
   auto request = node_->helloRequest();
   request.setProtocolVersion(protocol::kProtocolVersion);
   request.setProgram("raw");
   request.setOnBehalfOf(uid);
+  request.setSessionWaitMs(session_wait_ms);
   ASSIGN_OR_RETURN(const auto response, Wait(request.send()));
   return protocol::StatusOf(response.getOutcome());
 }
@@ -108,6 +109,8 @@ absl::Status RawSession::Attach(const RawAttach& attach) {
   request.setExtraStateBytes(attach.extra_state_bytes);
   request.setLayoutBytes(attach.layout_bytes);
   request.setDurability(kj::StringPtr(attach.durability.c_str(), attach.durability.size()));
+  request.setReattach(attach.reattach_to != 0);
+  request.setGradArena(attach.reattach_to);
   if (attach.layout_fd >= 0) {
     call.setLayout(protocol::MakeDescriptor(protocol::DuplicateFd(attach.layout_fd)));
   }
@@ -152,6 +155,11 @@ absl::Status RawSession::Explain(uint64_t tag) {
 
 absl::Status RawSession::Detach() {
   ASSIGN_OR_RETURN(const auto response, Wait(session_->detachRequest().send()));
+  return protocol::StatusOf(response.getOutcome());
+}
+
+absl::Status RawSession::End() {
+  ASSIGN_OR_RETURN(const auto response, Wait(session_->endRequest().send()));
   return protocol::StatusOf(response.getOutcome());
 }
 

@@ -32,6 +32,8 @@ struct RawAttach {
   uint64_t extra_state_bytes = 64 << 10;  // as clients of ours
   std::string run = "test";               // as DaemonProcess sets FOREBAY_RUN
   std::string durability = {};
+  uint64_t reattach_to =
+      0;               // inode of the gradient arena that it has from before; 0: it attaches anew
   int layout_fd = -1;  // none where -1
   uint64_t layout_bytes = 0;
 };
@@ -48,7 +50,7 @@ class RawSession {
   ~RawSession();
 
   absl::Status Hello(uint32_t version = protocol::kProtocolVersion);
-  absl::Status HelloOnBehalfOf(int64_t uid);
+  absl::Status HelloOnBehalfOf(int64_t uid, uint32_t session_wait_ms = 0);
   absl::Status Attach(const RawAttach& attach);
 
   // The same with a valid layout.
@@ -59,6 +61,7 @@ class RawSession {
   absl::Status Mapped();
   absl::Status Explain(uint64_t tag);
   absl::Status Detach();
+  absl::Status End();
 
   // Fetches all descriptors, maps ring and arenas, calls mapped().
   absl::Status Map();

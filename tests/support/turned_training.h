@@ -117,6 +117,7 @@ class Training {
         });
     if (!is_answered) return;
     for (const uint64_t call : calls_) EXPECT_EQ(node_->ErrorOf(call), protocol::ErrorId::kNone);
+    node_->Hear();
     if (with_.over_nodes && !std::exchange(is_decided_, true)) {
       Decide();
       return;
@@ -170,6 +171,17 @@ class Training {
     node_ = std::move(next);
     was_killed_ = true;
     return true;
+  }
+
+  // The rank's client is away while so many tasks end, and goes on.
+  void LoseClientOf(uint32_t rank, size_t tasks) {
+    const uint64_t session = sessions_[rank];
+    const std::vector<uint64_t> held = LeasesOf(session);
+    node_->Disconnect(session);
+    Resume(tasks);
+    node_->Reconnect(session, View().weights_on_swap_bytes > 0 ? held : std::vector<uint64_t>());
+    ASSERT_NE(node_->attached(session), nullptr);
+    ASSERT_OK(node_->attached(session)->status);
   }
 
   // Of a job that every rank has attached to; the ranks do, where none has.
@@ -237,6 +249,16 @@ class Training {
         to_do_.push_back([=, this] { node_->Gradient(session, i, step); });
       }
     }
+  }
+  // That it has heard of, and has not given back.
+  std::vector<uint64_t> LeasesOf(uint64_t session) const {
+    std::vector<uint64_t> leases;
+    for (const Fetch& fetch : fetches_) {
+      if (fetch.session != session || node_->IsUnheard(fetch.tag)) continue;
+      const daemon::AnswerCommand* answer = node_->answer(fetch.tag);
+      if (answer != nullptr) leases.push_back(answer->completion.lease_id);
+    }
+    return leases;
   }
   // No lease is held at a step call.
   void ReleaseAnswered() {

@@ -1,0 +1,173 @@
+// Goal    A rank whose connection is lost and made again goes on with its session, whatever it has sent and whichever answers
+//         it has not heard: nothing is done twice, nothing is lost, no other rank notices.
+// Method  The harness, with a client whose connection is lost after each turn of some steps in turn, with some of the
+//         newest answers. It sends again what it has no answer of; the model faults where a gradient is added
+//         twice or not at all, and each command is answered once.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "tests/support/job_cases.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/turned_training.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::JobCase;
+using ::forebay::testing::kCasesThatGoOn;
+using ::forebay::testing::kUnanswered;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::OptionsOf;
+using ::forebay::testing::Place;
+using ::forebay::testing::Training;
+using protocol::ErrorId;
+using ::testing::HasSubstr;
+
+// So that a whole step may be unheard of, and so that something is heard.
+constexpr size_t kUnheard = 8;
+
+class NodeStateReconnect : public ::testing::TestWithParam<JobCase> {};
+
+TEST_P(NodeStateReconnect, AtAnyPointARankGoesOn) {
+  const NodeState::Options options = OptionsOf(GetParam());
+  constexpr uint64_t kSteps = 3;
+  const bool is_large = GetParam().place == Place::kSumsOnSwap;
+  const uint64_t stride = (is_large ? 9 : 1) * testing::kPointStride;
+  uint64_t points = 0;
+  for (uint64_t point = 0;; point += stride) {
+    Training run(GetParam(), options);
+    run.AttachAll();
+    run.node_->set_unheard_max(kUnheard);
+    for (uint64_t turns = 0; turns < point && run.answered_ < kSteps; ++turns) run.Turn();
+    if (run.answered_ >= kSteps) break;
+    ++points;
+    const std::vector<uint64_t> sessions = run.sessions_;
+    // One is away for a moment, then the other for as long as three tasks take, and again at once.
+    run.LoseClientOf(point % 2, 0);
+    run.LoseClientOf(1 - point % 2, 3);
+    run.LoseClientOf(1 - point % 2, 0);
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    run.TrainTo(run.answered_ + 1);
+    // Both, until all that can be done without them is done.
+    for (const uint64_t session : sessions) run.node_->Disconnect(session);
+    run.Resume();
+    for (const uint64_t session : sessions) run.node_->Reconnect(session);
+    run.TrainTo(run.answered_ + 1);
+    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_EQ(run.View().generation, 0U);
+    for (const uint64_t session : sessions) ASSERT_FALSE(run.node_->is_closed(session));
+    for (const AnswerCommand& answer : run.node_->Logged<AnswerCommand>()) ASSERT_OK(answer.status);
+  }
+  EXPECT_GT(points, 40 / testing::kPointStride);
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, NodeStateReconnect, ::testing::ValuesIn(kCasesThatGoOn));
+
+class NodeStateReconnectJob : public ::testing::Test {
+ protected:
+  NodeStateReconnectJob() : run_(kCase, OptionsOf(kCase)) {
+    run_.AttachAll();
+    run_.TrainTo(1);
+  }
+  void TearDown() override { EXPECT_EQ(run_.node_->fault(), ""); }
+  NodeHarness& node() { return *run_.node_; }
+
+  static constexpr JobCase kCase{testing::kMemory, Place::kDram};
+  Training run_;
+};
+
+TEST_F(NodeStateReconnectJob, WhoStaysAwayIsLost) {
+  const uint64_t away = run_.sessions_[0];
+  const uint64_t other = run_.sessions_[1];
+  node().Disconnect(away);
+  const uint64_t call = node().Step(other, 2);
+  node().RunTasks();
+  EXPECT_EQ(node().ErrorOf(call), kUnanswered) << "it waits";
+  node().End(away, EndCause::kLost);
+  EXPECT_EQ(node().ErrorOf(call), ErrorId::kRankLost);
+  EXPECT_TRUE(node().is_closed(away));
+}
+
+TEST_F(NodeStateReconnectJob, WhoIsReplacedMeanwhileHearsOfIt) {
+  const uint64_t away = run_.sessions_[0];
+  node().Disconnect(away);
+  const uint64_t anew = node().Attach(run_.layout_, {.rank = 0, .resume = true});
+  ASSERT_NE(node().attached(anew), nullptr);
+  EXPECT_OK(node().attached(anew)->status);
+  EXPECT_TRUE(node().is_closed(away));
+  EXPECT_THAT(node().close_reason(away).message(), HasSubstr("newer session"));
+}
+
+TEST_F(NodeStateReconnectJob, WhoseGenerationIsOverHearsOfIt) {
+  const uint64_t away = run_.sessions_[0];
+  node().Disconnect(away);
+  node().End(run_.sessions_[1], EndCause::kLost);
+  node().Reconnect(away);
+  ASSERT_NE(node().attached(away), nullptr);
+  EXPECT_EQ(protocol::IdOf(node().attached(away)->status), ErrorId::kRankLost);
+}
+
+TEST_F(NodeStateReconnectJob, AReaderIsLostAtOnce) {
+  const uint64_t reader = node().AttachReader(run_.layout_);
+  node().Disconnect(reader);
+  EXPECT_TRUE(node().is_closed(reader));
+}
+
+// Who comes back may be served by another gateway, which numbers what it asks for itself from the beginning.
+TEST_F(NodeStateReconnectJob, AFetchIsNotAnsweredWithThePlaceOfAnother) {
+  const uint64_t session = run_.sessions_[0];
+  node().Step(session, 2);
+  protocol::Command fetch{};
+  fetch.op = static_cast<uint16_t>(protocol::Op::kFetch);
+  fetch.tag = uint64_t{1} << 62;
+  fetch.partition = 0;
+  node().Send(CommandArrived{.session = session, .command = fetch});
+  ASSERT_EQ(node().answer(fetch.tag), nullptr) << "it waits for the step";
+  node().Disconnect(session);
+  node().Reconnect(session);
+  fetch.partition = 1;
+  node().Send(CommandArrived{.session = session, .command = fetch});
+  node().Step(run_.sessions_[1], 2);
+  node().RunTasks();
+  ASSERT_NE(node().answer(fetch.tag), nullptr);
+  const auto offset_of = [&](uint32_t partition) {
+    return node().answer(node().Fetch(session, partition))->completion.offset_bytes;
+  };
+  EXPECT_EQ(node().answer(fetch.tag)->completion.offset_bytes, offset_of(1));
+  EXPECT_NE(offset_of(1), offset_of(0));
+}
+
+// Only what was sent again may come twice.
+TEST_F(NodeStateReconnectJob, AGradientThatComesTwiceIsAnErrorStill) {
+  const uint64_t session = run_.sessions_[0];
+  node().Disconnect(session);
+  node().Reconnect(session);
+  const uint64_t first = node().Gradient(session, 0, 2);
+  node().RunTasks();
+  EXPECT_EQ(node().ErrorOf(first), ErrorId::kNone);
+  const uint64_t second = node().Gradient(session, 0, 2);
+  node().RunTasks();
+  EXPECT_EQ(node().ErrorOf(second), ErrorId::kGradRepeat);
+}
+
+TEST(NodeStateReconnectInitial, WhoWritesTheParametersIsLostAtOnce) {
+  const JobCase with{testing::kMemory, Place::kDram, false, true};
+  NodeHarness node(OptionsOf(with), testing::kCaseRanks);
+  const auto layout = testing::LayoutOf(with);
+  const uint64_t writer = node.AttachOnly(layout, RequestOf(0, with));
+  ASSERT_TRUE(node.attached(writer)->writes_initial);
+  node.WriteInitial(writer, 0);
+  node.Disconnect(writer);
+  node.RunTasks();
+  EXPECT_TRUE(node.is_closed(writer));
+  EXPECT_EQ(node.fault(), "");
+}
+
+}  // namespace
+}  // namespace forebay::daemon
