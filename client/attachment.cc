@@ -39,6 +39,8 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
+// Each try of a session on another node's daemon starts a process.
+constexpr std::chrono::milliseconds kAgentPauseMax{1000};
 constexpr Timeout kLastCopiesTimeout = std::chrono::seconds(10);
 
 absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_bytes) {
@@ -89,20 +91,24 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
   return control.Mapped(limits);
 }
 
-// Of a rank. The layout is encoded anew each time: that costs less than to keep it twice.
+// Of a rank. The layout is encoded anew each time: that costs less than to keep it twice. `arenas`: where the daemon is
+// on another node.
 internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall call,
-                                      std::shared_ptr<const protocol::Layout> layout) {
+                                      std::shared_ptr<const protocol::Layout> layout,
+                                      std::shared_ptr<const internal::RemoteArenas> arenas) {
   call.layout = {};
   call.reattach = true;
-  return [socket = std::move(socket), call = std::move(call), layout = std::move(layout)](
-             std::span<const uint64_t> held, uint64_t grad_arena_inode,
+  return [socket = std::move(socket), call = std::move(call), layout = std::move(layout),
+          arenas = std::move(arenas)](
+             const internal::SessionBefore& before,
              const WaitLimits& limits) -> absl::StatusOr<internal::GrantedSession> {
     ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout->spec()));
     internal::AttachCall again = call;
     again.layout = encoded;
-    again.held_leases = held;
-    again.grad_arena_inode = grad_arena_inode;
-    return internal::ConnectAndAttach(socket, again, limits);
+    again.held_leases = before.held_leases;
+    again.grad_arena_inode = before.grad_arena_inode;
+    again.newest_tag = before.newest_tag;
+    return internal::ConnectAndAttach(socket, again, limits, arenas.get());
   };
 }
 
@@ -194,7 +200,13 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
   parts.connection = std::move(granted.connection);
   parts.port = std::move(granted.port);
   if (!parts.reader) {
-    parts.attach_again = MakeAttachAgain(socket, std::move(call), parts.layout);
+    std::shared_ptr<internal::RemoteArenas> arenas;
+    if (internal::RemoteAddress(socket)) {
+      arenas = std::make_shared<internal::RemoteArenas>(internal::RemoteArenas{
+          .weights = std::move(granted.weights), .grad_arena = std::move(granted.grad_arena)});
+      parts.attach_pause_max = kAgentPauseMax;
+    }
+    parts.attach_again = MakeAttachAgain(socket, std::move(call), parts.layout, std::move(arenas));
   }
   return Assemble(std::move(parts));
 }

@@ -39,7 +39,13 @@ absl::Status Gone(const std::string& what) {
 bool IsPassing(const absl::Status& status) {
   const ErrorId id = protocol::IdOf(status);
   return id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone || id == ErrorId::kLimit ||
-         id == ErrorId::kTimeout || id == ErrorId::kBusy;
+         id == ErrorId::kTimeout || id == ErrorId::kBusy || id == ErrorId::kRemote ||
+         id == ErrorId::kPermission;  // of one that ends while it is asked
+}
+
+absl::Status InterruptedError() {
+  return MakeError(ErrorId::kInterrupted,
+                   "the call was interrupted while there was no daemon; its outcome is unknown");
 }
 
 const Deadline& Earlier(const Deadline& one, const Deadline& other) {
@@ -73,7 +79,10 @@ absl::Status Attachment::State::TryReattach(const WaitLimits& limits) {
   const std::vector<uint64_t> held =
       parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
   ASSIGN_OR_RETURN(GrantedSession granted,
-                   parts.attach_again(held, parts.terms.grad_arena.inode, limits));
+                   parts.attach_again({.held_leases = held,
+                                       .grad_arena_inode = parts.terms.grad_arena.inode,
+                                       .newest_tag = port.newest_tag()},
+                                      limits));
   return GoOnWith(std::move(granted), held.size(), limits);
 }
 
@@ -116,11 +125,7 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
                     protocol::HintOf(status).empty() ? kStartAgain : protocol::HintOf(status)));
     }
     last = std::move(status);
-    if (limits.Interrupted()) {
-      return MakeError(ErrorId::kInterrupted,
-                       "the call was interrupted while there was no daemon; its outcome "
-                       "is unknown");
-    }
+    if (limits.Interrupted()) return InterruptedError();
     if (restart_deadline->Expired()) {
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - restart_begin;
       return EndSession(MakeError(
@@ -128,9 +133,9 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
           absl::StrCat("the daemon has ended, and none took this session back within ",
                        absl::StrFormat("%.1f", waited.count()),
                        " s: ", std::string(last.message())),
-          "see in its log why forebayd does not start (journalctl -u forebayd), then start the "
-          "trainer again; daemon_wait, or FOREBAY_DAEMON_WAIT in seconds, is how long a "
-          "session waits for it"));
+          "see in its log why forebayd does not start (journalctl -u forebayd; of a daemon on "
+          "another node forebay-gateway there too), then start the trainer again; daemon_wait, or "
+          "FOREBAY_DAEMON_WAIT in seconds, is how long a session waits for it"));
     }
     if (limits.deadline.Expired()) {
       return MakeError(ErrorId::kTimeout,
@@ -138,8 +143,13 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
                        "is unknown",
                        "call again: the session goes on when the daemon is back");
     }
-    std::this_thread::sleep_for(std::min(pause, within.deadline.Remaining()));
-    pause = std::min(2 * pause, internal::kInterruptPeriod);
+    for (const Deadline end = Deadline::After(pause);
+         !end.Expired() && !within.deadline.Expired();) {
+      const auto rest = std::min(end.Remaining(), within.deadline.Remaining());
+      std::this_thread::sleep_for(std::min(rest, internal::kInterruptPeriod));
+      if (limits.Interrupted()) return InterruptedError();
+    }
+    pause = std::min(2 * pause, parts.attach_pause_max);
   }
 }
 

@@ -13,7 +13,7 @@
 namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread, of these structs or of remote.capnp.
-inline constexpr uint32_t kRemoteVersion = 1;
+inline constexpr uint32_t kRemoteVersion = 2;
 inline constexpr uint32_t kRemoteMagic = 0x31524246;  // "FBR1" on a little-endian machine
 
 // Of weights and states, on their way to the agent. Gradients travel in pieces of their own (kGradPieceBytesMax).

@@ -85,6 +85,8 @@ struct SessionParts {
   SessionTerms terms = {};
   // Empty: the session ends where its daemon is restarted, as a reader's does.
   AttachAgain attach_again = {};
+  // The longest pause between two of its tries.
+  std::chrono::milliseconds attach_pause_max = kInterruptPeriod;
   // For a daemon that is restarted, until one grants the session again.
   Timeout daemon_wait{};
   std::shared_ptr<Mapping> weights = {};

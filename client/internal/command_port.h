@@ -78,6 +78,7 @@ class CommandPort {
   // Every later call returns `reason`; the channel and the descriptors are used no more.
   void Close(const absl::Status& reason);
 
+  uint64_t newest_tag() const { return next_tag_ - 1; }
   uint64_t commands() const { return commands_; }
   uint64_t sleeps() const { return sleeps_; }
 

@@ -17,8 +17,9 @@ using protocol::UniqueFd;
 
 constexpr std::chrono::seconds kExplainTimeout{10};
 
-// Zeros where the kernel does not say.
-FileIdentity IdentityOf(int fd) {
+// Zeros where the kernel does not say. `remote_inode`: of a daemon on another node.
+FileIdentity IdentityOf(int fd, uint64_t remote_inode) {
+  if (remote_inode != 0) return {.device = 0, .inode = remote_inode};
   struct stat info {};
   if (::fstat(fd, &info) != 0) return {};
   return {.device = info.st_dev, .inode = info.st_ino};
@@ -55,11 +56,13 @@ std::string Difference(const SessionTerms& before, const SessionTerms& after) {
 }
 
 absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const AttachCall& call,
-                                                const WaitLimits& limits) {
+                                                const WaitLimits& limits,
+                                                const RemoteArenas* remote_arenas) {
   using Kind = schema::Session::Kind;
   GrantedSession granted{.terms = {}, .connection = std::make_unique<Connection>()};
   Connection& connection = *granted.connection;
-  ASSIGN_OR_RETURN(connection.control, Control::Connect({.socket = socket}, limits));
+  ASSIGN_OR_RETURN(connection.control,
+                   Control::Connect({.socket = socket, .remote_arenas = remote_arenas}, limits));
   Control* const control = connection.control.get();
   ASSIGN_OR_RETURN(granted.reply, control->Attach(call, limits));
   ASSIGN_OR_RETURN(granted.weights, control->Descriptor(Kind::WEIGHTS, limits));
@@ -92,8 +95,8 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
                    .trace_bytes = reply.getTraceBytes(),
                    .weights_on_swap = reply.getWeightsOnSwap(),
                    .leases = reply.getLeases(),
-                   .weights = IdentityOf(granted.weights.get()),
-                   .grad_arena = IdentityOf(granted.grad_arena.get())};
+                   .weights = IdentityOf(granted.weights.get(), reply.getRemoteWeights()),
+                   .grad_arena = IdentityOf(granted.grad_arena.get(), reply.getRemoteGradArena())};
   return granted;
 }
 

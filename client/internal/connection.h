@@ -25,7 +25,8 @@ struct Connection {
   std::shared_ptr<Mapping> ring;
 };
 
-// Of a file: two descriptors of one memfd have the same.
+// Of a file: two descriptors of one memfd have the same. Of an arena of a daemon on another node: of that one, not of what
+// stands for it here; device 0.
 struct FileIdentity {
   uint64_t device = 0;
   uint64_t inode = 0;
@@ -61,13 +62,22 @@ struct GrantedSession {
   CommandPort::Options port = {};
 };
 
+// `remote_arenas`: of a rank that comes back, where the daemon is on another node.
+//
 // Errors  As Control::Connect and the daemon's of an attach.
 absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const AttachCall& call,
-                                                const WaitLimits& limits);
+                                                const WaitLimits& limits,
+                                                const RemoteArenas* remote_arenas = nullptr);
+
+// What the next daemon is to know of a session.
+struct SessionBefore {
+  std::span<const uint64_t> held_leases = {};  // of a job with weights on swap
+  uint64_t grad_arena_inode = 0;
+  uint64_t newest_tag = 0;  // of the commands that were sent
+};
 
 // Asks for the session once more, of whichever daemon has the socket. Errors as ConnectAndAttach.
-// `held`: leases, of a job with weights on swap.
-using AttachAgain = std::function<absl::StatusOr<GrantedSession>(
-    std::span<const uint64_t> held, uint64_t grad_arena_inode, const WaitLimits&)>;
+using AttachAgain =
+    std::function<absl::StatusOr<GrantedSession>(const SessionBefore&, const WaitLimits&)>;
 
 }  // namespace forebay::client::internal

@@ -104,7 +104,7 @@ absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& 
   std::unique_ptr<Control> control(new Control());
   UniqueFd socket;
   if (const auto address = RemoteAddress(options.socket)) {
-    ASSIGN_OR_RETURN(control->agent_, RemoteAgent::Start(*address));
+    ASSIGN_OR_RETURN(control->agent_, RemoteAgent::Start(*address, options.remote_arenas));
     socket = control->agent_->ReleaseSocket();
   } else {
     ASSIGN_OR_RETURN(socket, ConnectSocket(options.socket));
@@ -137,6 +137,7 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setResume(call.resume);
   request.setReattach(call.reattach);
   request.setGradArena(call.grad_arena_inode);
+  request.setNewestTag(call.newest_tag);
   auto leases = request.initHeldLeases(static_cast<unsigned>(call.held_leases.size()));
   for (unsigned i = 0; i < leases.size(); ++i) leases.set(i, call.held_leases[i]);
   request.setAccumulate(call.accumulate);

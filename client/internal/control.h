@@ -26,7 +26,8 @@
 namespace forebay::client::internal {
 
 struct ConnectOptions {
-  std::string socket;  // its path, or "ucx://HOST:PORT" of a gateway
+  std::string socket;                           // its path, or "ucx://HOST:PORT" of a gateway
+  const RemoteArenas* remote_arenas = nullptr;  // of a rank that comes back to one
   uint32_t protocol_version = protocol::kProtocolVersion;
 };
 
@@ -41,6 +42,7 @@ struct AttachCall {
   bool reattach = false;
   uint64_t grad_arena_inode = 0;  // of a reattach
   std::span<const uint64_t> held_leases = {};
+  uint64_t newest_tag = 0;  // likewise: of the commands that were sent
   bool accumulate = false;
   bool early_updates = false;
   bool writable_weights = false;

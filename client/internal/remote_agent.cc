@@ -38,6 +38,8 @@ constexpr char kProgram[] = "forebay-gateway";
 constexpr int kFirstFreeFd = 10;  // above those of the agent
 constexpr int kSocketFd = 3;
 constexpr int kLifetimeFd = 4;
+constexpr int kWeightsFd = 5;
+constexpr int kGradArenaFd = 6;
 constexpr int kLoaderFailed = 127;
 constexpr int kEndLimitMs = 3000;
 constexpr size_t kLogCharsMax = 2000;
@@ -108,7 +110,8 @@ std::optional<std::string> RemoteAddress(std::string_view socket) {
   return std::string(socket.substr(kScheme.size()));
 }
 
-absl::StatusOr<std::unique_ptr<RemoteAgent>> RemoteAgent::Start(const std::string& address) {
+absl::StatusOr<std::unique_ptr<RemoteAgent>> RemoteAgent::Start(const std::string& address,
+                                                                const RemoteArenas* arenas) {
   ASSIGN_OR_RETURN(const std::string program, FindProgram());
   std::array<int, 2> ends{};
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) {
@@ -137,6 +140,18 @@ absl::StatusOr<std::unique_ptr<RemoteAgent>> RemoteAgent::Start(const std::strin
   if (self_above.valid()) {
     ::posix_spawn_file_actions_adddup2(&spawn.actions, self_above.get(), kLifetimeFd);
     words.insert(words.end(), {"--lifetime-fd", absl::StrCat(kLifetimeFd)});
+  }
+  const UniqueFd weights_above = arenas == nullptr ? UniqueFd() : Above(arenas->weights.get());
+  const UniqueFd grad_above = arenas == nullptr ? UniqueFd() : Above(arenas->grad_arena.get());
+  if (arenas != nullptr) {
+    if (!weights_above.valid() || !grad_above.valid()) {
+      return MakeError(ErrorId::kLimit, ErrnoText("descriptors for the agent", errno),
+                       "raise the limit of open files (ulimit -n)");
+    }
+    ::posix_spawn_file_actions_adddup2(&spawn.actions, weights_above.get(), kWeightsFd);
+    ::posix_spawn_file_actions_adddup2(&spawn.actions, grad_above.get(), kGradArenaFd);
+    words.insert(words.end(), {"--weights-fd", absl::StrCat(kWeightsFd), "--grad-arena-fd",
+                               absl::StrCat(kGradArenaFd)});
   }
   sigset_t none;
   sigset_t all;

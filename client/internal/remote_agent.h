@@ -18,14 +18,21 @@ namespace forebay::client::internal {
 // "HOST:PORT" of "ucx://HOST:PORT"; nothing: the socket of a daemon on this node.
 std::optional<std::string> RemoteAddress(std::string_view socket);
 
+// Arenas of a session that an agent has made; those of a rank that comes back are given to the next one.
+struct RemoteArenas {
+  protocol::UniqueFd weights;
+  protocol::UniqueFd grad_arena;
+};
+
 // Threads  One at a time.
 class RemoteAgent {
  public:
   // Starts forebay-gateway (environment.h says which) in a process group of its own. It ends with this process, or
-  // when its socket is closed.
+  // when its socket is closed. `arenas`: null but for a rank that comes back.
   //
   // Errors  E_UNSUPPORTED  there is no such program. E_LIMIT.
-  static absl::StatusOr<std::unique_ptr<RemoteAgent>> Start(const std::string& address);
+  static absl::StatusOr<std::unique_ptr<RemoteAgent>> Start(const std::string& address,
+                                                            const RemoteArenas* arenas);
 
   RemoteAgent(const RemoteAgent&) = delete;
   RemoteAgent& operator=(const RemoteAgent&) = delete;

@@ -41,6 +41,7 @@ using protocol::UniqueFd;
 
 constexpr size_t kLayoutPieceBytes = 256 << 10;
 constexpr auto kConnectLimit = 10 * kj::SECONDS;
+constexpr auto kEndingsLimit = 1 * kj::SECONDS;
 
 // "host" of "host:port" and of "[host]:port".
 std::string HostOf(const std::string& address) {
@@ -69,8 +70,9 @@ struct AgentSessionState {
   uint64_t number = 0;
   bool is_shared = false;
   bool has_rank = false;
-  absl::Status reason;  // why it is over, where this side knows
-  UniqueFd weights;     // as the trainer gets it
+  bool is_back = false;  // of a rank that has its arenas from before
+  absl::Status reason;   // why it is over, where this side knows
+  UniqueFd weights;      // as the trainer gets it
   std::shared_ptr<SharedMemory> grad_arena;
   std::shared_ptr<SharedMemory> ring;
   UniqueFd command_doorbell;
@@ -79,7 +81,7 @@ struct AgentSessionState {
 };
 
 // Everything of the agent that lives on the control thread.
-class Agent {
+class Agent final : private kj::TaskSet::ErrorHandler {
  public:
   Agent(kj::AsyncIoContext& async_io, const AgentOptions& agent_options,
         ControlQueue& control_queue)
@@ -119,6 +121,19 @@ class Agent {
     for (const auto& weak : sessions) {
       if (const auto session = weak.lock()) EndSession(*session, why);
     }
+    // Calls that wait end too: nobody waits for a link that is down.
+    (void)kj::runCatchingExceptions([this] { link->stream->abortRead(); });
+  }
+
+  // The trainer is no more: the daemon hears of it, where a lost link would have to be waited for.
+  void OnTrainerGone(schema::Session::Client session) {
+    if (reason.ok()) endings.add(session.endRequest().send().ignoreResult());
+  }
+
+  kj::Promise<void> OnEndingsHeard() {
+    return io.provider->getTimer()
+        .timeoutAfter(kEndingsLimit, endings.onEmpty())
+        .then([] {}, [](kj::Exception&&) {});
   }
 
   void EndSession(AgentSessionState& session, const absl::Status& why) {
@@ -126,7 +141,7 @@ class Agent {
     if (data == nullptr || session.number == 0) return;
     data->Post([thread = data.get(), number = session.number] {
       auto* const found = static_cast<AgentSession*>(thread->Find(number));
-      if (found != nullptr) found->Close(protocol::ChannelState::kEnded);
+      if (found != nullptr) found->OnLost();
     });
   }
 
@@ -151,6 +166,7 @@ class Agent {
   absl::Status reason;
 
  private:
+  void taskFailed(kj::Exception&&) override {}  // the link is lost too
   kj::Promise<absl::Status> Hello(kj::Own<kj::AsyncIoStream> stream, const std::string& token) {
     auto handshake = tls->wrapClient(kj::mv(stream), HostOf(options.address).c_str())
                          .then([this, token](kj::Own<kj::AsyncIoStream>&& secured) {
@@ -209,6 +225,7 @@ class Agent {
               });
   }
 
+  kj::TaskSet endings{*this};
   kj::Promise<void> pinging = kj::READY_NOW;
   kj::Promise<void> watching = kj::READY_NOW;
 };
@@ -217,7 +234,8 @@ class AgentSessionServer final : public schema::Session::Server {
  public:
   AgentSessionServer(Agent& agent, std::shared_ptr<AgentSessionState> state)
       : agent_(agent), state_(std::move(state)) {}
-  ~AgentSessionServer() {
+  ~AgentSessionServer() noexcept(false) {
+    if (!is_detached_ && state_->reason.ok()) agent_.OnTrainerGone(Remote());
     agent_.data->Post(
         [thread = agent_.data.get(), number = state_->number] { thread->Remove(number); });
   }
@@ -242,7 +260,10 @@ class AgentSessionServer final : public schema::Session::Server {
     return Remote().mappedRequest().send().then(
         [this, context](auto&& response) mutable -> kj::Promise<void> {
           context.getResults().setOutcome(response.getOutcome());
-          if (response.getOutcome().getError() != 0 || !is_synced()) return kj::READY_NOW;
+          // One that comes back has what it had.
+          if (response.getOutcome().getError() != 0 || !is_synced() || state_->is_back) {
+            return kj::READY_NOW;
+          }
           return Synced(context);
         });
   }
@@ -268,7 +289,14 @@ class AgentSessionServer final : public schema::Session::Server {
   kj::Promise<void> detach(DetachContext context) override {
     context.allowCancellation();
     if (!state_->reason.ok()) return Refuse(context);
+    is_detached_ = true;
     return ForwardForOutcome(context, Remote().detachRequest());
+  }
+
+  kj::Promise<void> end(EndContext context) override {
+    SetOutcome(MakeError(ErrorId::kUnsupported, "the trainer's end is what its socket says"),
+               context.getResults().initOutcome());
+    return kj::READY_NOW;
   }
 
  private:
@@ -334,6 +362,7 @@ class AgentSessionServer final : public schema::Session::Server {
   Agent& agent_;
   std::shared_ptr<AgentSessionState> state_;
   std::vector<std::shared_ptr<kj::Own<kj::PromiseFulfiller<void>>>> waiting_;
+  bool is_detached_ = false;
 };
 
 class AgentNode final : public schema::Node::Server {
@@ -471,16 +500,19 @@ class AgentNode final : public schema::Node::Server {
     state->number = key.number;
     state->is_shared = attaching.layout->is_shared();
     state->has_rank = !request.getReader();
+    state->is_back = request.getReattach();
     AgentSessionOptions options;
+    options.has_rank = state->has_rank;
     options.daemon_arena_bytes = step_end;
     options.step_region = {.offset_bytes = reply.getStepRegionOffset(),
                            .size_bytes = reply.getStepRegionBytes()};
     options.layout = attaching.layout;
     options.weights_address = terms.getWeightsAddress();
     const uint64_t grad_bytes = reply.getGradArenaBytes() + request.getActivationBytes();
-    ASSIGN_OR_RETURN(options.weights,
-                     SharedMemory::Create("forebay-weights", reply.getWeightsBytes()));
-    ASSIGN_OR_RETURN(options.grad_arena, SharedMemory::Create("forebay-grad", grad_bytes));
+    ASSIGN_OR_RETURN(options.weights, MakeOrReuse(agent_.options.weights, "forebay-weights",
+                                                  reply.getWeightsBytes(), request.getReattach()));
+    ASSIGN_OR_RETURN(options.grad_arena, MakeOrReuse(agent_.options.grad_arena, "forebay-grad",
+                                                     grad_bytes, request.getReattach()));
     ASSIGN_OR_RETURN(state->ring,
                      SharedMemory::Create("forebay-ring", sizeof(protocol::RingMemory)));
     state->grad_arena = options.grad_arena;
@@ -522,9 +554,21 @@ class AgentNode final : public schema::Node::Server {
     results.initOutcome();
     results.setReply(reply);
     results.getReply().setGradArenaBytes(grad_bytes);
-    results.getReply().setOutlivesDaemon(false);
+    results.getReply().setOutlivesDaemon(true);  // the agent is this session's daemon
     results.setSession(kj::heap<AgentSessionServer>(agent_, std::move(state)));
     return absl::OkStatus();
+  }
+
+  // `before`: of a session that comes back, which the trainer has mapped.
+  static absl::StatusOr<std::shared_ptr<SharedMemory>> MakeOrReuse(const UniqueFd& before,
+                                                                   const char* name,
+                                                                   uint64_t size_bytes,
+                                                                   bool is_back) {
+    if (!is_back) return SharedMemory::Create(name, size_bytes);
+    UniqueFd fd(::open(absl::StrCat("/proc/self/fd/", before.get()).c_str(), O_RDWR | O_CLOEXEC));
+    if (fd.valid()) return SharedMemory::Map(std::move(fd), size_bytes, Access::kReadWrite);
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("a rank comes back without its arena ", name));
   }
 
   // A descriptor of its own that cannot be written, as the daemon's cannot.
@@ -561,6 +605,7 @@ absl::Status ServeAgent(AgentOptions options) {
     capnp::TwoPartyVatNetwork network(*stream, protocol::kFdsPerMessageMax,
                                       capnp::rpc::twoparty::Side::SERVER, protocol::AnswerLimits());
     auto rpc = capnp::makeRpcServer(network, kj::heap<AgentNode>(agent));
+    auto serving = kj::heap(kj::mv(rpc));
     kj::Promise<void> over = network.onDisconnect();
     kj::Own<kj::UnixEventPort::FdObserver> observer;
     if (options.lifetime.valid()) {
@@ -569,6 +614,8 @@ absl::Status ServeAgent(AgentOptions options) {
       over = over.exclusiveJoin(observer->whenBecomesReadable());
     }
     over.wait(io.waitScope);
+    serving = nullptr;  // sessions that have not detached end
+    agent.OnEndingsHeard().wait(io.waitScope);
   });
   KJ_IF_MAYBE (e, exception) {
     return MakeError(ErrorId::kInternal, absl::StrCat("agent: ", e->getDescription().cStr()));

@@ -14,6 +14,10 @@ struct AgentOptions {
   protocol::UniqueFd trainer;  // a connected Unix socket
   // A pidfd of the trainer; not valid: the socket alone says when it ends.
   protocol::UniqueFd lifetime;
+  // Of a rank that comes back: the window and the gradient arena that an agent before this one has made. Not valid: they are
+  // made.
+  protocol::UniqueFd weights;
+  protocol::UniqueFd grad_arena;
 };
 
 // Until the trainer has closed its socket or has ended. What goes wrong with the gateway is what the trainer's calls get.

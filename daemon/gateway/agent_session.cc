@@ -33,6 +33,15 @@ AgentSession::AgentSession(std::unique_ptr<RemoteLink> link, AgentSessionOptions
 
 AgentSession::~AgentSession() { Close(protocol::ChannelState::kEnded); }
 
+void AgentSession::OnLost() {
+  Close(options_.has_rank ? protocol::ChannelState::kRestarting : protocol::ChannelState::kEnded);
+}
+
+void AgentSession::End(const absl::Status& status) {
+  Close(protocol::ChannelState::kEnded);
+  link_->End(status);
+}
+
 void AgentSession::Close(protocol::ChannelState state) {
   if (std::exchange(is_closed_, true)) return;
   options_.channel->Close(state);
@@ -113,7 +122,10 @@ void AgentSession::OnMessage(const RemoteHeader& header, protocol::UcxArrival& a
       OnPiece(header, arrival);
       return;
     case RemoteKind::kEnd:
-      Close(protocol::ChannelState::kEnded);
+      Close(header.As<Completion>().flags ==
+                    static_cast<uint16_t>(protocol::ChannelState::kRestarting)
+                ? protocol::ChannelState::kRestarting
+                : protocol::ChannelState::kEnded);
       return;
     default:
       End(GatewayViolation(absl::StrCat("sent a message of kind ", header.kind)));
@@ -215,7 +227,7 @@ void AgentSession::Deliver(const Completion& completion) {
 
 bool AgentSession::Poll() {
   if (link_->has_ended()) {
-    Close(protocol::ChannelState::kEnded);
+    OnLost();
     return false;
   }
   const bool did = !is_closed_ && ReceiveFromTrainer();

@@ -29,9 +29,10 @@ struct AgentSessionOptions {
   protocol::StepRegion step_region;
   std::shared_ptr<const protocol::Layout> layout;
   uint64_t weights_address = 0;  // at the gateway
+  bool has_rank = false;
 };
 
-// Where the link breaks, the trainer's ring is closed.
+// Where the link breaks, the trainer's ring is closed; a rank attaches again then, by another agent.
 class AgentSession final : public DataSession {
  public:
   AgentSession(std::unique_ptr<RemoteLink> link, AgentSessionOptions options);
@@ -39,8 +40,8 @@ class AgentSession final : public DataSession {
 
   // Brings all weights that have changed; with shared attachment alone. `on_done` is not called where the link ends.
   void RequestSync(std::function<void()> on_done);
-  // The trainer sees that the session is over.
-  void Close(protocol::ChannelState state);
+  // The way to the gateway is lost.
+  void OnLost();
 
   void OnMessage(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival) override;
   bool Poll() override;
@@ -72,7 +73,10 @@ class AgentSession final : public DataSession {
   bool StartReads();
   void DeliverCompletions();
   void Deliver(const protocol::Completion& completion);
-  void End(const absl::Status& status) { link_->End(status); }
+  // Of a peer that breaks the rules.
+  void End(const absl::Status& status);
+  // The trainer sees that the session is over, or (kRestarting) that it is to attach again.
+  void Close(protocol::ChannelState state);
 
   AgentSessionOptions options_;
   std::unique_ptr<RemoteLink> link_;

@@ -56,11 +56,12 @@ DaemonLink::DaemonLink(kj::Own<kj::AsyncCapabilityStream> stream)
       rpc_(capnp::makeRpcClient(network_)),
       node_(protocol::BootstrapOf<schema::Node>(rpc_)) {}
 
-kj::Promise<absl::Status> DaemonLink::Hello(uint32_t uid) {
+kj::Promise<absl::Status> DaemonLink::Hello(uint32_t uid, std::chrono::milliseconds session_wait) {
   auto request = node_.helloRequest();
   request.setProtocolVersion(protocol::kProtocolVersion);
   request.setProgram("forebay-gateway");
   request.setOnBehalfOf(uid);
+  request.setSessionWaitMs(static_cast<uint32_t>(session_wait.count()));
   return request.send().then(
       [](auto&& response) { return protocol::StatusOf(response.getOutcome()); });
 }

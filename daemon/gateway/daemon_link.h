@@ -4,6 +4,7 @@
 #include <capnp/rpc-twoparty.h>
 #include <kj/async-io.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -38,7 +39,8 @@ class DaemonLink {
 
   DaemonLink(kj::Own<kj::AsyncCapabilityStream> stream);
 
-  kj::Promise<absl::Status> Hello(uint32_t uid);
+  // `session_wait`: Node.hello, sessionWaitMs.
+  kj::Promise<absl::Status> Hello(uint32_t uid, std::chrono::milliseconds session_wait);
   // The descriptors come with it.
   kj::Promise<kj::Own<DaemonSession>> Attach(schema::AttachRequest::Reader request,
                                              std::vector<std::byte> layout);

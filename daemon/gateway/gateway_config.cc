@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/wire.h"
 
 namespace forebay::gateway {
 namespace {
@@ -25,7 +26,7 @@ using protocol::MakeError;
 constexpr size_t kTokenCharsMin = 16;
 constexpr int64_t kKeepaliveMsMin = 500;
 constexpr int64_t kKeepaliveMsMax = 600'000;
-constexpr char kHint[] = "daemon/gateway/gateway.toml has every key";
+constexpr char kHint[] = "the gateway.toml that comes with forebay-gateway has every key";
 
 absl::Status Bad(const std::string& place, const std::string& key, const std::string& what) {
   return MakeError(ErrorId::kConfig, absl::StrCat(place, ": ", key, ": ", what), kHint);
@@ -72,6 +73,12 @@ class Reader {
       ASSIGN_OR_RETURN(const int64_t ms,
                        NumberOf(key, node, place, {kKeepaliveMsMin, kKeepaliveMsMax}));
       config_.keepalive = std::chrono::milliseconds(ms);
+      return absl::OkStatus();
+    }
+    if (key == "session_wait") {
+      ASSIGN_OR_RETURN(const int64_t ms,
+                       NumberOf(key, node, place, {0, protocol::kSessionWaitMsMax}));
+      config_.session_wait = std::chrono::milliseconds(ms);
       return absl::OkStatus();
     }
     if (key == "ucx.rma") return SetReads(key, node, place);

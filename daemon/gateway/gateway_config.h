@@ -32,6 +32,8 @@ struct GatewayConfig {
   std::string client_ca;
   std::string tokens;
   std::chrono::milliseconds keepalive{10000};
+  // A rank that is not heard of any more has so long to attach again before its session ends.
+  std::chrono::milliseconds session_wait{60000};
   std::string ucx_tls;
   std::string ucx_net_devices;
   ReadPolicy reads = ReadPolicy::kAuto;

@@ -109,7 +109,7 @@ class SessionState {
                  protocol::FormatError(reason));
     thread_.Post([&thread = thread_, number = number_] { thread.Remove(number); });
   }
-  void OnDetached() { is_detached_ = true; }  // what comes now is its end
+  void OnDetached() { is_detached_ = true; }  // or its client has ended: what comes now is its end
   const absl::Status& reason() const { return reason_; }
   kj::Maybe<schema::Session::Client>& daemon() { return daemon_; }
 
@@ -155,6 +155,14 @@ class SessionServer final : public schema::Session::Server {
     context.allowCancellation();
     return WithDaemon(context, [&](schema::Session::Client& daemon) {
       return ForwardForOutcome(context, daemon.detachRequest()).then([state = state_] {
+        state->OnDetached();
+      });
+    });
+  }
+  kj::Promise<void> end(EndContext context) override {
+    context.allowCancellation();
+    return WithDaemon(context, [&](schema::Session::Client& daemon) {
+      return ForwardForOutcome(context, daemon.endRequest()).then([state = state_] {
         state->OnDetached();
       });
     });
@@ -327,6 +335,7 @@ class NodeServer final : public schema::RemoteNode::Server {
              .completion_doorbell_fd = ring->completion_doorbell.get()}));
     options.ring = ring;
     const std::shared_ptr<SharedMemory> weights = options.weights;
+    const uint64_t grad_arena_inode = options.grad_arena->inode();
 
     ASSIGN_OR_RETURN(DataThread * thread, gateway_.ThreadOf(principal_));
     SessionKey key{.number = gateway_.next_session++};
@@ -360,6 +369,8 @@ class NodeServer final : public schema::RemoteNode::Server {
     auto results = context.getResults();
     results.initOutcome();
     results.setReply(reply);
+    results.getReply().setRemoteWeights(weights->inode());
+    results.getReply().setRemoteGradArena(grad_arena_inode);
     results.setSession(kj::heap<SessionServer>(std::move(state)));
     auto terms = results.initTerms();
     terms.setSession(key.number);
@@ -412,7 +423,7 @@ class GatewayServer final : public schema::Gateway::Server {
                                       connection_.gateway.config.daemon_socket);
     if (!daemon.ok()) return Refuse(context, daemon.status());
     connection_.daemon = kj::mv(*daemon);
-    return connection_.daemon->Hello(principal->uid)
+    return connection_.daemon->Hello(principal->uid, connection_.gateway.config.session_wait)
         .then([this, context, principal = *principal](const absl::Status& status) mutable {
           if (!status.ok()) return Refuse(context, status);
           connection_.OnConnected();

@@ -60,6 +60,10 @@ int main(int argc, char** argv) {
       ->required();
   connect->add_option("--socket-fd", trainer_fd, "the trainer's socket")->required();
   connect->add_option("--lifetime-fd", lifetime_fd, "a pidfd of the trainer");
+  int weights_fd = -1;
+  int grad_arena_fd = -1;
+  connect->add_option("--weights-fd", weights_fd, "the window of a rank that comes back");
+  connect->add_option("--grad-arena-fd", grad_arena_fd, "and its gradient arena");
   CLI11_PARSE(app, argc, argv);
 
   ::signal(SIGPIPE, SIG_IGN);
@@ -68,10 +72,13 @@ int main(int argc, char** argv) {
     // Of the trainer's terminal: the trainer decides what it ends with.
     ::signal(SIGINT, SIG_IGN);
     ::signal(SIGHUP, SIG_IGN);
-    const absl::Status status = forebay::gateway::ServeAgent({.address = address,
-                                                              .folder = folder,
-                                                              .trainer = UniqueFd(trainer_fd),
-                                                              .lifetime = UniqueFd(lifetime_fd)});
+    const absl::Status status =
+        forebay::gateway::ServeAgent({.address = address,
+                                      .folder = folder,
+                                      .trainer = UniqueFd(trainer_fd),
+                                      .lifetime = UniqueFd(lifetime_fd),
+                                      .weights = UniqueFd(weights_fd),
+                                      .grad_arena = UniqueFd(grad_arena_fd)});
     return status.ok() ? 0 : Fail(status);
   }
   ForgetUcxVariables();

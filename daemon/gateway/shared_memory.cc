@@ -47,6 +47,11 @@ absl::StatusOr<std::shared_ptr<SharedMemory>> SharedMemory::Create(const char* n
   return Map(std::move(file), size_bytes, Access::kReadWrite);
 }
 
+uint64_t SharedMemory::inode() const {
+  struct stat info {};
+  return ::fstat(file_.get(), &info) == 0 ? info.st_ino : 0;
+}
+
 SharedMemory::~SharedMemory() { (void)::munmap(bytes_.data(), bytes_.size()); }
 
 }  // namespace forebay::gateway

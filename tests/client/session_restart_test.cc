@@ -45,11 +45,11 @@ class SessionRestart : public SessionTest {
                  const std::function<void(SessionParts&)>& change = {}) {
     StartSession(std::move(script), [&](SessionParts& parts) {
       parts.daemon_wait = kTimeout;
-      parts.attach_again = [this](std::span<const uint64_t> held, uint64_t grad_arena_inode,
-                                  const WaitLimits&) {
+      parts.attach_again = [this](const SessionBefore& before, const WaitLimits&) {
         ++attaches_;
-        grad_arena_ = grad_arena_inode;
-        held_.assign(held.begin(), held.end());
+        grad_arena_ = before.grad_arena_inode;
+        newest_tag_ = before.newest_tag;
+        held_.assign(before.held_leases.begin(), before.held_leases.end());
         return grant_();
       };
       if (change) change(parts);
@@ -78,6 +78,7 @@ class SessionRestart : public SessionTest {
   bool on_swap_ = false;
   std::vector<uint64_t> held_;  // at the last attach, on weights on swap
   uint64_t grad_arena_ = 0;     // likewise: the inode of its gradient arena
+  uint64_t newest_tag_ = 0;     // likewise: of what was sent
   std::atomic<int> attaches_{0};
   std::function<absl::StatusOr<GrantedSession>()> grant_ = [this] { return Granted(next_); };
 };
@@ -375,6 +376,7 @@ TEST_F(SessionRestart, HearsThatARankIsLostAsInOneDaemon) {
   EXPECT_THAT(lost, HasError(ErrorId::kRankLost));
   EXPECT_EQ(protocol::HintOf(lost), "attach again");
   EXPECT_EQ(grad_arena_, 5U);
+  EXPECT_EQ(newest_tag_, 1U) << "the fetch's";
   EXPECT_THAT(session_->CheckSession(kTimeout), HasError(ErrorId::kRankLost));
   EXPECT_EQ(attaches_, 1);
 }

@@ -84,7 +84,7 @@ def make_client_folder(folder, authority, certificate=None, key=None, token=None
 def settings_text(bind, daemon_socket, certificate, key, authority, **more):
     """A gateway.toml: with certificates of `authority` for clients, or with `tokens`."""
     lines = [f'bind = "{bind}"']
-    lines += [f"keepalive = {more.get('keepalive', 10000)}"]
+    lines += [f"keepalive = {more.get('keepalive', 10000)}", f"session_wait = {more.get('session_wait', 60000)}"]
     if "tokens" in more:
         lines += [f'tokens = "{more["tokens"]}"']
     lines += ["[daemon]", f'socket = "{daemon_socket}"', "[tls]", f'certificate = "{certificate}"', f'key = "{key}"']

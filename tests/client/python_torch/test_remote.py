@@ -33,12 +33,15 @@ class Place:
     def __init__(self, nodes, folder, *settings, port=PORT, **gateway):
         self.nodes, self.folder, self.port = nodes, pathlib.Path(folder), port
         self.folder.mkdir(exist_ok=True)
-        self.daemon = Daemon(self.folder, *settings, launcher=nodes[0].command())
+        self.daemon = self.start_daemon(*settings)
         self.authority = remote_gateway.Authority(self.folder / "ca")
         self.own = self.authority.issue("gateway", [ADDRESSES[0], "worker-0"])
         certificate = self.authority.issue(PRINCIPAL)
         self.client = remote_gateway.make_client_folder(self.folder / "client", self.authority, *certificate)
         self.gateway = remote_gateway.Gateway(self.folder, self.settings(**gateway), nodes[0].command())
+
+    def start_daemon(self, *settings):
+        return Daemon(self.folder, *settings, launcher=self.nodes[0].command())
 
     def settings(self, bind=None, **more):
         bind = bind or f"{ADDRESSES[0]}:{self.port}"

@@ -1,0 +1,131 @@
+"""Goal    Ranks whose daemon is on another node go on by themselves where the gateway, their agents or the daemon are killed
+        or started again, and where the link is down for longer than the keepalive: no error, each step once, the bits
+        of a run that saw nothing of the kind.
+Method  As test_remote.py, with a keepalive of half a second and a daemon whose service manager keeps what it has in
+        memory. Under a training of two ranks something is taken away every few steps, wherever they are.
+"""
+
+import os
+import pathlib
+import random
+import signal
+import time
+
+import durable_ranks
+import pytest
+from network_nodes import LINK
+from test_daemon_restart import SEED, Service, room_without_states
+from test_remote import DEADLINE_S, Place
+
+KEEPALIVE_MS = 500
+AWAY_S = 1.2 * KEEPALIVE_MS / 1000
+STEPS = 80
+STEPS_BETWEEN = 2
+CASES = [("shared", "dram"), ("sharded+leases", "swap")]
+
+
+def agents_of(place):
+    """The processes between its ranks and the gateway."""
+    own = [os.fsencode(word) for word in ("connect", place.client)]
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if all(word in words for word in own):
+            found.append(int(process.name))
+    return sorted(found)
+
+
+class KeptPlace(Place):
+    """One whose daemon is a service: what it has in memory is kept where it is killed."""
+
+    def start_daemon(self, *settings):
+        self.service = Service(self.folder, *settings)
+        self.service.manager.__enter__()
+        self.service.manager.start()
+        self.service.socket = f"{self.folder}/s"
+        return self.service
+
+    def stop(self):
+        self.gateway.stop()
+        self.service.manager.__exit__(None, None, None)
+
+    # ---------------------------------------------------------------- what is taken away
+
+    def kill_gateway(self):
+        self.gateway.kill()
+        self.gateway.start()
+
+    def restart_gateway(self):
+        self.gateway.stop()
+        self.gateway.start()
+
+    def hold_gateway(self):
+        self.gateway.process.send_signal(signal.SIGSTOP)
+        time.sleep(AWAY_S)  # house: allow sleep: longer than the keepalive
+        self.gateway.process.send_signal(signal.SIGCONT)
+
+    def kill_agent(self):
+        os.kill(agents_of(self)[0], signal.SIGKILL)
+
+    def hold_agent(self):
+        agent = agents_of(self)[-1]
+        os.kill(agent, signal.SIGSTOP)
+        time.sleep(AWAY_S)  # house: allow sleep: longer than the keepalive
+        os.kill(agent, signal.SIGCONT)
+
+    def cut_link(self):
+        self.nodes[0].run("ip", "link", "set", LINK, "down")
+        time.sleep(AWAY_S)  # house: allow sleep: longer than the keepalive
+        self.nodes[0].run("ip", "link", "set", LINK, "up")
+
+    def restart_daemon(self):
+        self.service.manager.restart()
+
+    def kill_daemon(self):
+        self.service.manager.process.kill()
+        self.service.manager.process.wait(DEADLINE_S)
+        self.service.manager.start()
+
+    def kill_both(self):
+        self.service.manager.process.kill()
+        self.gateway.kill()
+        self.service.manager.process.wait(DEADLINE_S)
+        self.service.manager.start()
+        self.gateway.start()
+
+
+WHAT = [name for name in vars(KeptPlace) if name.partition("_")[0] in ("kill", "restart", "hold", "cut")]
+
+
+def train(*words):
+    durable_ranks.main(list(words))
+
+
+@pytest.mark.parametrize(("mode", "where"), CASES)
+def test_ranks_go_on(gateway_network, folder, mode, where):
+    # A model with more weights than a cache of them.
+    variables = {"FOREBAY_WIDTH": "128", "GLOO_SOCKET_IFNAME": "lo"} if where == "swap" else {}
+    room = room_without_states(folder, mode, "memory", **variables) if where == "swap" else ["dram.limit=1GiB"]
+    place = KeptPlace(gateway_network, f"{folder}/place", *room, keepalive=KEEPALIVE_MS)
+    chance = random.Random(f"{SEED} {mode}")
+    output = place.start(train, mode, "memory", STEPS, **variables)
+    for what in chance.sample(WHAT, len(WHAT)):
+        made = sum(line[:2] == ["answered", 0] for line in output.said)
+        output.until(["answered", 0], made + STEPS_BETWEEN, DEADLINE_S)
+        time.sleep(chance.uniform(0, 0.03))  # house: allow sleep: anywhere in the steps that follow
+        getattr(place, what)()
+    assert not any(line[0] == "digests" for line in output.said), "all of it was in their way"
+    lines = output.wait(DEADLINE_S)
+    log = place.service.log()
+    place.stop()
+    for rank in range(durable_ranks.RANKS):
+        assert [line[2] for line in lines if line[:2] == ["answered", rank]] == list(range(1, STEPS + 1)), log
+    digests = [line[2:] for line in lines if line[0] == "digests"]
+    assert len(digests) == durable_ranks.RANKS
+    for step, digest, undisturbed in digests:
+        assert step == STEPS and digest == undisturbed, f"seed {SEED}"
+    # Of those that do not concern the daemon, each has cost a rank its connection.
+    assert log.count("of job durable: its rank is back") >= sum("daemon" not in what for what in WHAT) - 1
