@@ -32,8 +32,8 @@ struct RawAttach {
   uint64_t extra_state_bytes = 64 << 10;  // as clients of ours
   std::string run = "test";               // as DaemonProcess sets FOREBAY_RUN
   std::string durability = {};
-  uint64_t reattach_to =
-      0;               // inode of the gradient arena that it has from before; 0: it attaches anew
+  // Inode of the gradient arena that it has from before; 0: it attaches anew.
+  uint64_t reattach_to = 0;
   int layout_fd = -1;  // none where -1
   uint64_t layout_bytes = 0;
 };
