@@ -288,7 +288,9 @@ void NodeHarness::HearAllBut(uint64_t session, size_t answers) {
   std::deque<uint64_t>& unheard = unheard_[session];
   for (; unheard.size() > answers; unheard.pop_front()) {
     const auto gradient = gradients_.find(unheard.front());
-    if (gradient != gradients_.end()) InfoOf(session).unanswered.erase(gradient->second.offset);
+    if (gradient != gradients_.end() && unheard_max_ > 0) {
+      InfoOf(session).unanswered.erase(gradient->second.offset);
+    }
   }
 }
 
