@@ -44,7 +44,26 @@ enum class RemoteKind : uint16_t {
   kPing = 6,
   // Gateway: the daemon has ended the session; completion.flags is a ChannelState.
   kEnd = 7,
+  // Gateway: what a fetch of partition `completion.tag` would be answered with, if it has all of the agent's commands before
+  // `number` and the trainer sends none behind them that changes weights; and if the first `pieces` pieces are there.
+  kAhead = 8,
 };
+
+// Whether weights of the rank that sends it may be others behind it.
+inline bool MayChangeWeights(const Command& command) {
+  switch (static_cast<Op>(command.op)) {
+    case Op::kWriteInitial:
+    case Op::kInitialDone:
+    case Op::kStep:
+    case Op::kDecide:
+    case Op::kGoBack:
+      return true;
+    case Op::kWriteState:
+      return command.kind == 0;  // masters
+    default:
+      return false;
+  }
+}
 
 enum class RemoteRegion : uint16_t { kWeights = 0, kGradArena = 1 };
 
@@ -59,7 +78,7 @@ struct RemoteHeader {
   uint64_t number = 0;
   uint64_t offset_bytes = 0;
   uint64_t length_bytes = 0;
-  uint64_t pieces = 0;  // of kCompletion
+  uint64_t pieces = 0;  // of kCompletion and kAhead
   // A Command or a Completion.
   std::array<std::byte, 64> entry = {};
 

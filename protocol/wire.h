@@ -129,6 +129,10 @@ struct Completion {
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
 
+// The id of every lease that holds nothing up: of weights that an agent has brought to a trainer before it asked. Giving it
+// back does nothing.
+inline constexpr uint64_t kAheadLease = uint64_t{1} << 63;
+
 enum class FetchKind : uint16_t {
   kLease = 0,
   // Only says where the bytes are, when they are those of the committed step. Of a rank, whose next step call

@@ -37,8 +37,9 @@ CommandPort::CommandPort(Options options, std::pmr::memory_resource* memory)
     : options_(std::move(options)), pending_(memory), held_(memory) {}
 
 bool CommandPort::IsStaleRelease(const protocol::Command& command) const {
-  return command.op == static_cast<uint16_t>(Op::kRelease) && command.lease_id != 0 &&
-         command.lease_id <= newest_stale_lease_ &&
+  if (command.op != static_cast<uint16_t>(Op::kRelease) || command.lease_id == 0) return false;
+  if (command.lease_id == protocol::kAheadLease) return true;
+  return command.lease_id <= newest_stale_lease_ &&
          !std::ranges::binary_search(held_then_, command.lease_id);
 }
 
@@ -99,7 +100,8 @@ absl::Status CommandPort::Poll() {
 void CommandPort::Handle(const protocol::Completion& completion, const absl::Status& status,
                          OnDone& on_done) {
   const bool is_fetch = completion.op == static_cast<uint16_t>(Op::kFetch);
-  if (status.ok() && is_fetch && completion.lease_id != 0) {
+  const bool is_held = completion.lease_id != 0 && completion.lease_id != protocol::kAheadLease;
+  if (status.ok() && is_fetch && is_held) {
     newest_lease_ = std::max(newest_lease_, completion.lease_id);
     held_.insert(completion.lease_id);
   }

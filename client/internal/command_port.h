@@ -94,7 +94,7 @@ class CommandPort {
   bool DaemonDied() const;
   absl::StatusOr<bool> SendOrKeep(const protocol::Command& command);
   void Handle(const protocol::Completion& completion, const absl::Status& status, OnDone& on_done);
-  // Of a daemon before this one, and not held on. Ids of leases rise across a restart.
+  // Of a daemon before this one, and not held on; or of no lease. Ids of leases rise across a restart.
   bool IsStaleRelease(const protocol::Command& command) const;
   void GiveBackStale(const protocol::Command& command, OnDone& on_done);
 

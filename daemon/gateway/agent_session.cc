@@ -74,6 +74,11 @@ bool AgentSession::ReceiveFromTrainer() {
     }
     if (!received->has_value()) return i > 0;
     const Command& command = **received;
+    if (AnswerHere(command)) continue;
+    if (MayChangeWeights(command)) {
+      ahead_.clear();
+      ahead_from_ = next_number_ + 1;
+    }
     Range range = BytesOf(command);
     // The daemon says what is wrong with such a command.
     if (!IsWithin(range.offset_bytes, range.length_bytes, options_.daemon_arena_bytes)) range = {};
@@ -92,6 +97,25 @@ bool AgentSession::ReceiveFromTrainer() {
                 options_.grad_arena->bytes().subspan(range.offset_bytes, range.length_bytes),
                 options_.grad_arena);
   }
+  return true;
+}
+
+bool AgentSession::AnswerHere(const Command& command) {
+  Completion completion{};
+  const bool is_fetch = static_cast<Op>(command.op) == Op::kFetch;
+  if (is_fetch) {
+    const auto ahead = ahead_.find(command.partition);
+    if (ahead == ahead_.end() || ahead->second.pieces > pieces_ended_) return false;
+    completion = ahead->second.completion;
+    const bool leases = command.kind == static_cast<uint16_t>(protocol::FetchKind::kLease);
+    completion.lease_id = leases ? protocol::kAheadLease : 0;
+  } else if (static_cast<Op>(command.op) != Op::kRelease ||
+             command.lease_id != protocol::kAheadLease) {
+    return false;
+  }
+  completion.tag = command.tag;
+  completion.op = command.op;
+  if (const absl::Status sent = options_.channel->Send(completion); !sent.ok()) End(sent);
   return true;
 }
 
@@ -120,6 +144,9 @@ void AgentSession::OnMessage(const RemoteHeader& header, protocol::UcxArrival& a
     case RemoteKind::kPiece:
     case RemoteKind::kRead:
       OnPiece(header, arrival);
+      return;
+    case RemoteKind::kAhead:
+      OnAhead(header);
       return;
     case RemoteKind::kEnd:
       Close(header.As<Completion>().flags ==
@@ -193,6 +220,16 @@ void AgentSession::OnCompletion(const RemoteHeader& header) {
   }
   waiting_.push_back({.completion = header.As<Completion>(), .pieces = header.pieces});
   DeliverCompletions();
+}
+
+void AgentSession::OnAhead(const RemoteHeader& header) {
+  const Completion completion = header.As<Completion>();
+  if (completion.tag >= options_.layout->partitions().size()) {
+    return End(GatewayViolation(absl::StrCat("brings partition ", completion.tag)));
+  }
+  if (header.number < ahead_from_) return;
+  ahead_[static_cast<uint32_t>(completion.tag)] = {.completion = completion,
+                                                   .pieces = header.pieces};
 }
 
 void AgentSession::DeliverCompletions() {

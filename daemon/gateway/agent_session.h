@@ -67,6 +67,9 @@ class AgentSession final : public DataSession {
   // What the daemon reads of the arena for a command.
   Range BytesOf(const protocol::Command& command) const;
   bool ReceiveFromTrainer();
+  // Whether the trainer has its answer: of weights that are here.
+  bool AnswerHere(const protocol::Command& command);
+  void OnAhead(const protocol::RemoteHeader& header);
   void OnCompletion(const protocol::RemoteHeader& header);
   void OnPiece(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival);
   void OnPieceEnded(uint64_t number);
@@ -82,6 +85,10 @@ class AgentSession final : public DataSession {
   std::unique_ptr<RemoteLink> link_;
   uint64_t next_number_ = 0;
   std::set<uint64_t> in_flight_;  // tags of the trainer's
+  // By partition: what a fetch is answered with. None from before the newest command that may have changed weights; the
+  // first that counts is behind so many commands.
+  std::map<uint32_t, Waiting> ahead_;
+  uint64_t ahead_from_ = 0;
   std::map<uint64_t, std::function<void()>> syncs_;
   uint64_t next_sync_tag_ = protocol::kAgentTag;
   uint64_t pieces_ended_ = 0;  // all before this one are there

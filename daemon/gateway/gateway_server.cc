@@ -309,6 +309,11 @@ class NodeServer final : public schema::RemoteNode::Server {
       if (partition < options.layout->partitions().size()) options.trace.push_back(partition);
     }
     options.is_reader = request.getReader();
+    const bool brings_ahead =
+        !options.is_reader && !options.layout->is_shared() && !reply.getWeightsOnSwap();
+    for (uint32_t i = 0; brings_ahead && i < options.layout->partitions().size(); ++i) {
+      if (options.layout->partitions()[i].owner == request.getRank()) options.own.insert(i);
+    }
     options.writes_initial = reply.getWritesInitial();
     options.reads = gateway_.config.reads;
     ASSIGN_OR_RETURN(options.weights, SharedMemory::Map(std::move(attached.weights),

@@ -21,6 +21,7 @@ using protocol::RemoteRegion;
 // Of the agent: a ring of commands, and as many again that wait for their bytes.
 constexpr size_t kWaitingMax = 2 * protocol::kRingEntries;
 constexpr size_t kOwnFetchesMax = 64;  // in the daemon's ring at once
+constexpr size_t kAheadFetchesMax = 4;
 constexpr int kCompletionsAtOnce = 64;
 
 bool Is(const Command& command, Op op) { return command.op == static_cast<uint16_t>(op); }
@@ -45,6 +46,8 @@ GatewaySession::GatewaySession(std::unique_ptr<RemoteLink> link,
   for (uint32_t partition = 0; partition < partitions; ++partition) {
     if (!traced.contains(partition)) order_.push_back(partition);
   }
+  if (!brings_ahead()) return;
+  std::erase_if(order_, [this](uint32_t partition) { return !options_.own.contains(partition); });
 }
 
 // ---------------------------------------- from the agent
@@ -97,6 +100,7 @@ bool GatewaySession::DeliverInOrder() {
   for (auto next = incoming_.find(next_number_);
        next != incoming_.end() && next->second.has_arrived && !link_->has_ended();
        next = incoming_.find(next_number_)) {
+    if (MayChangeWeights(next->second.command) && !EndAhead()) break;
     const Incoming incoming = next->second;
     incoming_.erase(next);
     ++next_number_;
@@ -119,8 +123,10 @@ void GatewaySession::Deliver(const Incoming& incoming) {
     return End(AgentViolation(absl::StrCat("sent tag ", command.tag, " twice")));
   }
   to_daemon_.push_back(command);
-  if (!is_synced()) return;
-  if (Is(command, Op::kFetch) && touched_set_.insert(command.partition).second) {
+  if (MayChangeWeights(command)) ++changing_;
+  if (!is_synced() && !brings_ahead()) return;
+  const bool counts = is_synced() || options_.own.contains(command.partition);
+  if (Is(command, Op::kFetch) && counts && touched_set_.insert(command.partition).second) {
     touched_.push_back(command.partition);
   }
   if (!Is(command, Op::kStep)) return;
@@ -131,7 +137,7 @@ void GatewaySession::Deliver(const Incoming& incoming) {
     touched_.clear();
     touched_set_.clear();
   }
-  BeginSync(command.tag, {.to_fetch = {order_.begin(), order_.end()}});
+  if (is_synced()) BeginSync(command.tag, {.to_fetch = {order_.begin(), order_.end()}});
 }
 
 // ---------------------------------------- to and from the daemon
@@ -184,6 +190,7 @@ void GatewaySession::OnCompletion(const Completion& completion) {
                                                           completion.tag, ", which nobody sent")));
   }
   const Command& command = found.mapped();
+  if (MayChangeWeights(command) && --changing_ == 0) BringAhead();
   if (const auto sync = syncs_.find(completion.tag); sync != syncs_.end()) {
     sync->second.completion = completion;
     return TryEndSync(completion.tag);
@@ -242,7 +249,7 @@ void GatewaySession::QueueRange(const Piece& range) {
                          absl::StrCat("the daemon named bytes ", range.offset_bytes, " + ",
                                       range.length_bytes, " of an arena of ", arena_bytes)));
   }
-  const bool is_read = reads_remotely_ && range.region == RemoteRegion::kWeights;
+  const bool is_read = reads_remotely() && range.region == RemoteRegion::kWeights;
   const uint64_t piece_bytes = is_read ? protocol::kRemoteReadBytes : protocol::kRemotePieceBytes;
   for (uint64_t begin = 0; begin < range.length_bytes; begin += piece_bytes) {
     outgoing_.push_back({.region = range.region,
@@ -250,6 +257,13 @@ void GatewaySession::QueueRange(const Piece& range) {
                          .length_bytes = std::min(piece_bytes, range.length_bytes - begin)});
     ++pieces_queued_;
   }
+}
+
+bool GatewaySession::reads_remotely() {
+  if (!reads_remotely_ && options_.reads == ReadPolicy::kAuto && readable_ != nullptr) {
+    reads_remotely_ = link_->endpoint().reads_in_hardware();
+  }
+  return reads_remotely_;
 }
 
 void GatewaySession::Note(uint32_t partition, const WeightsVersion& version) {
@@ -277,9 +291,6 @@ void GatewaySession::Note(uint32_t partition, const WeightsVersion& version) {
 
 void GatewaySession::QueuePartition(uint32_t partition, const Completion& fetched,
                                     const std::optional<Command>& written) {
-  if (!reads_remotely_ && options_.reads == ReadPolicy::kAuto && readable_ != nullptr) {
-    reads_remotely_ = link_->endpoint().reads_in_hardware();
-  }
   const WeightsVersion version{.offset_bytes = fetched.offset_bytes,
                                .step = fetched.committed_step,
                                .writes = fetched.attempt};
@@ -318,7 +329,7 @@ bool GatewaySession::SendPieces() {
     header.offset_bytes = piece.offset_bytes;
     header.length_bytes = piece.length_bytes;
     did = true;
-    if (reads_remotely_ && is_weights) {
+    if (is_weights && reads_remotely()) {
       header.kind = static_cast<uint16_t>(RemoteKind::kRead);
       link_->Send(header);
       continue;
@@ -332,6 +343,19 @@ bool GatewaySession::SendPieces() {
   return did;
 }
 
+// ---------------------------------------- sharded attachment
+
+// Where the agent reads by itself nobody here knows when it has.
+void GatewaySession::BringAhead() {
+  if (brings_ahead() && !reads_remotely()) ahead_to_fetch_ = {order_.begin(), order_.end()};
+}
+
+bool GatewaySession::EndAhead() {
+  if (!brings_ahead()) return true;
+  ahead_to_fetch_.clear();
+  return ahead_fetches_ == 0 && outgoing_.empty() && pieces_in_flight_ == 0;
+}
+
 // ---------------------------------------- shared attachment
 
 void GatewaySession::BeginSync(uint64_t tag, Sync sync) {
@@ -341,21 +365,31 @@ void GatewaySession::BeginSync(uint64_t tag, Sync sync) {
   TryEndSync(tag);
 }
 
-bool GatewaySession::FetchForSyncs() {
+bool GatewaySession::FetchForItself() {
   bool did = false;
+  const auto fetch = [&](std::deque<uint32_t>& partitions, uint64_t sync_tag) {
+    Command command{};
+    command.tag = next_own_tag_++;
+    command.op = static_cast<uint16_t>(Op::kFetch);
+    command.kind = static_cast<uint16_t>(protocol::FetchKind::kPlace);
+    command.partition = partitions.front();
+    partitions.pop_front();
+    own_fetches_.emplace(
+        command.tag,
+        OwnFetch{.sync_tag = sync_tag, .partition = command.partition, .behind = next_number_});
+    to_daemon_.push_back(command);
+    did = true;
+  };
   for (auto& [tag, sync] : syncs_) {
-    while (!sync.to_fetch.empty() && own_fetches_.size() < kOwnFetchesMax) {
-      Command command{};
-      command.tag = next_own_tag_++;
-      command.op = static_cast<uint16_t>(Op::kFetch);
-      command.kind = static_cast<uint16_t>(protocol::FetchKind::kPlace);
-      command.partition = sync.to_fetch.front();
-      sync.to_fetch.pop_front();
-      ++sync.fetching;
-      own_fetches_.emplace(command.tag, OwnFetch{.sync_tag = tag, .partition = command.partition});
-      to_daemon_.push_back(command);
-      did = true;
+    for (; !sync.to_fetch.empty() && own_fetches_.size() < kOwnFetchesMax; ++sync.fetching) {
+      fetch(sync.to_fetch, tag);
     }
+  }
+  // Little at a time: what the trainer asks for out of its order waits behind it.
+  for (; !ahead_to_fetch_.empty() && ahead_fetches_ < kAheadFetchesMax &&
+         outgoing_.size() < protocol::kRemotePiecesInFlight;
+       ++ahead_fetches_) {
+    fetch(ahead_to_fetch_, 0);
   }
   return did;
 }
@@ -364,6 +398,7 @@ void GatewaySession::OnOwnFetch(const Completion& completion) {
   const auto found = own_fetches_.extract(completion.tag);
   if (found.empty()) return;
   const OwnFetch fetch = found.mapped();
+  if (fetch.sync_tag == 0) return OnFetchedAhead(fetch, completion);
   const auto sync = syncs_.find(fetch.sync_tag);
   if (sync == syncs_.end()) return;
   --sync->second.fetching;
@@ -373,6 +408,19 @@ void GatewaySession::OnOwnFetch(const Completion& completion) {
     QueuePartition(fetch.partition, completion, sync->second.written);
   }
   TryEndSync(fetch.sync_tag);
+}
+
+void GatewaySession::OnFetchedAhead(const OwnFetch& fetch, Completion completion) {
+  --ahead_fetches_;
+  if (completion.error != 0) return;  // the trainer asks, and gets it
+  QueuePartition(fetch.partition, completion, std::nullopt);
+  RemoteHeader header;
+  header.kind = static_cast<uint16_t>(RemoteKind::kAhead);
+  header.number = fetch.behind;
+  header.pieces = pieces_queued_;
+  completion.tag = fetch.partition;
+  header.Set(completion);
+  link_->Send(header);
 }
 
 void GatewaySession::TryEndSync(uint64_t tag) {
@@ -393,7 +441,7 @@ void GatewaySession::TryEndSync(uint64_t tag) {
 bool GatewaySession::Poll() {
   if (link_->has_ended()) return false;
   bool did = DeliverInOrder();
-  did = FetchForSyncs() || did;
+  did = FetchForItself() || did;
   did = SendToDaemon() || did;
   did = ReceiveFromDaemon() || did;
   return SendPieces() || did;

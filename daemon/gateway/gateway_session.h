@@ -32,6 +32,9 @@ struct GatewaySessionOptions {
   std::shared_ptr<const protocol::Layout> layout;
   protocol::StepRegion step_region;
   std::vector<uint32_t> trace;  // partitions in the order in which a step touches them
+  // With sharded attachment, the rank's own partitions: what a step has made of them is brought before the trainer asks for
+  // it. Empty where weights are on swap.
+  std::set<uint32_t> own;
   bool is_reader = false;
   bool writes_initial = false;
   ReadPolicy reads = ReadPolicy::kAuto;
@@ -42,7 +45,8 @@ struct GatewaySessionOptions {
 //
 // Weights  What the agent has of a partition is noted by its place and version: bytes that it has do not travel again.
 //          With shared attachment, parameters are views of the window that may be read at any time; so all that has
-//          changed travels before a step, or a write of weights, is answered.
+//          changed travels before a step, or a write of weights, is answered. With sharded attachment it travels
+//          behind that, and what changes weights next waits for the last of it.
 // Limits   At most kRingEntries commands of the agent, and kRemotePiecesInFlight pieces, are under way.
 class GatewaySession final : public DataSession {
  public:
@@ -85,6 +89,12 @@ class GatewaySession final : public DataSession {
   bool ReceiveFromDaemon();
   void OnCompletion(const protocol::Completion& completion);
   void OnOwnFetch(const protocol::Completion& completion);
+  struct OwnFetch {
+    uint64_t sync_tag = 0;  // 0: of what is brought ahead
+    uint32_t partition = 0;
+    uint64_t behind = 0;  // commands of the agent
+  };
+  void OnFetchedAhead(const OwnFetch& fetch, protocol::Completion completion);
   void Answer(const protocol::Completion& completion, const protocol::Command& command);
   // `behind`: what is to arrive before it counts.
   enum class Behind : uint8_t { kNothing, kPieces };
@@ -95,9 +105,15 @@ class GatewaySession final : public DataSession {
                       const std::optional<protocol::Command>& written);
   void Note(uint32_t partition, const WeightsVersion& version);
   bool SendPieces();
+  // Asks where the rank's own partitions are, for the agent to answer fetches of them.
+  void BringAhead();
+  // False: something of it is under way still, and nothing new begins.
+  bool EndAhead();
+  bool reads_remotely();
   void BeginSync(uint64_t tag, Sync sync);
-  bool FetchForSyncs();
+  bool FetchForItself();
   void TryEndSync(uint64_t tag);
+  bool brings_ahead() const { return !options_.own.empty(); }
   bool is_synced() const { return options_.layout->is_shared() && !options_.is_reader; }
   void End(const absl::Status& status) { link_->End(status); }
 
@@ -119,13 +135,12 @@ class GatewaySession final : public DataSession {
   std::map<uint64_t, uint32_t> known_at_;     // partitions by their offset
   // By the tag that they answer.
   std::map<uint64_t, Sync> syncs_;
-  struct OwnFetch {
-    uint64_t sync_tag = 0;
-    uint32_t partition = 0;
-  };
   std::map<uint64_t, OwnFetch> own_fetches_;  // by tag
   uint64_t next_own_tag_ = protocol::kGatewayTag;
-  std::vector<uint32_t> order_;  // in which partitions are fetched for a sync
+  std::deque<uint32_t> ahead_to_fetch_;
+  uint64_t ahead_fetches_ = 0;
+  uint64_t changing_ = 0;        // commands in flight that may change weights
+  std::vector<uint32_t> order_;  // in which partitions are fetched for a sync, or ahead
   std::vector<uint32_t> touched_;
   std::set<uint32_t> touched_set_;
   bool is_ready_ = false;  // the initial parameters are written

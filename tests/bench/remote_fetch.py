@@ -28,15 +28,18 @@ import network_nodes  # noqa: E402
 import remote_gateway  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401: likewise
+import torch.distributed as dist  # noqa: E402
 from daemon_process import Daemon  # noqa: E402
 from forebay import _attach, _optimizer, _reader  # noqa: E402, F401: likewise
 from network_nodes import ADDRESSES  # noqa: E402
 from remote_gateway import PORT, PRINCIPAL, UID  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 JOB = "bench"
 DEADLINE_S = 120
 SMALL_GROUPS = 32
+PAUSE_S = 0.01
 PEERS = {  # arguments of ucx_perftest
     "ucx_perftest/ucp_am_bw": ["-t", "ucp_am_bw", "-s", "1048576", "-n", "1000"],
     "ucx_perftest/tag_bw": ["-t", "tag_bw", "-s", "1048576", "-n", "1000"],
@@ -72,27 +75,49 @@ def trainer(socket, mib):
     opt.detach()
 
 
+def seconds(attachment, partition):
+    begin = time.perf_counter()
+    lease = attachment.fetch(partition)
+    took = time.perf_counter() - begin
+    attachment.release(lease)
+    return took
+
+
+def fetched(attachment, large, small):
+    """The large one, then the small ones twice, of which the first bring bytes: seconds."""
+    took = seconds(attachment, large)
+    few, none = ([seconds(attachment, one) for one in small] for _ in range(2))
+    return {"large": took, "small": statistics.median(few), "none": statistics.median(none)}
+
+
 def reader(mib):
-    """On the other node: fetches, for each line, the large group, then the small ones twice; seconds as JSON."""
-    model = make_model(int(mib))
-    attached = forebay.attach_reader(model, forebay.SGD(lr=0.1), job=JOB)
-    attachment = attached._attachment
+    """On the other node: fetches, for each line, what the trainer has made."""
+    attached = forebay.attach_reader(make_model(int(mib)), forebay.SGD(lr=0.1), job=JOB)
     large, *small = (attached._plan.group_names.index(f"layers.{number}") for number in range(1 + SMALL_GROUPS))
-
-    def seconds(group):
-        begin = time.perf_counter()
-        lease = attachment.fetch(group)
-        took = time.perf_counter() - begin
-        attachment.release(lease)
-        return took
-
     print("ready", flush=True)
     while os.read(0, 1):
-        took = seconds(large)
-        # The first ones bring bytes, the second ones none.
-        few, none = (statistics.median(map(seconds, small)) for _ in range(2))
-        print(json.dumps({"large": took, "small": few, "none": none}), flush=True)
-    attachment.detach()
+        print(json.dumps(fetched(attached._attachment, large, small)), flush=True)
+    attached._attachment.detach()
+
+
+def rank(mib):
+    """On the other node, with sharded attachment: makes a step for each line, and fetches what it has made of its own
+    partitions, which is brought before it asks; with a pause behind the large one, as a layer's compute has it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = make_model(int(mib))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    opt = forebay.attach(model, forebay.SGD(lr=0.1), job="rank", run=JOB)
+    attachment = opt._engine.attachment
+    print("ready", flush=True)
+    while os.read(0, 1):
+        opt.step()
+        large = seconds(attachment, 0)
+        time.sleep(PAUSE_S)  # house: allow sleep: compute
+        took = fetched(attachment, 0, range(1, 1 + SMALL_GROUPS))
+        print(json.dumps(took | {"large": large}), flush=True)
+    opt.detach()
 
 
 class Peer:
@@ -162,11 +187,12 @@ def measure(nodes, folder, arguments):
     environment |= {"FOREBAY_SOCKET": f"ucx://{ADDRESSES[0]}:{PORT}", "FOREBAY_REMOTE": str(client)}
     trains = Peer(nodes[0], os.environ, trainer, daemon.socket, arguments.mib)
     reads = Peer(nodes[1], environment, reader, arguments.mib)
+    owns = Peer(nodes[1], {**environment, "GLOO_SOCKET_IFNAME": "lo"}, rank, arguments.mib)
     size_bytes = arguments.mib << 20
-    rates, small, none, peers, round_trips = [], [], [], {}, []
+    found, peers, round_trips = {"asked": [], "own": []}, {}, []
     for turn in range(arguments.rounds + 1):
         trains.ask("stepped")
-        took = json.loads(reads.ask("{"))
+        took = {"asked": json.loads(reads.ask("{")), "own": json.loads(owns.ask("{"))}
         lines = {name: float(perftest(nodes, words)[5]) * 2**20 for name, words in PEERS.items()}
         for name, words in LARGE.items():
             few = [*words[:3], str(size_bytes), "-n", "8", "-w", "2"]
@@ -175,20 +201,23 @@ def measure(nodes, folder, arguments):
         one_way_us = float(perftest(nodes, LATENCY)[2])
         if turn == 0:  # pages of the window are touched for the first time
             continue
-        rates.append(size_bytes / took["large"])
-        small.append(took["small"])
-        none.append(took["none"])
+        for whose, values in took.items():
+            found[whose].append(values)
         round_trips.append(2 * one_way_us / 1e6)
         for name, value in lines.items():
             peers.setdefault(name, []).append(value)
     medians = {name: show(f"remote/peer={name}", "B/s", values) for name, values in peers.items()}
     best = max((name for name in medians if name not in PEERS), key=medians.get)
     way = "read" if arguments.rma else "messages"
-    show(f"remote/fetch=large/way={way}", "B/s", rates, medians[best], best, size_bytes)
     trip = show("remote/peer=ucx_perftest/ucp_am_lat/round_trip", "s", round_trips)
-    show("remote/fetch=small", "s", small, trip, "round trip of an active message", 2048)
-    show("remote/fetch=nothing_new", "s", none, trip, "round trip of an active message")
-    for peer in (reads, trains):
+    for whose, each in found.items():
+        name = f"remote/fetch={{}}/whose={whose}/way={way}"
+        rates = [size_bytes / took["large"] for took in each]
+        show(name.format("large"), "B/s", rates, medians[best], best, size_bytes)
+        for which, few_bytes in (("small", 2048), ("none", 0)):
+            values = [took[which] for took in each]
+            show(name.format(which), "s", values, trip, "round trip of an active message", few_bytes)
+    for peer in (owns, reads, trains):
         peer.process.stdin.close()
     gateway.kill()
     daemon.process.kill()

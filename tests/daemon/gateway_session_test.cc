@@ -12,8 +12,10 @@
 #include <future>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "daemon/gateway/agent_session.h"
@@ -22,6 +24,7 @@
 #include "gtest/gtest.h"
 #include "protocol/error.h"
 #include "tests/support/fake_channel.h"
+#include "tests/support/layouts.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
@@ -62,7 +65,7 @@ class GatewaySessionTest : public ::testing::Test {
     for (auto* thread : {&gateway_thread_, &agent_thread_}) {
       ASSERT_OK_AND_ASSIGN(*thread, DataThread::Create({.tls = "tcp"}, kKeepalive / 5));
     }
-    layout_ = MakeTestLayout();
+    layout_ = MakeLayout();
     for (auto* ends : {&daemon_ring_, &trainer_ring_}) {
       ASSERT_OK_AND_ASSIGN(*ends, testing::MakeRingChannel());
     }
@@ -77,6 +80,8 @@ class GatewaySessionTest : public ::testing::Test {
     ASSERT_OK(gateway_thread_->Run([this] { return AddGateway(); }));
     ASSERT_OK(agent_thread_->Run([this] { return AddAgent(); }));
   }
+
+  virtual std::shared_ptr<const protocol::Layout> MakeLayout() { return MakeTestLayout(); }
 
   RemoteLinkOptions LinkTo(DataThread& peer, std::promise<absl::Status>& ended) const {
     return {.key = key_,
@@ -97,6 +102,7 @@ class GatewaySessionTest : public ::testing::Test {
     options.layout = layout_;
     options.step_region = {.offset_bytes = kStepOffset, .size_bytes = 4096};
     options.reads = ReadPolicy::kOff;
+    options.own = own_;
     gateway_thread_->Add(
         key_, std::make_unique<GatewaySession>(std::move(link), nullptr, std::move(options)));
     return absl::OkStatus();
@@ -144,11 +150,14 @@ class GatewaySessionTest : public ::testing::Test {
     completion.op = command.op;
     completion.committed_step = step;
     if (command.op == static_cast<uint16_t>(Op::kFetch)) {
-      completion.offset_bytes = layout_->groups()[command.partition].weights_offset_bytes;
+      completion.offset_bytes = OffsetOf(command.partition);
       completion.length_bytes = layout_->partition_bytes(command.partition);
       completion.attempt = writes;
     }
     ASSERT_OK(daemon_ring_.server->Send(completion));
+  }
+  virtual uint64_t OffsetOf(uint32_t partition) const {
+    return layout_->groups()[partition].weights_offset_bytes;
   }
   void FillWeights(std::byte value) { std::ranges::fill(daemon_weights_->bytes(), value); }
   // The trainer fetches, the daemon answers.
@@ -160,14 +169,14 @@ class GatewaySessionTest : public ::testing::Test {
     ASSERT_TRUE(Answered().has_value());
   }
   std::span<const std::byte> Window(uint32_t partition) const {
-    return window_->bytes().subspan(layout_->groups()[partition].weights_offset_bytes,
-                                    layout_->partition_bytes(partition));
+    return window_->bytes().subspan(OffsetOf(partition), layout_->partition_bytes(partition));
   }
   static bool AllAre(std::span<const std::byte> bytes, std::byte value) {
     return std::ranges::all_of(bytes, [value](std::byte byte) { return byte == value; });
   }
 
   std::shared_ptr<const protocol::Layout> layout_;
+  std::set<uint32_t> own_;  // GatewaySessionOptions
   std::shared_ptr<SharedMemory> daemon_weights_, window_, daemon_grad_, trainer_grad_;
   testing::ChannelEnds daemon_ring_, trainer_ring_;
   SessionKey key_;
@@ -240,6 +249,133 @@ TEST_F(GatewaySessionTest, AStepIsAnsweredWhenAllWeightsAreThere) {
   for (uint32_t i = 0; i < layout_->partitions().size(); ++i) {
     EXPECT_TRUE(AllAre(Window(i), std::byte{5})) << i;
   }
+}
+
+// Of two ranks, this one is rank 1; with all its partitions and those of the other in the window.
+class ShardedGatewaySessionTest : public GatewaySessionTest {
+ protected:
+  std::shared_ptr<const protocol::Layout> MakeLayout() override {
+    auto layout = testing::MakeShardedLayout({{{.rows = 64}}, {{.rows = 32}}, {{.rows = 32}}});
+    for (uint32_t i = 0; i < layout->partitions().size(); ++i) {
+      if (layout->partitions()[i].owner == 1) own_.insert(i);
+    }
+    return layout;
+  }
+  uint64_t OffsetOf(uint32_t partition) const override {
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < partition; ++i) offset += layout_->partition_bytes(i);
+    return offset;
+  }
+
+  // A step that makes `value` of all weights, and where they are, is asked for by the gateway.
+  void MakeStep(uint64_t step, std::byte value) {
+    Send(Op::kStep);
+    const auto command = Received();
+    ASSERT_TRUE(command.has_value());
+    ASSERT_EQ(command->op, static_cast<uint16_t>(Op::kStep));
+    FillWeights(value);
+    Answer(*command, step);
+    ASSERT_TRUE(Answered().has_value());
+  }
+  void AnswerFetches(size_t count, uint64_t step) {
+    for (size_t i = 0; i < count; ++i) {
+      const auto fetch = Received();
+      ASSERT_TRUE(fetch.has_value());
+      ASSERT_EQ(fetch->kind, static_cast<uint16_t>(protocol::FetchKind::kPlace));
+      ASSERT_TRUE(own_.contains(fetch->partition));
+      Answer(*fetch, step);
+    }
+  }
+  // The lease that the trainer's fetch is answered with here; none: the daemon is asked, and answers.
+  std::optional<uint64_t> FetchHere(uint32_t partition, uint64_t step) {
+    Send(Op::kFetch, partition);
+    const auto next = Await<std::variant<Command, Completion>>(
+        [this]() -> std::optional<std::variant<Command, Completion>> {
+          if (auto here = trainer_ring_.client->Receive().value_or(std::nullopt)) return *here;
+          if (auto there = daemon_ring_.server->Receive().value_or(std::nullopt)) return *there;
+          return std::nullopt;
+        });
+    EXPECT_TRUE(next.has_value());
+    if (!next || std::holds_alternative<Completion>(*next)) {
+      return next ? std::optional(std::get<Completion>(*next).lease_id) : std::nullopt;
+    }
+    Answer(std::get<Command>(*next), step);
+    EXPECT_TRUE(Answered().has_value());
+    return std::nullopt;
+  }
+  // Waits until it is so: what is brought ahead comes when it comes.
+  bool BecomesHere(uint32_t partition, uint64_t step) {
+    const auto here = Await<uint64_t>([&] { return FetchHere(partition, step); });
+    return here == protocol::kAheadLease;
+  }
+};
+
+TEST_F(ShardedGatewaySessionTest, WhatAStepHasMadeComesBeforeItIsAskedFor) {
+  for (uint64_t step = 1; step < 5; ++step) {
+    const auto value = static_cast<std::byte>(step);
+    MakeStep(step, value);
+    AnswerFetches(own_.size(), step);
+    for (const uint32_t partition : own_) {
+      ASSERT_TRUE(BecomesHere(partition, step));
+      EXPECT_TRUE(AllAre(Window(partition), value)) << partition;
+    }
+  }
+}
+
+TEST_F(ShardedGatewaySessionTest, OthersPartitionsAreAskedFor) {
+  MakeStep(1, std::byte{1});
+  AnswerFetches(own_.size(), 1);
+  ASSERT_TRUE(BecomesHere(*own_.begin(), 1));
+  EXPECT_EQ(FetchHere(0, 1), std::nullopt);
+  EXPECT_EQ(FetchHere(0, 1), std::nullopt);
+}
+
+TEST_F(ShardedGatewaySessionTest, BehindAStepsCallNothingOfBeforeIsGiven) {
+  MakeStep(1, std::byte{1});
+  AnswerFetches(own_.size(), 1);
+  for (const uint32_t partition : own_) ASSERT_TRUE(BecomesHere(partition, 1));
+  Send(Op::kStep);
+  Send(Op::kFetch, *own_.begin());
+  const auto step = Received();
+  const auto fetch = Received();
+  ASSERT_TRUE(step.has_value() && fetch.has_value());
+  EXPECT_EQ(step->op, static_cast<uint16_t>(Op::kStep));
+  EXPECT_EQ(fetch->op, static_cast<uint16_t>(Op::kFetch)) << "the daemon knows when it may be";
+}
+
+TEST_F(ShardedGatewaySessionTest, WhatChangesWeightsWaitsForTheLastOfIt) {
+  MakeStep(1, std::byte{1});
+  const auto fetch = Received();  // the first of those of the gateway
+  ASSERT_TRUE(fetch.has_value());
+  Send(Op::kGradReady, 1, 64);
+  Send(Op::kStep);
+  std::vector<uint16_t> ops;
+  for (size_t i = 1; i < own_.size() + 1; ++i) {
+    const auto next = Received();
+    ASSERT_TRUE(next.has_value());
+    ops.push_back(next->op);
+    if (next->op == static_cast<uint16_t>(Op::kFetch)) Answer(*next, 1);
+  }
+  EXPECT_EQ(std::ranges::count(ops, static_cast<uint16_t>(Op::kGradReady)), 1);
+  EXPECT_EQ(std::ranges::count(ops, static_cast<uint16_t>(Op::kStep)), 0);
+  EXPECT_FALSE(daemon_ring_.server->Receive().value_or(std::nullopt).has_value());
+  FillWeights(std::byte{1});
+  Answer(*fetch, 1);
+  const auto step = Received();
+  ASSERT_TRUE(step.has_value());
+  EXPECT_EQ(step->op, static_cast<uint16_t>(Op::kStep));
+  FillWeights(std::byte{2});  // the step's
+  for (const uint32_t partition : own_) {
+    const auto is_here = Await<bool>([&]() -> std::optional<bool> {
+      return AllAre(Window(partition), std::byte{1}) ? std::optional(true) : std::nullopt;
+    });
+    EXPECT_TRUE(is_here.has_value()) << "whole, as it was asked for";
+  }
+  // It came behind the trainer's call of the next step, and does not count.
+  Send(Op::kFetch, fetch->partition);
+  const auto asked = Received();
+  ASSERT_TRUE(asked.has_value());
+  EXPECT_EQ(asked->op, static_cast<uint16_t>(Op::kFetch));
 }
 
 // Another program that speaks UCX, to the gateway's worker.
