@@ -165,6 +165,7 @@ class Executor {
     bool is_handed_over = false;      // likewise; the next daemon goes on with it
     std::chrono::nanoseconds wait{};  // of Attach
     bool was_mapped = false;
+    JobId kept_of = 0;     // whose gradient arena of before it has; 0: it has a new one
     SessionId number = 0;  // by which its client knows it
 
     bool IsOf(const JobName& of, uint32_t rank) const {

@@ -153,6 +153,7 @@ void Executor::Run(CreateSessionMemory& action) {
       .arenas = options_.arenas};
   memory.grad = KeptGradientsFor(action.job, request, memory.grad_bytes);
   const bool is_registered = memory.grad != nullptr;
+  if (is_registered) found->second.kept_of = action.job;
   runner_.Post(PoolId::kSetup, [this, action, memory, is_registered]() -> TaskRunner::Then {
     auto made = MakeSessionMemory(memory);
     return [this, action, is_registered, made = std::move(made)]() mutable {
@@ -246,6 +247,10 @@ void Executor::Run(CloseSession& action) {
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
     poller_.Remove(action.session);
+    if (session.job_id == 0 && session.kept_of != 0) {
+      // A rank that did not come back after all, and may try again.
+      kept_gradients_.emplace(std::pair(session.kept_of, session.request.rank), session.io->grad());
+    }
     if (session.job_id != 0 && !session.request.reader && !session.is_handed_over) {
       DropStored(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
       OnRankLeft(session, action.is_of_old_generation);

@@ -25,7 +25,8 @@ SessionId Executor::Resolve(SessionId number) const {
 }
 
 bool Executor::MayDisconnect(const Session& session) const {
-  return session.wait.count() > 0 && session.was_mapped && !session.broken &&
+  const bool has_mapped = session.was_mapped || session.request.reattach;
+  return session.wait.count() > 0 && session.job_id != 0 && has_mapped && !session.broken &&
          !session.is_handed_over && !session.request.reader;
 }
 

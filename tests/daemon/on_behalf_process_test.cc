@@ -178,6 +178,16 @@ TEST_F(OnBehalfAway, ItsRankGoesOn) {
   }
 }
 
+TEST_F(OnBehalfAway, WhoIsLostOnTheWayBackMayTryAgain) {
+  rank_.reset();
+  std::thread([this] {
+    const auto session = Connected(kUid, kLongMs);
+    ASSERT_OK(session.status());
+    ASSERT_OK((*session)->Attach({.reattach_to = inode_}, layout_));
+  }).join();
+  EXPECT_OK(Back({.reattach_to = inode_}));
+}
+
 TEST_F(OnBehalfAway, ItsRankGoesOnWhereNobodyHasNoticedYet) {
   EXPECT_OK(Back({.reattach_to = inode_}));
   EXPECT_FALSE(rank_->Call(Check()).ok()) << "of the connection before nothing is taken";
