@@ -191,7 +191,8 @@ def checked(folder, text):
         ("uid = 2001", "uid = 0", "principal.trainer.uid: is not a number from 1"),
         ('rma = "auto"', 'rma = "maybe"', "ucx.rma: is none of auto, on, off"),
         ("keepalive = 10000", "keepalive = 1", "keepalive: is not a number from 500"),
-        ("[daemon]", "[daemon", "gateway.toml:3: "),
+        ("[daemon]", "[daemon", "gateway.toml:4: "),
+        ("session_wait = 60000", "session_wait = -1", "session_wait: is not a number from 0"),
     ],
 )
 def test_settings_that_are_wrong_are_named_with_their_line(place, tmp_path, old, new, said):

@@ -5,6 +5,7 @@ Method  As test_remote.py, with a keepalive of half a second and a daemon whose 
         memory. Under a training of two ranks something is taken away every few steps, wherever they are.
 """
 
+import contextlib
 import os
 import pathlib
 import random
@@ -48,8 +49,8 @@ class KeptPlace(Place):
         self.service.socket = f"{self.folder}/s"
         return self.service
 
-    def stop(self):
-        self.gateway.stop()
+    def close(self):
+        self.gateway.kill()
         self.service.manager.__exit__(None, None, None)
 
     # ---------------------------------------------------------------- what is taken away
@@ -110,17 +111,8 @@ def test_ranks_go_on(gateway_network, folder, mode, where):
     variables = {"FOREBAY_WIDTH": "128", "GLOO_SOCKET_IFNAME": "lo"} if where == "swap" else {}
     room = room_without_states(folder, mode, "memory", **variables) if where == "swap" else ["dram.limit=1GiB"]
     place = KeptPlace(gateway_network, f"{folder}/place", *room, keepalive=KEEPALIVE_MS)
-    chance = random.Random(f"{SEED} {mode}")
-    output = place.start(train, mode, "memory", STEPS, **variables)
-    for what in chance.sample(WHAT, len(WHAT)):
-        made = sum(line[:2] == ["answered", 0] for line in output.said)
-        output.until(["answered", 0], made + STEPS_BETWEEN, DEADLINE_S)
-        time.sleep(chance.uniform(0, 0.03))  # house: allow sleep: anywhere in the steps that follow
-        getattr(place, what)()
-    assert not any(line[0] == "digests" for line in output.said), "all of it was in their way"
-    lines = output.wait(DEADLINE_S)
-    log = place.service.log()
-    place.stop()
+    with contextlib.closing(place):
+        lines, log = run_under_faults(place, random.Random(f"{SEED} {mode}"), mode, variables)
     for rank in range(durable_ranks.RANKS):
         assert [line[2] for line in lines if line[:2] == ["answered", rank]] == list(range(1, STEPS + 1)), log
     digests = [line[2:] for line in lines if line[0] == "digests"]
@@ -129,3 +121,15 @@ def test_ranks_go_on(gateway_network, folder, mode, where):
         assert step == STEPS and digest == undisturbed, f"seed {SEED}"
     # Of those that do not concern the daemon, each has cost a rank its connection.
     assert log.count("of job durable: its rank is back") >= sum("daemon" not in what for what in WHAT) - 1
+
+
+def run_under_faults(place, chance, mode, variables):
+    """What the ranks say, and what the daemons have logged."""
+    output = place.start(train, mode, "memory", STEPS, **variables)
+    for what in chance.sample(WHAT, len(WHAT)):
+        made = sum(line[:2] == ["answered", 0] for line in output.said)
+        output.until(["answered", 0], made + STEPS_BETWEEN, DEADLINE_S)
+        time.sleep(chance.uniform(0, 0.03))  # house: allow sleep: anywhere in the steps that follow
+        getattr(place, what)()
+    assert not any(line[0] == "digests" for line in output.said), "all of it was in their way"
+    return output.wait(DEADLINE_S), place.service.log()
