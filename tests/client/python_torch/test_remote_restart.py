@@ -22,7 +22,7 @@ KEEPALIVE_MS = 500
 AWAY_S = 1.2 * KEEPALIVE_MS / 1000
 STEPS = 160
 STEPS_BETWEEN = 2
-CASES = [("shared", "dram"), ("sharded+leases", "swap")]
+CASES = [("shared", "dram"), ("sharded", "dram"), ("sharded+leases", "swap")]
 
 
 def agents_of(place):
@@ -108,7 +108,7 @@ def train(*words):
 @pytest.mark.parametrize(("mode", "where"), CASES)
 def test_ranks_go_on(gateway_network, folder, mode, where):
     # A model with more weights than a cache of them.
-    variables = {"FOREBAY_WIDTH": "128", "GLOO_SOCKET_IFNAME": "lo"} if where == "swap" else {}
+    variables = {"GLOO_SOCKET_IFNAME": "lo", **({"FOREBAY_WIDTH": "128"} if where == "swap" else {})}
     room = room_without_states(folder, mode, "memory", **variables) if where == "swap" else ["dram.limit=1GiB"]
     place = KeptPlace(gateway_network, f"{folder}/place", *room, keepalive=KEEPALIVE_MS)
     with contextlib.closing(place):
