@@ -9,7 +9,7 @@
 namespace forebay::daemon {
 namespace {
 
-constexpr std::string_view kName = "wear";
+constexpr std::string_view kWearName = "wear";
 
 }  // namespace
 
@@ -17,7 +17,7 @@ uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_fold
                           uint64_t endurance_bytes) {
   const std::optional<RecordPlace> place = RecordPlaceOf(path, state_folder);
   if (!place) return 0;
-  const std::optional<toml::table> table = LoadRecord(*place, kName);
+  const std::optional<toml::table> table = LoadRecord(*place, kWearName);
   if (!table) return 0;
   const auto value = [&](const char* key) {
     return static_cast<uint64_t>(std::max<int64_t>((*table)[key].value_or<int64_t>(0), 0));
@@ -29,7 +29,7 @@ void SaveWear(const std::vector<PathWear>& paths, const std::string& state_folde
   for (const PathWear& wear : paths) {
     const std::optional<RecordPlace> place = RecordPlaceOf(wear.path, state_folder);
     if (!place) continue;
-    SaveRecord(*place, kName,
+    SaveRecord(*place, kWearName,
                "# What forebayd has written to this swap path, in bytes, since swap.endurance has "
                "this value.\n# Delete it where the drive is another one.\n",
                absl::StrFormat("endurance = %d\nwritten = %d\n", wear.endurance_bytes,
