@@ -30,6 +30,7 @@ using ::testing::HasSubstr;
 
 // So that a whole step may be unheard of, and so that something is heard.
 constexpr size_t kUnheard = 8;
+constexpr uint64_t kStride = testing::kSanitized ? 3 * testing::kPointStride : 1;
 
 class NodeStateReconnect : public ::testing::TestWithParam<JobCase> {};
 
@@ -37,7 +38,7 @@ TEST_P(NodeStateReconnect, AtAnyPointARankGoesOn) {
   const NodeState::Options options = OptionsOf(GetParam());
   constexpr uint64_t kSteps = 3;
   const bool is_large = GetParam().place == Place::kSumsOnSwap;
-  const uint64_t stride = (is_large ? 9 : 1) * testing::kPointStride;
+  const uint64_t stride = (is_large ? 9 : 1) * kStride;
   uint64_t points = 0;
   for (uint64_t point = 0;; point += stride) {
     Training run(GetParam(), options);
@@ -64,7 +65,7 @@ TEST_P(NodeStateReconnect, AtAnyPointARankGoesOn) {
     for (const uint64_t session : sessions) ASSERT_FALSE(run.node_->is_closed(session));
     for (const AnswerCommand& answer : run.node_->Logged<AnswerCommand>()) ASSERT_OK(answer.status);
   }
-  EXPECT_GT(points, 40 / testing::kPointStride);
+  EXPECT_GT(points, 40 / kStride);
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, NodeStateReconnect, ::testing::ValuesIn(kCasesThatGoOn));
