@@ -234,6 +234,7 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   Session* session = members_.Find(id);
   if (session == nullptr || session->state == Session::State::kEnded) return;
   if (cause == EndCause::kDisconnected && MayComeBack(*session)) {
+    session->is_away = true;
     io_.Disconnect(id);
     // These are done anew where they come again. Others are parts of the step.
     const absl::Status away = MakeError(ErrorId::kFenced, "the client is away");

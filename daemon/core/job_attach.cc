@@ -49,6 +49,7 @@ void Job::OnReconnected(const SessionReconnected& event) {
     return;
   }
   session->mapped = false;
+  session->is_away = false;
   session->newest_before = event.newest_tag;
   AnswerAttach answer = TermsOf(*session);
   answer.leases = leases_.KeepOnly(session->id, event.held_leases);

@@ -1,6 +1,7 @@
 // A job comes to rest between two steps, so that the next daemon goes on with it: its arenas stay, its ranks attach
 // again and send again what was not answered.
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -58,7 +59,9 @@ absl::Status Job::CheckReattach(const AttachRequested& request) const {
 bool Job::MissesRank() const {
   const bool waits_in_vain =
       members_.has_begun_anew() && members_.live_ranks() < members_.world_size();
-  return waits_in_vain || members_.FirstDetached().has_value();
+  const auto is_away = [](const auto& entry) { return entry.second.is_away; };
+  return waits_in_vain || members_.FirstDetached().has_value() ||
+         std::ranges::any_of(members_.all(), is_away);
 }
 
 void Job::TryHandOver() {

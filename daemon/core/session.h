@@ -34,6 +34,7 @@ struct Session {
   bool is_lost = false;  // a generation has begun for its end
 
   uint64_t newest_before = 0;  // AttachRequested::newest_tag
+  bool is_away = false;        // EndCause::kDisconnected
 
   // A kStep whose request is being copied.
   std::optional<protocol::Command> step_being_copied;

@@ -156,11 +156,17 @@ void Executor::Run(CreateSessionMemory& action) {
   if (is_registered) found->second.kept_of = action.job;
   runner_.Post(PoolId::kSetup, [this, action, memory, is_registered]() -> TaskRunner::Then {
     auto made = MakeSessionMemory(memory);
-    return [this, action, is_registered, made = std::move(made)]() mutable {
-      if (!made.ok()) return Done(action.task, made.status());
+    return [this, action, memory, is_registered, made = std::move(made)]() mutable {
+      const auto fail = [&](const absl::Status& status) {
+        // The rank may try again.
+        const std::pair of(action.job, sessions_.at(action.session).request.rank);
+        if (is_registered) kept_gradients_.emplace(of, memory.grad);
+        Done(action.task, status);
+      };
+      if (!made.ok()) return fail(made.status());
       const SessionMemory arenas = *made;
       auto io = SessionIo::Create(*std::move(made));
-      if (!io.ok()) return Done(action.task, io.status());
+      if (!io.ok()) return fail(io.status());
       Session& session = sessions_.at(action.session);
       session.io = *std::move(io);
       const int rank = RankOf(session.request);
@@ -197,20 +203,25 @@ void Executor::Run(AnswerAttach& action) {
   Session& session = sessions_.at(id);
   AttachResult result{.answer = std::move(action), .fds = {}};
   if (result.answer.status.ok()) {
+    const bool is_back = session.job_id != 0;  // to a session of this daemon
     session.trace_bytes = result.answer.trace_bytes;
     session.job_id = result.answer.job;
     if (!session.request.reader) {
       const absl::Status stored =
           Store(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
       if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
-      OnRankAttached(session);
+      if (!is_back) OnRankAttached(session);
     }
     auto fds = FdsFor(session, result.answer);
     if (fds.ok()) {
       result.fds = *std::move(fds);
     } else {
       result.answer.status = fds.status();
-      events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
+      if (is_back) {
+        Disconnect(id);
+      } else {
+        events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
+      }
     }
   } else if (session.was_mapped) {  // it cannot go on
     events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});

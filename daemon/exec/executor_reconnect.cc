@@ -120,7 +120,9 @@ uint64_t Executor::EndDisconnected(uint64_t until_ns) {
   }
   for (const SessionId id : due) {
     disconnected_.erase(id);
-    spdlog::warn("session {}, {}: its rank has not come back", id, WhoIs(sessions_.at(id).request));
+    const auto found = sessions_.find(id);
+    if (found == sessions_.end()) continue;
+    spdlog::warn("session {}, {}: its rank has not come back", id, WhoIs(found->second.request));
     LeaveExchange(id);
     Raise(SessionEnded{.session = id, .cause = EndCause::kLost});
   }

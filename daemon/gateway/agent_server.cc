@@ -235,7 +235,9 @@ class AgentSessionServer final : public schema::Session::Server {
   AgentSessionServer(Agent& agent, std::shared_ptr<AgentSessionState> state)
       : agent_(agent), state_(std::move(state)) {}
   ~AgentSessionServer() noexcept(false) {
-    if (!is_detached_ && state_->reason.ok()) agent_.OnTrainerGone(Remote());
+    // A try to come back that is given up is not the trainer's end.
+    const bool is_tried = state_->is_back && !is_mapped_;
+    if (!is_detached_ && !is_tried && state_->reason.ok()) agent_.OnTrainerGone(Remote());
     agent_.data->Post(
         [thread = agent_.data.get(), number = state_->number] { thread->Remove(number); });
   }
@@ -260,6 +262,7 @@ class AgentSessionServer final : public schema::Session::Server {
     return Remote().mappedRequest().send().then(
         [this, context](auto&& response) mutable -> kj::Promise<void> {
           context.getResults().setOutcome(response.getOutcome());
+          is_mapped_ = is_mapped_ || response.getOutcome().getError() == 0;
           // One that comes back has what it had.
           if (response.getOutcome().getError() != 0 || !is_synced() || state_->is_back) {
             return kj::READY_NOW;
@@ -363,6 +366,7 @@ class AgentSessionServer final : public schema::Session::Server {
   std::shared_ptr<AgentSessionState> state_;
   std::vector<std::shared_ptr<kj::Own<kj::PromiseFulfiller<void>>>> waiting_;
   bool is_detached_ = false;
+  bool is_mapped_ = false;
 };
 
 class AgentNode final : public schema::Node::Server {

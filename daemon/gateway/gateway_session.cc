@@ -68,6 +68,8 @@ void GatewaySession::OnMessage(const RemoteHeader& header, protocol::UcxArrival&
 }
 
 void GatewaySession::OnCommand(const RemoteHeader& header, protocol::UcxArrival& arrival) {
+  // Another session of this rank may have the arena now.
+  if (options_.channel->state() != protocol::ChannelState::kOpen) return;
   const auto kind = static_cast<RemoteKind>(header.kind);
   const Command command = header.As<Command>();
   const bool is_sync = kind == RemoteKind::kSync;
@@ -190,7 +192,8 @@ void GatewaySession::OnCompletion(const Completion& completion) {
                                                           completion.tag, ", which nobody sent")));
   }
   const Command& command = found.mapped();
-  if (MayChangeWeights(command) && --changing_ == 0) BringAhead();
+  const bool is_prepared = (completion.flags & protocol::kStepPrepared) != 0;  // nothing changed
+  if (MayChangeWeights(command) && --changing_ == 0 && !is_prepared) BringAhead();
   if (const auto sync = syncs_.find(completion.tag); sync != syncs_.end()) {
     sync->second.completion = completion;
     return TryEndSync(completion.tag);
@@ -353,7 +356,10 @@ void GatewaySession::BringAhead() {
 bool GatewaySession::EndAhead() {
   if (!brings_ahead()) return true;
   ahead_to_fetch_.clear();
-  return ahead_fetches_ == 0 && outgoing_.empty() && pieces_in_flight_ == 0;
+  // What the daemon has not answered it answers behind the command: it may wait for that itself.
+  ++ahead_turn_;
+  ahead_fetches_ = 0;
+  return outgoing_.empty() && pieces_in_flight_ == 0;
 }
 
 // ---------------------------------------- shared attachment
@@ -374,9 +380,10 @@ bool GatewaySession::FetchForItself() {
     command.kind = static_cast<uint16_t>(protocol::FetchKind::kPlace);
     command.partition = partitions.front();
     partitions.pop_front();
-    own_fetches_.emplace(
-        command.tag,
-        OwnFetch{.sync_tag = sync_tag, .partition = command.partition, .behind = next_number_});
+    own_fetches_.emplace(command.tag, OwnFetch{.sync_tag = sync_tag,
+                                               .partition = command.partition,
+                                               .behind = next_number_,
+                                               .turn = ahead_turn_});
     to_daemon_.push_back(command);
     did = true;
   };
@@ -411,6 +418,7 @@ void GatewaySession::OnOwnFetch(const Completion& completion) {
 }
 
 void GatewaySession::OnFetchedAhead(const OwnFetch& fetch, Completion completion) {
+  if (fetch.turn != ahead_turn_) return;
   --ahead_fetches_;
   if (completion.error != 0) return;  // the trainer asks, and gets it
   QueuePartition(fetch.partition, completion, std::nullopt);

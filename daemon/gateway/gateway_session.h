@@ -93,6 +93,7 @@ class GatewaySession final : public DataSession {
     uint64_t sync_tag = 0;  // 0: of what is brought ahead
     uint32_t partition = 0;
     uint64_t behind = 0;  // commands of the agent
+    uint64_t turn = 0;    // of BringAhead
   };
   void OnFetchedAhead(const OwnFetch& fetch, protocol::Completion completion);
   void Answer(const protocol::Completion& completion, const protocol::Command& command);
@@ -107,7 +108,7 @@ class GatewaySession final : public DataSession {
   bool SendPieces();
   // Asks where the rank's own partitions are, for the agent to answer fetches of them.
   void BringAhead();
-  // False: something of it is under way still, and nothing new begins.
+  // Nothing more of it is sent. False: some bytes are on their way still.
   bool EndAhead();
   bool reads_remotely();
   void BeginSync(uint64_t tag, Sync sync);
@@ -138,7 +139,8 @@ class GatewaySession final : public DataSession {
   std::map<uint64_t, OwnFetch> own_fetches_;  // by tag
   uint64_t next_own_tag_ = protocol::kGatewayTag;
   std::deque<uint32_t> ahead_to_fetch_;
-  uint64_t ahead_fetches_ = 0;
+  uint64_t ahead_fetches_ = 0;  // of this turn
+  uint64_t ahead_turn_ = 0;
   uint64_t changing_ = 0;        // commands in flight that may change weights
   std::vector<uint32_t> order_;  // in which partitions are fetched for a sync, or ahead
   std::vector<uint32_t> touched_;

@@ -144,8 +144,9 @@ class GatewaySessionTest : public ::testing::Test {
   std::optional<Command> Received() {
     return Await<Command>([this] { return daemon_ring_.server->Receive().value_or(std::nullopt); });
   }
-  void Answer(const Command& command, uint64_t step, uint64_t writes = 0) {
+  void Answer(const Command& command, uint64_t step, uint64_t writes = 0, uint16_t flags = 0) {
     Completion completion{};
+    completion.flags = flags;
     completion.tag = command.tag;
     completion.op = command.op;
     completion.committed_step = step;
@@ -343,39 +344,44 @@ TEST_F(ShardedGatewaySessionTest, BehindAStepsCallNothingOfBeforeIsGiven) {
   EXPECT_EQ(fetch->op, static_cast<uint16_t>(Op::kFetch)) << "the daemon knows when it may be";
 }
 
-TEST_F(ShardedGatewaySessionTest, WhatChangesWeightsWaitsForTheLastOfIt) {
-  MakeStep(1, std::byte{1});
-  const auto fetch = Received();  // the first of those of the gateway
-  ASSERT_TRUE(fetch.has_value());
-  Send(Op::kGradReady, 1, 64);
+// The daemon of a job over several nodes says nothing of weights between the two.
+TEST_F(ShardedGatewaySessionTest, AStepIsPreparedThenDecided) {
   Send(Op::kStep);
-  std::vector<uint16_t> ops;
-  for (size_t i = 1; i < own_.size() + 1; ++i) {
-    const auto next = Received();
-    ASSERT_TRUE(next.has_value());
-    ops.push_back(next->op);
-    if (next->op == static_cast<uint16_t>(Op::kFetch)) Answer(*next, 1);
-  }
-  EXPECT_EQ(std::ranges::count(ops, static_cast<uint16_t>(Op::kGradReady)), 1);
-  EXPECT_EQ(std::ranges::count(ops, static_cast<uint16_t>(Op::kStep)), 0);
-  EXPECT_FALSE(daemon_ring_.server->Receive().value_or(std::nullopt).has_value());
-  FillWeights(std::byte{1});
-  Answer(*fetch, 1);
   const auto step = Received();
   ASSERT_TRUE(step.has_value());
-  EXPECT_EQ(step->op, static_cast<uint16_t>(Op::kStep));
-  FillWeights(std::byte{2});  // the step's
-  for (const uint32_t partition : own_) {
-    const auto is_here = Await<bool>([&]() -> std::optional<bool> {
-      return AllAre(Window(partition), std::byte{1}) ? std::optional(true) : std::nullopt;
-    });
-    EXPECT_TRUE(is_here.has_value()) << "whole, as it was asked for";
+  Answer(*step, 0, 0, protocol::kStepPrepared);
+  ASSERT_TRUE(Answered().has_value());
+  Send(Op::kDecide);
+  const auto decide = Received();
+  ASSERT_TRUE(decide.has_value());
+  ASSERT_EQ(decide->op, static_cast<uint16_t>(Op::kDecide));
+  Answer(*decide, 1);
+  ASSERT_TRUE(Answered().has_value());
+  AnswerFetches(own_.size(), 1);
+}
+
+// Those that wait for the command itself are answered behind it, and given up.
+TEST_F(ShardedGatewaySessionTest, NoCommandWaitsForFetchesThatAreNotAnswered) {
+  MakeStep(1, std::byte{1});
+  std::vector<Command> fetches;
+  for (size_t i = 0; i < own_.size(); ++i) {
+    const auto fetch = Received();
+    ASSERT_TRUE(fetch.has_value());
+    fetches.push_back(*fetch);
   }
-  // It came behind the trainer's call of the next step, and does not count.
-  Send(Op::kFetch, fetch->partition);
-  const auto asked = Received();
-  ASSERT_TRUE(asked.has_value());
-  EXPECT_EQ(asked->op, static_cast<uint16_t>(Op::kFetch));
+  Send(Op::kStep);
+  const auto step = Received();
+  ASSERT_TRUE(step.has_value());
+  ASSERT_EQ(step->op, static_cast<uint16_t>(Op::kStep));
+  FillWeights(std::byte{2});
+  for (const Command& fetch : fetches) Answer(fetch, 2);
+  Answer(*step, 2);
+  ASSERT_TRUE(Answered().has_value());
+  AnswerFetches(own_.size(), 2);
+  for (const uint32_t partition : own_) {
+    ASSERT_TRUE(BecomesHere(partition, 2));
+    EXPECT_TRUE(AllAre(Window(partition), std::byte{2}));
+  }
 }
 
 // Another program that speaks UCX, to the gateway's worker.
