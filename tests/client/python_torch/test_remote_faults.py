@@ -1,7 +1,7 @@
 """Goal    Where an end of a remote session dies, hangs, loses its link or talks nonsense for longer than anybody waits, the
         other ends it: the trainer gets an error of ours, the daemon has its memory back, the gateway serves others, and
         the job goes on from its step.
-Method  As test_remote.py, with a keepalive of a second; ranks wait for another one to come back, and for their daemon, a
+Method  As test_remote.py, with a keepalive of two seconds; ranks wait for another one to come back, and for their daemon, a
         second. Ranks wait between two steps while their world is changed.
 """
 
@@ -18,7 +18,7 @@ from network_nodes import ADDRESSES, LINK
 from remote_gateway import PORT, UID
 from test_remote import DEADLINE_S, Place, errors
 
-KEEPALIVE_MS = 1000
+KEEPALIVE_MS = 2000
 SESSION_WAIT_MS = 1000
 END_DEADLINE_S = 20  # far above the keepalive
 GONE = ("E_REMOTE", "E_DAEMON_GONE", "E_RANK_LOST")
