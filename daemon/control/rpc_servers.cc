@@ -562,7 +562,10 @@ class NodeServer final : public schema::Node::Server {
                    weak = std::weak_ptr(handle)](kj::Own<absl::Status> reason) {
               --context->sessions;
               context->waiters.erase(answer_waiter);  // a session that ended before
-              if (const auto here = weak.lock()) here->LetGo();
+              if (const auto here = weak.lock()) {
+                here->LetGo();
+                here->Forget();  // nothing more of it is said to the loop
+              }
               if (protocol::IdOf(*reason) == ErrorId::kRing) connection->close->fulfill();
             })
             .fork();

@@ -102,9 +102,12 @@ bool GradientAccumulator::HasTaken(Turn turn, uint32_t partition, uint64_t begin
                                    uint64_t end) const {
   if (DeliveredElems(turn.rank, partition, begin, end) == 0) return false;
   const Cells& cells = partitions_[partition].cells;
-  return std::any_of(cells.lower_bound(begin), cells.lower_bound(end), [turn](const auto& entry) {
-    return turn < entry.second.next || entry.second.waiting.contains(turn);
-  });
+  return std::any_of(cells.lower_bound(begin), cells.lower_bound(end),
+                     [turn](const auto& entry) { return HasTurn(entry.second, turn); });
+}
+
+bool GradientAccumulator::HasTurn(const Cell& cell, Turn turn) {
+  return turn < cell.next || cell.waiting.contains(turn);
 }
 
 void GradientAccumulator::SetSummed(uint32_t partition, uint64_t begin, Cell& cell) {
@@ -173,9 +176,7 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   Cells& cells = partitions_[delivery.partition].cells;
   const auto begin = cells.find(delivery.begin);
   const auto end = cells.lower_bound(delivery.end);
-  const auto is_over = [turn](const auto& entry) {
-    return turn < entry.second.next || entry.second.waiting.contains(turn);
-  };
+  const auto is_over = [turn](const auto& entry) { return HasTurn(entry.second, turn); };
   if (std::any_of(begin, end, is_over)) {
     io_.Answer(delivery.command,
                was_delivered

@@ -227,6 +227,8 @@ class GradientAccumulator {
   static constexpr uint32_t kNobody = UINT32_MAX;
   static constexpr Turn kNoTurn = {.pass = UINT32_MAX, .rank = UINT32_MAX};
 
+  // It is added, is being added, counts as zero, or waits.
+  static bool HasTurn(const Cell& cell, Turn turn);
   absl::Status RepeatError(const Delivery& delivery) const;
   void Cut(uint32_t partition, uint64_t begin, uint64_t end);
   void SplitAt(uint32_t partition, uint64_t elem);

@@ -102,11 +102,7 @@ uint32_t LeaseTable::KeepOnly(SessionId session, std::span<const uint64_t> held)
 }
 
 void LeaseTable::DropAll(SessionId session) {
-  if (count_of(session) > 0) {
-    for (auto it = leases_.begin(); it != leases_.end();) {
-      it = it->second.session == session ? Erase(it) : std::next(it);
-    }
-  }
+  if (count_of(session) > 0) KeepOnly(session, {});
   session_counts_.erase(session);
 }
 

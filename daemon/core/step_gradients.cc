@@ -55,11 +55,10 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   if (gradients_.empty()) RecordOpenAttempt(attempt_ + 1);
-  const uint64_t width = protocol::SizeBytes(spec_.layout->grad_dtype());
   gradients_.Deliver(command.step, {.rank = session.rank,
                                     .partition = command.partition,
                                     .begin = command.element_offset,
-                                    .end = command.element_offset + command.length_bytes / width,
+                                    .end = GradientEnd(command),
                                     .arena_offset_bytes = command.arena_offset_bytes,
                                     .grad_arena_bytes = session.request.grad_arena_bytes,
                                     .pass = command.kind,
@@ -74,10 +73,13 @@ bool Step::HasTaken(const Session& session, const Command& command) const {
   if (command.attempt != attempt_) return false;
   if (HasCalled(session)) return true;
   if (static_cast<protocol::Op>(command.op) != protocol::Op::kGradReady) return false;
-  const uint64_t width = protocol::SizeBytes(spec_.layout->grad_dtype());
   return gradients_.HasTaken({.pass = command.kind, .rank = session.rank}, command.partition,
-                             command.element_offset,
-                             command.element_offset + command.length_bytes / width);
+                             command.element_offset, GradientEnd(command));
+}
+
+uint64_t Step::GradientEnd(const Command& command) const {
+  return command.element_offset +
+         command.length_bytes / protocol::SizeBytes(spec_.layout->grad_dtype());
 }
 
 void Step::HandleGradNorm(Session& session, const Command& command) {

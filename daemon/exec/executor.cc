@@ -325,7 +325,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 
 std::chrono::nanoseconds Executor::Tick() {
   uint64_t next = std::min({FireTimers(), jobs_.RunTimers(), scrub_.Tick(), LookForAbsent(),
-                            EndDisconnected(MonotonicNs())});
+                            disconnected_.empty() ? UINT64_MAX : EndDisconnected(MonotonicNs())});
   if (swap_ != nullptr) {
     std::vector<SwapDone> done;
     swap_->Tick(done);

@@ -279,6 +279,8 @@ class Executor {
   int GroupOf(const JobMemory& memory, const BlockPlace& place, uint64_t bytes) const;
   // The arena of the rank that the daemon before has left, where the session goes on with it; null: it makes one.
   ArenaRegistry::Arena KeptGradientsFor(JobId job, const AttachRequested& request, uint64_t bytes);
+  // The session did not come to use it: its rank may try again.
+  void KeepGradientsFurther(const Session& session, ArenaRegistry::Arena arena);
   void DropKeptGradients(JobId job);
   // A job without a record is not concerned.
   template <typename Record>

@@ -158,9 +158,7 @@ void Executor::Run(CreateSessionMemory& action) {
     auto made = MakeSessionMemory(memory);
     return [this, action, memory, is_registered, made = std::move(made)]() mutable {
       const auto fail = [&](const absl::Status& status) {
-        // The rank may try again.
-        const std::pair of(action.job, sessions_.at(action.session).request.rank);
-        if (is_registered) kept_gradients_.emplace(of, memory.grad);
+        KeepGradientsFurther(sessions_.at(action.session), memory.grad);
         Done(action.task, status);
       };
       if (!made.ok()) return fail(made.status());
@@ -258,10 +256,7 @@ void Executor::Run(CloseSession& action) {
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
     poller_.Remove(action.session);
-    if (session.job_id == 0 && session.kept_of != 0) {
-      // A rank that did not come back after all, and may try again.
-      kept_gradients_.emplace(std::pair(session.kept_of, session.request.rank), session.io->grad());
-    }
+    if (session.job_id == 0) KeepGradientsFurther(session, session.io->grad());
     if (session.job_id != 0 && !session.request.reader && !session.is_handed_over) {
       DropStored(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
       OnRankLeft(session, action.is_of_old_generation);

@@ -169,6 +169,11 @@ ArenaRegistry::Arena Executor::KeptGradientsFor(JobId job, const AttachRequested
   return nullptr;
 }
 
+void Executor::KeepGradientsFurther(const Session& session, ArenaRegistry::Arena arena) {
+  if (session.kept_of == 0) return;
+  kept_gradients_.emplace(std::pair(session.kept_of, session.request.rank), std::move(arena));
+}
+
 void Executor::DropKeptGradients(JobId job) {
   for (auto next = kept_gradients_.lower_bound({job, 0});
        next != kept_gradients_.end() && next->first.first == job;) {
