@@ -105,9 +105,7 @@ internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall c
     ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout->spec()));
     internal::AttachCall again = call;
     again.layout = encoded;
-    again.held_leases = before.held_leases;
-    again.grad_arena_inode = before.grad_arena_inode;
-    again.newest_tag = before.newest_tag;
+    again.before = before;
     return internal::ConnectAndAttach(socket, again, limits, arenas.get());
   };
 }

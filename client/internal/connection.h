@@ -69,13 +69,6 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
                                                 const WaitLimits& limits,
                                                 const RemoteArenas* remote_arenas = nullptr);
 
-// What the next daemon is to know of a session.
-struct SessionBefore {
-  std::span<const uint64_t> held_leases = {};  // of a job with weights on swap
-  uint64_t grad_arena_inode = 0;
-  uint64_t newest_tag = 0;  // of the commands that were sent
-};
-
 // Asks for the session once more, of whichever daemon has the socket. Errors as ConnectAndAttach.
 using AttachAgain =
     std::function<absl::StatusOr<GrantedSession>(const SessionBefore&, const WaitLimits&)>;

@@ -136,10 +136,10 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
   request.setResume(call.resume);
   request.setReattach(call.reattach);
-  request.setGradArena(call.grad_arena_inode);
-  request.setNewestTag(call.newest_tag);
-  auto leases = request.initHeldLeases(static_cast<unsigned>(call.held_leases.size()));
-  for (unsigned i = 0; i < leases.size(); ++i) leases.set(i, call.held_leases[i]);
+  request.setGradArena(call.before.grad_arena_inode);
+  request.setNewestTag(call.before.newest_tag);
+  auto leases = request.initHeldLeases(static_cast<unsigned>(call.before.held_leases.size()));
+  for (unsigned i = 0; i < leases.size(); ++i) leases.set(i, call.before.held_leases[i]);
   request.setAccumulate(call.accumulate);
   request.setEarlyUpdates(call.early_updates);
   request.setWritableWeights(call.writable_weights);

@@ -31,6 +31,13 @@ struct ConnectOptions {
   uint32_t protocol_version = protocol::kProtocolVersion;
 };
 
+// What a daemon is to know of a session that it goes on with.
+struct SessionBefore {
+  std::span<const uint64_t> held_leases = {};  // of a job with weights on swap
+  uint64_t grad_arena_inode = 0;
+  uint64_t newest_tag = 0;  // of the commands that were sent
+};
+
 struct AttachCall {
   std::string job;
   bool reader = false;
@@ -40,9 +47,7 @@ struct AttachCall {
   std::string run;
   bool resume = false;
   bool reattach = false;
-  uint64_t grad_arena_inode = 0;  // of a reattach
-  std::span<const uint64_t> held_leases = {};
-  uint64_t newest_tag = 0;  // likewise: of the commands that were sent
+  SessionBefore before = {};  // of a reattach
   bool accumulate = false;
   bool early_updates = false;
   bool writable_weights = false;

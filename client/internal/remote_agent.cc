@@ -125,7 +125,10 @@ absl::StatusOr<std::unique_ptr<RemoteAgent>> RemoteAgent::Start(const std::strin
   const UniqueFd self_above = self.valid() ? Above(self.get()) : UniqueFd();
   UniqueFd log(::memfd_create("forebay-agent-log", MFD_CLOEXEC));
   const UniqueFd log_above = log.valid() ? Above(log.get()) : UniqueFd();
-  if (!theirs_above.valid() || !log_above.valid()) {
+  const UniqueFd weights_above = arenas == nullptr ? UniqueFd() : Above(arenas->weights.get());
+  const UniqueFd grad_above = arenas == nullptr ? UniqueFd() : Above(arenas->grad_arena.get());
+  const bool has_arenas = weights_above.valid() && grad_above.valid();
+  if (!theirs_above.valid() || !log_above.valid() || (arenas != nullptr && !has_arenas)) {
     return MakeError(ErrorId::kLimit, ErrnoText("descriptors for the agent", errno),
                      "raise the limit of open files (ulimit -n)");
   }
@@ -141,13 +144,7 @@ absl::StatusOr<std::unique_ptr<RemoteAgent>> RemoteAgent::Start(const std::strin
     ::posix_spawn_file_actions_adddup2(&spawn.actions, self_above.get(), kLifetimeFd);
     words.insert(words.end(), {"--lifetime-fd", absl::StrCat(kLifetimeFd)});
   }
-  const UniqueFd weights_above = arenas == nullptr ? UniqueFd() : Above(arenas->weights.get());
-  const UniqueFd grad_above = arenas == nullptr ? UniqueFd() : Above(arenas->grad_arena.get());
-  if (arenas != nullptr) {
-    if (!weights_above.valid() || !grad_above.valid()) {
-      return MakeError(ErrorId::kLimit, ErrnoText("descriptors for the agent", errno),
-                       "raise the limit of open files (ulimit -n)");
-    }
+  if (has_arenas) {
     ::posix_spawn_file_actions_adddup2(&spawn.actions, weights_above.get(), kWeightsFd);
     ::posix_spawn_file_actions_adddup2(&spawn.actions, grad_above.get(), kGradArenaFd);
     words.insert(words.end(), {"--weights-fd", absl::StrCat(kWeightsFd), "--grad-arena-fd",

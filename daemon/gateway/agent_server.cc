@@ -608,8 +608,7 @@ absl::Status ServeAgent(AgentOptions options) {
                                                         kj::LowLevelAsyncIoProvider::Flags(0));
     capnp::TwoPartyVatNetwork network(*stream, protocol::kFdsPerMessageMax,
                                       capnp::rpc::twoparty::Side::SERVER, protocol::AnswerLimits());
-    auto rpc = capnp::makeRpcServer(network, kj::heap<AgentNode>(agent));
-    auto serving = kj::heap(kj::mv(rpc));
+    auto serving = kj::heap(capnp::makeRpcServer(network, kj::heap<AgentNode>(agent)));
     kj::Promise<void> over = network.onDisconnect();
     kj::Own<kj::UnixEventPort::FdObserver> observer;
     if (options.lifetime.valid()) {

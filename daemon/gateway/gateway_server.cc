@@ -102,14 +102,14 @@ class SessionState {
 
   // The data plane has failed: the daemon hears that the session has ended.
   void End(const absl::Status& reason) {
-    if (!reason_.ok() || is_detached_) return;
+    if (!reason_.ok() || has_left_) return;
     reason_ = reason;
     daemon_ = nullptr;
     spdlog::warn("session {} of {} has ended: {}", number_, principal_.name,
                  protocol::FormatError(reason));
     thread_.Post([&thread = thread_, number = number_] { thread.Remove(number); });
   }
-  void OnDetached() { is_detached_ = true; }  // or its client has ended: what comes now is its end
+  void OnLeft() { has_left_ = true; }  // what comes now is its end
   const absl::Status& reason() const { return reason_; }
   kj::Maybe<schema::Session::Client>& daemon() { return daemon_; }
 
@@ -120,7 +120,7 @@ class SessionState {
   const uint64_t number_;
   kj::Maybe<schema::Session::Client> daemon_;
   absl::Status reason_;
-  bool is_detached_ = false;
+  bool has_left_ = false;
 };
 
 class SessionServer final : public schema::Session::Server {
@@ -152,23 +152,23 @@ class SessionServer final : public schema::Session::Server {
         context, [&](schema::Session::Client& daemon) { return ForwardExchange(context, daemon); });
   }
   kj::Promise<void> detach(DetachContext context) override {
-    context.allowCancellation();
-    return WithDaemon(context, [&](schema::Session::Client& daemon) {
-      return ForwardForOutcome(context, daemon.detachRequest()).then([state = state_] {
-        state->OnDetached();
-      });
-    });
+    return Leave(context, [](schema::Session::Client& daemon) { return daemon.detachRequest(); });
   }
   kj::Promise<void> end(EndContext context) override {
+    return Leave(context, [](schema::Session::Client& daemon) { return daemon.endRequest(); });
+  }
+
+ private:
+  template <typename Context, typename MakeRequest>
+  kj::Promise<void> Leave(Context context, MakeRequest make_request) {
     context.allowCancellation();
     return WithDaemon(context, [&](schema::Session::Client& daemon) {
-      return ForwardForOutcome(context, daemon.endRequest()).then([state = state_] {
-        state->OnDetached();
+      return ForwardForOutcome(context, make_request(daemon)).then([state = state_] {
+        state->OnLeft();
       });
     });
   }
 
- private:
   template <typename Context, typename Call>
   kj::Promise<void> WithDaemon(Context context, Call call) {
     KJ_IF_MAYBE (daemon, state_->daemon()) {
