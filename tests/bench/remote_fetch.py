@@ -83,9 +83,10 @@ def seconds(attachment, partition):
     return took
 
 
-def fetched(attachment, large, small):
+def fetched(attachment, large, small, pause_s=0):
     """The large one, then the small ones twice, of which the first bring bytes: seconds."""
     took = seconds(attachment, large)
+    time.sleep(pause_s)  # house: allow sleep: compute
     few, none = ([seconds(attachment, one) for one in small] for _ in range(2))
     return {"large": took, "small": statistics.median(few), "none": statistics.median(none)}
 
@@ -113,10 +114,7 @@ def rank(mib):
     print("ready", flush=True)
     while os.read(0, 1):
         opt.step()
-        large = seconds(attachment, 0)
-        time.sleep(PAUSE_S)  # house: allow sleep: compute
-        took = fetched(attachment, 0, range(1, 1 + SMALL_GROUPS))
-        print(json.dumps(took | {"large": large}), flush=True)
+        print(json.dumps(fetched(attachment, 0, range(1, 1 + SMALL_GROUPS), PAUSE_S)), flush=True)
     opt.detach()
 
 

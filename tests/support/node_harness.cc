@@ -167,8 +167,9 @@ void NodeHarness::Observe(const Action& action) {
     }
     if (gradient != gradients_.end()) {
       model_.DropGradient(gradient->second.session, gradient->second.offset);
-      if (unheard_max_ == 0)
+      if (unheard_max_ == 0) {
         InfoOf(gradient->second.session).unanswered.erase(gradient->second.offset);
+      }
     }
   }
   model_.Execute(action);

@@ -47,7 +47,12 @@ class Waiting:
         return sum(line[0] == kind for line in self.output.said)
 
     def agent(self):
-        return agent_of(self.pid)
+        """The process between it and the gateway."""
+        children = []
+        for task in pathlib.Path(f"/proc/{self.pid}/task").iterdir():
+            children += (task / "children").read_text(encoding="ascii").split()
+        [agent] = [int(child) for child in children if b"connect" in _command(child)]
+        return agent
 
     def go_on(self):
         self.output.process.stdin.write("go\n")
@@ -57,15 +62,6 @@ class Waiting:
         """What it says when it goes on."""
         self.go_on()
         return errors(self.output.wait(DEADLINE_S))
-
-
-def agent_of(pid):
-    """The process between a rank and the gateway."""
-    children = []
-    for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
-        children += (task / "children").read_text(encoding="ascii").split()
-    [agent] = [int(child) for child in children if b"connect" in _command(child)]
-    return agent
 
 
 def _command(pid):

@@ -86,15 +86,11 @@ class KeptPlace(Place):
         self.service.manager.restart()
 
     def kill_daemon(self):
-        self.service.manager.process.kill()
-        self.service.manager.process.wait(DEADLINE_S)
-        self.service.manager.start()
+        self.service.manager.kill()
 
     def kill_both(self):
-        self.service.manager.process.kill()
         self.gateway.kill()
-        self.service.manager.process.wait(DEADLINE_S)
-        self.service.manager.start()
+        self.service.manager.kill()
         self.gateway.start()
 
 
