@@ -349,8 +349,10 @@ class JobReader {
       return WrongCount("parameters with steps", updates.size(), job_.layout->params().size());
     }
     for (const uint64_t steps : updates) {
-      if (steps > job_.step) {
-        return Wrong(absl::StrCat("a parameter with ", steps, " of ", job_.step, " steps"));
+      // Loaded states count on from what they had elsewhere.
+      if (steps > protocol::kUpdatesMax + job_.step) {
+        return Wrong(absl::StrCat("a parameter with ", steps, " updates behind ", job_.step,
+                                  " steps"));
       }
       job_.param_updates.push_back(steps);
     }

@@ -229,9 +229,10 @@ TEST(LedgerCodec, EveryWrongValueIsNamed) {
        },
        "2 partitions", 0},
       {[](DurableJob& job) { job.weights_on_swap[2] = true; }, "; its layout has"},
-      {[](DurableJob& job) { job.step = 1; }, "of 1 steps"},
+      {[](DurableJob& job) { job.step = 1; }, "a slot of step"},
       {[](DurableJob& job) { job.param_updates.push_back(0); }, "4 parameters"},
-      {[](DurableJob& job) { job.param_updates[1] = job.step + 1; }, "a parameter with"},
+      {[](DurableJob& job) { job.param_updates[1] = protocol::kUpdatesMax + job.step + 1; },
+       "a parameter with"},
       {[](DurableJob& job) { job.trace = {3}; }, "a trace of partition 3"},
       {[](DurableJob& job) {
          job.trace = {0, 1, 2, 0};

@@ -53,7 +53,7 @@ PROVOKED_BY = {
     "E_RANGE": "client/python/test_core.py test_states_are_float32_in_the_order_of_elements",
     "E_RING": "daemon/hostile_process_test.cc HostileClient.LosesItsSessionWithAnImpossibleRingIndex",
     "E_STEP": "client/python_torch/test_two_ranks.py test_different_learning_rates_are_refused",
-    "E_REMOTE": "client/python_torch/test_remote_faults.py test_a_gateway_that_hangs_is_an_error_of_the_trainer",
+    "E_REMOTE": "client/python_torch/test_remote_refusals.py test_a_program_that_ends_by_itself_says_how",
     "E_GRAD_REPEAT": "daemon/refusal_process_test.cc RefusedCall.SecondGradientForAGroupNeedsAnotherAttempt",
     "E_NONFINITE": "client/attachment_test.cc "
     "AttachmentTest.ANonfiniteGradientIsRefusedByNameAndTheStepCanBeRepeated",

@@ -180,10 +180,9 @@ constexpr std::array kExplanations = {
                 "ranks 0 and 1 called step 5 with different scalars: lr 0.001 and 0.002"},
     Explanation{ErrorId::kRemote,
                 "The way to a daemon on another node is broken: the gateway there, the process on "
-                "this node that reaches it, or the link between them has ended or is silent. The "
-                "session is over; the daemon drops what was delivered of a step that is not "
-                "decided.",
-                "Attach again when the network and forebay-gateway are well: the job goes on from "
+                "this node that reaches it, or the link between them has ended or is silent. A "
+                "rank attaches again by itself, and this is what an attach or a reader meets.",
+                "Attach again when the network and forebay-gateway are well: a job goes on from "
                 "its committed step.",
                 "nothing came from the gateway at ucx://10.0.0.1:7700 over UCX for 10.2 s"},
     Explanation{ErrorId::kGradRepeat,

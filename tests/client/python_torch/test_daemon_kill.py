@@ -13,6 +13,7 @@ import time
 import forebay
 import pytest
 from daemon_process import missing
+from forebay import _state_dict
 from models import train
 from test_daemon_restart import (
     DEADLINE_S,
@@ -152,6 +153,43 @@ def test_a_kill_after_a_restart_before_the_ranks_are_back(folder, place):
         [job] = forebay.status(f"{folder}/s")["jobs"]
         assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
         opt.detach()
+
+
+@pytest.mark.parametrize("level", ["memory", "step"])
+@pytest.mark.parametrize("end", ["restart", "kill"])
+def test_states_of_more_updates_than_the_job_has_steps(folder, end, level, monkeypatch):
+    """They come from another training. A daemon that ends while they are written: the rank goes on with it."""
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "job", 2, durability=level)
+        other = trained(service, "beside", 3)[1]
+        digest = other.state_sha256()
+        states = opt.state_dict()
+        for state in states["state"].values():
+            state["step"] += 1000
+        writes = []
+
+        def write(*words):
+            writes.append(words)
+            if len(writes) == 3:
+                getattr(manager, end)()
+            plain(*words)
+
+        plain = _state_dict._write
+        monkeypatch.setattr(_state_dict, "_write", write)
+        opt.load_state_dict(states)
+        assert len(writes) > 3
+        before = opt.state_sha256()
+        getattr(manager, end)()
+        assert jobs_of(service) == {"job": 2, "beside": 3}
+        assert opt.state_sha256() == before
+        train(model, opt, 1, first=2)
+        assert {int(state["step"]) for state in opt.state_dict()["state"].values()} == {1003}
+        assert other.state_sha256() == digest
+        opt.detach()
+        other.detach()
+        assert " error " not in service.log(), service.log()
 
 
 def test_a_job_goes_on_where_nothing_is_kept_any_more(folder):

@@ -136,6 +136,11 @@ def test_without_the_program_the_variable_is_named(place):
     assert code == "E_UNSUPPORTED" and "/nowhere/forebay-gateway" in text and "FOREBAY_GATEWAY" in text
 
 
+def test_a_program_that_ends_by_itself_says_how(place):
+    code, text = refusal(place, FOREBAY_GATEWAY="/bin/false")
+    assert code == "E_REMOTE" and "the gateway ended with status 1" in text
+
+
 # ---------------------------------------- other ways in
 
 
