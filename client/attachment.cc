@@ -110,16 +110,22 @@ internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall c
   };
 }
 
-// A daemon that is being started again does not answer meanwhile.
+// A daemon that is being started again does not answer meanwhile. `parts`: gets the arenas.
 absl::StatusOr<internal::GrantedSession> ConnectWithin(Timeout wait, const std::string& socket,
                                                        const internal::AttachCall& call,
-                                                       const WaitLimits& limits) {
+                                                       const WaitLimits& limits,
+                                                       SessionParts& parts) {
   constexpr std::chrono::milliseconds kPause(50);
   for (const Deadline until = Deadline::After(wait);;) {
     absl::StatusOr<internal::GrantedSession> granted =
         internal::ConnectAndAttach(socket, call, limits);
+    if (granted.ok()) {
+      const absl::Status mapped = MapArenas(*granted, limits, parts);
+      if (!mapped.ok()) granted = mapped;
+    }
     const ErrorId id = protocol::IdOf(granted.status());
-    const bool is_passing = id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone;
+    const bool is_passing =
+        id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone || id == ErrorId::kRemote;
     if (!is_passing || until.Expired() || limits.deadline.Expired()) return granted;
     if (limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted, "attach was interrupted while no daemon answered");
@@ -172,7 +178,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
   const std::string socket = SocketPath(options.socket);
   ASSIGN_OR_RETURN(const Timeout first_wait, FirstDaemonWait(options.daemon_wait));
   ASSIGN_OR_RETURN(internal::GrantedSession granted,
-                   ConnectWithin(first_wait, socket, call, limits));
+                   ConnectWithin(first_wait, socket, call, limits, parts));
   const schema::AttachReply::Reader& reply = *granted.reply;
   parts.writes_initial = reply.getWritesInitial();
   parts.weights_on_swap = granted.terms.weights_on_swap;
@@ -191,7 +197,6 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
   parts.step_region_offset = granted.terms.step_region_offset;
   parts.step_region_bytes = granted.terms.step_region_bytes;
   parts.trace_bytes = granted.terms.trace_bytes;
-  RETURN_IF_ERROR(MapArenas(granted, limits, parts));
   if (options.rank == 0) parts.rank0_extra_state = parts.extra_state;
   parts.gauge->rpc_calls = granted.connection->control->thread().calls();
   parts.terms = granted.terms;
@@ -294,10 +299,13 @@ absl::Status Attachment::Detach() {
   s.pieces.clear();
   s.fetches.clear();
   if (s.parts.connection == nullptr) return s.device_error;
-  Control& control = *s.parts.connection->control;
   absl::Status status = s.device_error;
-  if (has_daemon && !s.is_ended) {
-    status = control.Detach({.deadline = Deadline::After(s.parts.timeout)});
+  for (bool asks = has_daemon && !s.is_ended; asks;) {
+    status = s.parts.connection->control->Detach({.deadline = Deadline::After(s.parts.timeout)});
+    // Where the way to the daemon was lost meanwhile, and there is no other, the session ends here alone.
+    const bool is_lost = s.IsRestartingSoon(status);
+    if (is_lost) status = absl::OkStatus();
+    asks = is_lost && s.ReattachOnce() && !s.EndIfRestarting();
   }
   s.UpdateCalls();
   s.port.Close(DaemonGoneError());
@@ -328,10 +336,17 @@ absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string&
   }
   if (s.parts.nodes.world_ranks > 0) return s.parts.nodes.all_gather(bytes);
   const WaitLimits limits = s.Limits(timeout);
-  RETURN_IF_ERROR(s.ReattachIfRestarting(limits));
-  auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, limits);
-  if (all.ok()) ++s.exchanges;
-  return all;
+  while (true) {
+    RETURN_IF_ERROR(s.ReattachIfRestarting(limits));
+    auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, limits);
+    if (all.ok()) {
+      ++s.exchanges;
+      s.exchanged = *all;
+      return all;
+    }
+    // The daemon knows by the number whether the others have had the answer.
+    if (!s.IsRestartingSoon(all.status())) return all;
+  }
 }
 
 absl::Status Attachment::CheckSession(Timeout timeout) {

@@ -27,6 +27,9 @@ namespace {
 
 constexpr std::chrono::milliseconds kPauseMin{20};
 constexpr std::chrono::seconds kLastAttempt{1};
+constexpr std::chrono::seconds kNoticeLimit{
+    1};  // the control plane may hear of an end before the data plane
+constexpr std::chrono::milliseconds kNoticePause{2};
 constexpr char kStartAgain[] =
     "start the trainer again: it goes on from the newest step that the daemon has kept";
 
@@ -67,6 +70,20 @@ bool Attachment::State::EndIfRestarting() {
   return true;
 }
 
+bool Attachment::State::IsRestartingSoon(const absl::Status& met) {
+  const ErrorId id = protocol::IdOf(met);
+  // Of a connection that is lost, as this side, the daemon and a gateway say it.
+  const bool may_be =
+      id == ErrorId::kDaemonGone || id == ErrorId::kRemote || id == ErrorId::kFenced;
+  if (!may_be) return false;
+  for (const Deadline end = Deadline::After(kNoticeLimit); !end.Expired();) {
+    if (!port.PollAlive().ok()) return false;
+    if (port.is_restarting()) return true;
+    std::this_thread::sleep_for(kNoticePause);
+  }
+  return false;
+}
+
 absl::Status Attachment::State::ReattachIfRestarting(const WaitLimits& limits) {
   port.PollAlive().IgnoreError();  // the control plane says it too
   return port.is_restarting() ? Reattach(limits) : absl::OkStatus();
@@ -81,7 +98,9 @@ absl::Status Attachment::State::TryReattach(const WaitLimits& limits) {
   ASSIGN_OR_RETURN(GrantedSession granted,
                    parts.attach_again({.held_leases = held,
                                        .grad_arena_inode = parts.terms.grad_arena.inode,
-                                       .newest_tag = port.newest_tag()},
+                                       .newest_tag = port.newest_tag(),
+                                       .exchanges = exchanges,
+                                       .exchanged = exchanged},
                                       limits));
   return GoOnWith(std::move(granted), held.size(), limits);
 }
@@ -124,7 +143,8 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
                                  std::string(status.message())),
                     protocol::HintOf(status).empty() ? kStartAgain : protocol::HintOf(status)));
     }
-    last = std::move(status);
+    // What a try waited for is not why there is none.
+    if (last.ok() || protocol::IdOf(status) != ErrorId::kTimeout) last = std::move(status);
     if (limits.Interrupted()) return InterruptedError();
     if (restart_deadline->Expired()) {
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - restart_begin;

@@ -180,8 +180,7 @@ struct Counters {
 // after the daemon's death.
 //
 // Where the daemon is restarted under its jobs, a session with a rank attaches again within the next call, and
-// goes on: windows, leases, gradients on their way and the calls that wait stay what they are; but for an Exchange that
-// waits then, which returns E_DAEMON_GONE.
+// goes on: windows, leases, gradients on their way and the calls that wait stay what they are.
 //
 // Every call that waits returns E_DAEMON_GONE within a second of the daemon's death, E_TIMEOUT when
 // its own time is up (the outcome is then unknown; Step may be called again with the same

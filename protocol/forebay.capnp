@@ -69,6 +69,9 @@ struct AttachRequest {
   gradArena @17 :UInt64;        # of a reattach: inode of the gradient arena that it has mapped (AttachReply.remoteGradArena
                                 # where there is one). 0: it does not say
   newestTag @19 :UInt64;        # of a reattach: of the commands that the client has sent. What has no newer one is sent again
+  exchanged @20 :List(Data);    # of a reattach: the answer of the newest exchange that the session has had one of; empty:
+                                # of none, or it is larger than kExchangedBytesMax. Others may not have had it
+  exchanges @21 :UInt64;        # of a reattach: that the session has had the answer of
   worldRanks @18 :UInt32;       # of a job over several nodes: all ranks, of which worldSize are on this node; 0: those
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }

@@ -202,6 +202,9 @@ struct Attachment::State {
   absl::Status EndSession(absl::Status reason);
   // Reattach, where the daemon has said so. For calls that ask the control plane first.
   absl::Status ReattachIfRestarting(const internal::WaitLimits& limits);
+  // Whether a call of the control plane met the end of a daemon, or of the way to it, from which the session goes on.
+  // Waits until the data plane has seen it too.
+  bool IsRestartingSoon(const absl::Status& met);
   // Of who is about to end the session: it does not wait for the next daemon, which sees that the session does
   // not come back. Returns whether it was so.
   bool EndIfRestarting();
@@ -383,6 +386,7 @@ struct Attachment::State {
   std::vector<uint64_t> presence;       // of this attempt; see wire.h
   uint64_t attempt = 0;
   uint64_t exchanges = 0;                                             // that have ended well
+  std::vector<std::string> exchanged;                                 // what the last of them gave
   std::pmr::map<uint64_t, std::shared_ptr<Answer>> fetches{&memory};  // by FetchTicket::id
   uint64_t last_ticket = 0;
   std::vector<uint64_t> orphan_leases;  // of fetches whose callers gave up

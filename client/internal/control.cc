@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -138,6 +139,17 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setReattach(call.reattach);
   request.setGradArena(call.before.grad_arena_inode);
   request.setNewestTag(call.before.newest_tag);
+  request.setExchanges(call.before.exchanges);
+  const std::span<const std::string> answer = call.before.exchanged;
+  const size_t answer_bytes =
+      std::accumulate(answer.begin(), answer.end(), size_t{0},
+                      [](size_t sum, const std::string& one) { return sum + one.size(); });
+  if (!answer.empty() && answer_bytes <= protocol::kExchangedBytesMax) {
+    auto exchanged = request.initExchanged(static_cast<unsigned>(answer.size()));
+    for (unsigned i = 0; i < exchanged.size(); ++i) {
+      exchanged.set(i, {reinterpret_cast<const kj::byte*>(answer[i].data()), answer[i].size()});
+    }
+  }
   auto leases = request.initHeldLeases(static_cast<unsigned>(call.before.held_leases.size()));
   for (unsigned i = 0; i < leases.size(); ++i) leases.set(i, call.before.held_leases[i]);
   request.setAccumulate(call.accumulate);

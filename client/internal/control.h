@@ -35,7 +35,9 @@ struct ConnectOptions {
 struct SessionBefore {
   std::span<const uint64_t> held_leases = {};  // of a job with weights on swap
   uint64_t grad_arena_inode = 0;
-  uint64_t newest_tag = 0;  // of the commands that were sent
+  uint64_t newest_tag = 0;                      // of the commands that were sent
+  uint64_t exchanges = 0;                       // that it has had the answer of
+  std::span<const std::string> exchanged = {};  // the newest answer
 };
 
 struct AttachCall {

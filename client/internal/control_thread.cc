@@ -4,6 +4,7 @@
 #include <kj/async-io.h>
 #include <kj/async-unix.h>
 #include <signal.h>
+#include <sys/socket.h>
 
 #include <map>
 #include <vector>
@@ -149,9 +150,12 @@ void ControlThread::Loop() {
 
 void ControlThread::Serve() {
   kj::AsyncIoContext io = MakeIo();
+  const int socket = socket_.get();
   auto stream = io.lowLevelProvider->wrapUnixSocketFd(
       socket_.Release(),
       kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP | kj::LowLevelAsyncIoProvider::ALREADY_CLOEXEC);
+  // A forked child may have it too.
+  KJ_DEFER((void)::shutdown(socket, SHUT_RDWR));
   capnp::TwoPartyVatNetwork network(*stream, protocol::kFdsPerMessageMax,
                                     capnp::rpc::twoparty::Side::CLIENT, protocol::AnswerLimits());
   auto rpc = capnp::makeRpcClient(network);

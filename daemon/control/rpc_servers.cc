@@ -113,6 +113,8 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
   ASSIGN_OR_RETURN(auto layout, ReadLayout(layout_fd, request.getLayoutBytes()));
   std::vector<uint64_t> held_leases;
   for (const uint64_t lease : request.getHeldLeases()) held_leases.push_back(lease);
+  std::vector<std::string> exchanged;
+  for (const auto one : request.getExchanged()) exchanged.emplace_back(one.begin(), one.end());
   return AttachRequested{.uid = uid,
                          .job = TextOf(request.getJob()),
                          .reader = request.getReader(),
@@ -125,6 +127,8 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
                          .grad_arena_inode = request.getGradArena(),
                          .held_leases = std::move(held_leases),
                          .newest_tag = request.getNewestTag(),
+                         .exchanges = request.getExchanges(),
+                         .exchanged = std::move(exchanged),
                          .accumulate = request.getAccumulate(),
                          .early_updates = request.getEarlyUpdates(),
                          .writable_weights = request.getWritableWeights(),
@@ -246,7 +250,7 @@ class SessionServer final : public schema::Session::Server {
     Count();
     using Bytes = absl::StatusOr<std::vector<std::string>>;
     const auto given = context.getParams().getBytes();
-    const uint64_t call = ++exchanges_;
+    const uint64_t call = handle_->context.next_exchange++;
     return AskLoop<Bytes>(handle_->context, Bytes(Overloaded()),
                           [id = handle_->id(), call, number = context.getParams().getNumber(),
                            bytes = std::string(given.begin(), given.end())](Executor& executor,
@@ -265,6 +269,7 @@ class SessionServer final : public schema::Session::Server {
           }
         })
         .attach(kj::defer([handle = handle_, call] {  // the client may have given up
+          if (handle->ended()) return;                // what all connections share may be gone
           (void)handle->context.inbox.PushBelow(
               kCallsWaitingMax,
               [id = handle->id(), call](Executor& executor) { executor.CancelExchange(id, call); });
@@ -301,7 +306,6 @@ class SessionServer final : public schema::Session::Server {
   void Count() { ++handle_->context.rpc_calls[handle_->job]; }
 
   std::shared_ptr<SessionHandle> handle_;
-  uint64_t exchanges_ = 0;
   kj::ForkedPromise<void> closed_ = nullptr;
 };
 

@@ -52,6 +52,7 @@ struct ControlContext {
   kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
   SessionId next_session = 1;
   uint64_t next_scrub = 1;
+  uint64_t next_exchange = 1;
   uint32_t sessions = 0;                     // whose end the loop has not confirmed
   std::map<JobId, uint64_t> rpc_calls = {};  // of sessions, by job
   std::map<uint64_t, std::unique_ptr<Waiter>> waiters = {};

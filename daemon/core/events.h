@@ -54,6 +54,9 @@ struct AttachRequested {
   std::vector<uint64_t> held_leases = {};
   // Tag of the newest command that it has sent: one that is not newer is sent again.
   uint64_t newest_tag = 0;
+  // How many exchanges it has had the answer of, and the newest of these; none where it is too large.
+  uint64_t exchanges = 0;
+  std::vector<std::string> exchanged = {};
   // Sharded: several backward passes a step.
   bool accumulate = false;
   // Blocks on swap may be updated before the decision (kAnnounceStep): room for their new weights.

@@ -44,8 +44,9 @@ absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job) {
 absl::Status LeftBehindError(const std::string& name, uint64_t step) {
   return MakeError(
       ErrorId::kRankLost,
-      absl::StrCat("other processes have attached to job ", name,
-                   " since the daemon was started again; the committed step is ", step),
+      absl::StrCat("the ranks of job ", name,
+                   " have begun again without this one, which was away; the committed step is ",
+                   step),
       absl::StrCat("attach again and go on after step ", step));
 }
 

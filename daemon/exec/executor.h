@@ -296,13 +296,15 @@ class Executor {
   absl::Status StoreArenas(JobId id);
   // The process of each rank is in the store, as long as the rank is attached and beyond.
   void KeepProcess(const Session& session, bool has_detached);
-  void OnRankAttached(const Session& session);
+  void OnRankAttached(SessionId id, const Session& session);
   void OnRankLeft(Session& session, bool is_of_old_generation);
   // Whether another process has attached in the place of the one that comes back.
   bool IsLeftBehind(const Session& session) const;
   void DropAbsent(JobId job, std::optional<uint32_t> rank = std::nullopt);  // of all ranks
   // Tells the state machine of absent ranks that have ended, of jobs that have others; returns when to look again.
   uint64_t LookForAbsent();
+  // How long a rank of another node may be away; 0: none is there.
+  uint64_t RankWaitNs(JobId job) const;
   bool HasRanks(JobId job) const;  // that are attached
   bool HasSession(JobId job, uint32_t rank) const;
   std::map<SessionId, JobId> RanksOf(const DurableNode& node) const;

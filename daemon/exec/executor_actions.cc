@@ -208,7 +208,7 @@ void Executor::Run(AnswerAttach& action) {
       const absl::Status stored =
           Store(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
       if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
-      if (!is_back) OnRankAttached(session);
+      if (!is_back) OnRankAttached(id, session);
     }
     auto fds = FdsFor(session, result.answer);
     if (fds.ok()) {

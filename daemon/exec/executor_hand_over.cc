@@ -41,6 +41,7 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
     adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
       adopted_.push_back(arena);
+      absent_[{job.id, rank}];  // its process is not known where it is of another node
       registry_.Register({ArenaKind::kGrad, job.name, static_cast<int32_t>(rank)}, arena);
       if (has_record) stored_[GradientsDescriptor(job.id, rank)] = arena;
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
@@ -69,6 +70,7 @@ std::set<std::string> Executor::StoredNames() const {
   }
   if (!store_.keep) return names;
   for (const auto& [of, absent] : absent_) {
+    if (!absent.process.valid()) continue;
     names.insert(ProcessDescriptor(of.first, of.second, absent.has_detached));
   }
   return names;
@@ -206,11 +208,19 @@ bool Executor::IsLeftBehind(const Session& session) const {
   return false;
 }
 
-void Executor::OnRankAttached(const Session& session) {
+void Executor::OnRankAttached(SessionId id, const Session& session) {
   const JobId job = session.job_id;
   // Whoever attaches anew waits for all ranks, those too that were lost before.
   DropAbsent(job, session.request.reattach ? std::optional(session.request.rank) : std::nullopt);
   KeepProcess(session, /*has_detached=*/false);
+  const AttachRequested& request = session.request;
+  if (!request.reattach || request.exchanges == 0 || request.exchanged.empty()) return;
+  exchange_.SetMade({.session = id,
+                     .number = request.exchanges - 1,
+                     .job = job,
+                     .rank = request.rank,
+                     .world_size = request.world_size},
+                    request.exchanged);
 }
 
 void Executor::OnRankLeft(Session& session, bool is_of_old_generation) {
@@ -236,11 +246,19 @@ void Executor::DropAbsent(JobId job, std::optional<uint32_t> rank) {
   std::erase_if(absent_, [&](const auto& entry) {
     const auto& [of, absent] = entry;
     const bool is_meant = of.first == job && of.second == rank.value_or(of.second);
-    if (is_meant && store_.keep) {
+    if (is_meant && store_.keep && absent.process.valid()) {
       store_.drop(ProcessDescriptor(of.first, of.second, absent.has_detached));
     }
     return is_meant;
   });
+}
+
+uint64_t Executor::RankWaitNs(JobId job) const {
+  std::chrono::nanoseconds longest{0};
+  for (const auto& [id, session] : sessions_) {
+    if (session.job_id == job && !session.request.reader) longest = std::max(longest, session.wait);
+  }
+  return static_cast<uint64_t>(longest.count());
 }
 
 bool Executor::HasRanks(JobId job) const {
@@ -262,13 +280,20 @@ uint64_t Executor::LookForAbsent() {
   next_look_ns_ = now + kLookPeriodNs;
   std::vector<RankEnded> ended;
   bool looks_again = false;
-  for (const auto& [of, absent] : absent_) {
+  for (auto& [of, absent] : absent_) {
     const auto& [job, rank] = of;
     // Of those of this daemon the state machine knows.
     if (!absent.is_of_before || !HasRanks(job) || HasSession(job, rank)) continue;
     looks_again = true;
     pollfd entry{.fd = absent.process.get(), .events = POLLIN, .revents = 0};
-    if (absent.has_detached || ::poll(&entry, 1, /*timeout=*/0) > 0) {
+    bool is_over = absent.has_detached || ::poll(&entry, 1, /*timeout=*/0) > 0;
+    const uint64_t wait_ns = absent.process.valid() ? 0 : RankWaitNs(job);
+    if (wait_ns > 0 && absent.ends_ns == 0) absent.ends_ns = now + wait_ns;
+    if (wait_ns > 0 && now >= absent.ends_ns) {
+      spdlog::warn("job {}: rank {} has not come back", jobs_.Find(job)->name.name, rank);
+      is_over = true;
+    }
+    if (is_over) {
       ended.push_back({.job = job, .rank = rank, .has_detached = absent.has_detached});
     }
   }

@@ -34,9 +34,11 @@ pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& j
 
 // A rank that had a session, and has none.
 struct AbsentRank {
-  protocol::UniqueFd process;  // a pidfd
+  protocol::UniqueFd process;  // a pidfd; none of a rank of another node
   bool has_detached = false;
   bool is_of_before = true;  // its session was with another daemon
+  // MonotonicNs, of one of another node: it is waited for until then; 0: nobody is there who waits.
+  uint64_t ends_ns = 0;
 };
 
 // Of a job, as the daemon before has left it. `state` is null where there are no states, `step` where it has to be made.

@@ -351,8 +351,8 @@ class JobReader {
     for (const uint64_t steps : updates) {
       // Loaded states count on from what they had elsewhere.
       if (steps > protocol::kUpdatesMax + job_.step) {
-        return Wrong(absl::StrCat("a parameter with ", steps, " updates behind ", job_.step,
-                                  " steps"));
+        return Wrong(
+            absl::StrCat("a parameter with ", steps, " updates behind ", job_.step, " steps"));
       }
       job_.param_updates.push_back(steps);
     }

@@ -1,5 +1,6 @@
 #include "daemon/exec/rank_exchange.h"
 
+#include <cstdint>
 #include <iterator>
 #include <utility>
 
@@ -12,6 +13,12 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
+bool RankExchange::Made::IsOf(const Member& member, const std::string& bytes) const {
+  const auto number = numbers.find(member.session);
+  if (number != numbers.end()) return number->second == member.number;
+  return number_before == member.number && member.rank < all.size() && all[member.rank] == bytes;
+}
+
 void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
   if (bytes.size() > protocol::kExchangeBytesMax) {
     answer(MakeError(ErrorId::kRange,
@@ -20,10 +27,7 @@ void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
     return;
   }
   if (const auto made = made_.find(member.job); made != made_.end()) {
-    const auto number = made->second.numbers.find(member.session);
-    const bool is_repeated =
-        number != made->second.numbers.end() && number->second == member.number;
-    if (is_repeated) return answer(made->second.all);
+    if (made->second.IsOf(member, bytes)) return answer(made->second.all);
   }
   std::map<uint32_t, Waiting>& ranks = waiting_[member.job];
   // A call whose client has given up stands no longer.
@@ -41,6 +45,24 @@ void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
     made.all.push_back(std::move(waiting.bytes));
   }
   for (auto& [rank, waiting] : complete.mapped()) waiting.answer(made.all);
+}
+
+void RankExchange::SetMade(const Member& member, std::vector<std::string> all) {
+  Made& made = made_[member.job];
+  if (!made.all.empty() && made.number_before.value_or(UINT64_MAX) >= member.number) return;
+  made = {.numbers = {{member.session, member.number}},
+          .all = std::move(all),
+          .number_before = member.number};
+  const auto waiting = waiting_.find(member.job);
+  if (waiting == waiting_.end()) return;
+  std::vector<Answer> answered;
+  for (auto rank = waiting->second.begin(); rank != waiting->second.end();) {
+    const bool is_its = made.IsOf(rank->second.member, rank->second.bytes);
+    if (is_its) answered.push_back(std::move(rank->second.answer));
+    rank = is_its ? waiting->second.erase(rank) : std::next(rank);
+  }
+  if (waiting->second.empty()) waiting_.erase(waiting);
+  for (Answer& answer : answered) answer(made.all);
 }
 
 void RankExchange::Forget(SessionId session) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,7 @@ class RankExchange {
  public:
   struct Member {
     SessionId session = 0;
-    uint64_t call = 0;    // of the session
+    uint64_t call = 0;
     uint64_t number = 0;  // of exchanges that the session has had the answer of
     JobId job = 0;
     uint32_t rank = 0;
@@ -35,6 +36,10 @@ class RankExchange {
   //
   // Errors  E_RANGE  more than kExchangeBytesMax.
   void Add(const Member& member, std::string bytes, Answer answer);
+
+  // A daemon before this one has given `member` this answer, of its number: others of the job, which have not had it, get
+  // it for the same number, of which all ranks that go on have made as many.
+  void SetMade(const Member& member, std::vector<std::string> all);
 
   // Those of which `which` is true get `reason` and wait no longer.
   void Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason);
@@ -53,6 +58,10 @@ class RankExchange {
   struct Made {
     std::map<SessionId, uint64_t> numbers;  // of those that are not over
     std::vector<std::string> all;
+    std::optional<uint64_t> number_before = {};  // of one that a daemon before this one has made
+
+    // Whether it is what the member asks for, with these bytes.
+    bool IsOf(const Member& member, const std::string& bytes) const;
   };
   std::map<JobId, std::map<uint32_t, Waiting>> waiting_;  // by rank
   std::map<JobId, Made> made_;

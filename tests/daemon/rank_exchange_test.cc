@@ -124,5 +124,51 @@ TEST_F(RankExchangeTest, WhoWaitsInVainIsAnswered) {
   EXPECT_TRUE(answers_[102].empty()) << "the others have to call again";
 }
 
+TEST_F(RankExchangeTest, WhatADaemonBeforeHasMadeIsTheAnswerOfThoseThatHaveNotHadIt) {
+  const RankExchange::Member had{.session = 101, .number = 4, .job = 1, .rank = 1, .world_size = 3};
+  CallWithNumber(4, 1, 0, "a", 3);  // it is back first
+  exchange_.SetMade(had, {"a", "b", "c"});
+  EXPECT_THAT(*answers_[100].back(), ElementsAre("a", "b", "c"));
+  CallWithNumber(4, 1, 2, "c", 3);
+  EXPECT_THAT(*answers_[102].back(), ElementsAre("a", "b", "c"));
+  EXPECT_TRUE(exchange_.empty());
+  for (const uint32_t rank : {0U, 1U, 2U}) CallWithNumber(5, 1, rank, std::to_string(rank), 3);
+  for (const SessionId session : {100U, 101U, 102U}) {
+    EXPECT_THAT(*answers_[session].back(), ElementsAre("0", "1", "2"));
+  }
+}
+
+TEST_F(RankExchangeTest, WhatWasMadeBeforeIsNoAnswerOfAnotherExchange) {
+  exchange_.SetMade({.session = 101, .number = 4, .job = 1, .rank = 1, .world_size = 2},
+                    {"a", "b"});
+  CallWithNumber(5, 1, 0, "a", 2);
+  CallWithNumber(4, 2, 0, "a", 2);
+  EXPECT_EQ(answered(), 0U);
+  CallWithNumber(4, 1, 0, "other", 2);  // nobody has sent that
+  EXPECT_THAT(Error(100), HasError(ErrorId::kLimit));
+  CallWithNumber(5, 1, 1, "b", 2);
+  EXPECT_THAT(*answers_[100].back(), ElementsAre("other", "b"));
+}
+
+TEST_F(RankExchangeTest, TheNewestOfBeforeStandsUntilThisDaemonHasMadeOne) {
+  const auto came = [&](SessionId session, uint64_t number, const std::string& bytes) {
+    exchange_.SetMade({.session = session,
+                       .number = number,
+                       .job = 1,
+                       .rank = static_cast<uint32_t>(session - 100),
+                       .world_size = 3},
+                      {bytes, bytes, bytes});
+  };
+  came(100, 3, "old");
+  came(101, 4, "new");
+  came(100, 3, "old");
+  CallWithNumber(4, 1, 2, "new", 3);
+  EXPECT_THAT(*answers_[102].back(), ElementsAre("new", "new", "new"));
+  for (const uint32_t rank : {0U, 1U, 2U}) CallWithNumber(5, 1, rank, "here", 3);
+  came(101, 4, "new");
+  CallWithNumber(5, 1, 2, "here", 3);
+  EXPECT_THAT(*answers_[102].back(), ElementsAre("here", "here", "here"));
+}
+
 }  // namespace
 }  // namespace forebay::daemon

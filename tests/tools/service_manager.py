@@ -112,19 +112,19 @@ class ServiceManager:
 
     def stop(self):
         """SIGTERM; what the store holds is closed, as by `systemctl stop`. The exit status."""
-        status = self._end(signal.SIGTERM)
+        status = self.end(signal.SIGTERM)
         self._close_store()
         return status
 
     def restart(self):
         """SIGTERM, then the next process with what the store holds. The exit status of the first."""
-        status = self._end(signal.SIGTERM)
+        status = self.end(signal.SIGTERM)
         self.start()
         return status
 
     def kill(self):
         """The same with SIGKILL, as a crash."""
-        status = self._end(signal.SIGKILL)
+        status = self.end(signal.SIGKILL)
         self.start()
         return status
 
@@ -147,7 +147,7 @@ class ServiceManager:
                     raise RuntimeError(f"no {line} from {self.command}: {self.log.read_text()}")
                 self._changed.wait(0.1)
 
-    def _end(self, sign):
+    def end(self, sign):
         self.process.send_signal(sign)
         status = self.process.wait(DEADLINE_S)
         # Its last messages come before its end counts: systemd reads them first, too.

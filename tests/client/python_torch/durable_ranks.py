@@ -2,10 +2,10 @@
 each rank meets: ["attached", rank, step, extra_state], ["answered", rank, step], ["ended", rank, code of the
 error], ["digests", rank, step, SHA-256 of weights and states, that of the same training in a job at durability memory].
 
-usage: durable_ranks.py shared|sharded[+lamb|+passes|+leases] LEVEL on | MORE [HOLD]
+usage: durable_ranks.py shared|sharded[+lamb|+passes|+leases|+loads] LEVEL on | MORE [HOLD]
 
 +lamb: with LAMB. +passes: two backward passes a step that were not announced, in bfloat16. +leases: ranks hold a lease
-while they wait.
+while they wait. +loads: behind each step they load the states that there are.
 on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests. HOLD: while there
 is a file of this name, the ranks wait where they are next, ["held", rank, "backward" or "step", its text], behind that.
 A step whose gradients were lost with a daemon that was killed is repeated: ["repeated", rank, step].
@@ -88,6 +88,8 @@ def train(mode, model, opt, rank, last, hold=None):
             opt.zero_grad()
             continue
         opt.zero_grad()
+        if mode.endswith("+loads"):
+            opt.load_state_dict(opt.state_dict())
         yield step
         held(mode, opt, rank, "step", hold)
         step += 1

@@ -41,6 +41,7 @@ CASES = [
     ("sharded", "epoch=3", "dram"),
     ("shared+lamb", "memory", "swap"),
     ("sharded+passes", "memory", "dram"),
+    ("shared+loads", "memory", "dram"),
 ]
 
 

@@ -85,6 +85,8 @@ CASES = [
     ("sharded", "memory", "dram"),
     ("sharded", "memory", "swap"),
     ("sharded", "epoch=3", "dram"),
+    ("shared+loads", "memory", "dram"),
+    ("sharded+loads", "memory", "dram"),
 ]
 
 
