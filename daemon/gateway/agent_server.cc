@@ -50,6 +50,25 @@ std::string HostOf(const std::string& address) {
   return is_bracketed ? host.substr(1, host.size() - 2) : host;
 }
 
+// A session's memory and doorbells, TLS, and UCX with a handful of networks. UCX ends the process of its peer where it has none
+// in the middle of a connection.
+constexpr size_t kDescriptorsMin = 40;
+
+absl::Status CheckDescriptors() {
+  std::vector<UniqueFd> free;
+  for (size_t i = 0; i < kDescriptorsMin; ++i) {
+    free.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (free.back().valid()) continue;
+    return MakeError(
+        ErrorId::kLimit,
+        protocol::ErrnoText(absl::StrCat("descriptor ", i + 1, " of the ", kDescriptorsMin,
+                                         " that a session with another node takes"),
+                            errno),
+        "raise the limit of open files (ulimit -n) of the trainer");
+  }
+  return absl::OkStatus();
+}
+
 // The connection to a gateway.
 struct GatewayLink {
   GatewayLink(kj::Own<kj::AsyncIoStream> tls_stream)
@@ -71,8 +90,11 @@ struct AgentSessionState {
   bool is_shared = false;
   bool has_rank = false;
   bool is_back = false;  // of a rank that has its arenas from before
-  absl::Status reason;   // why it is over, where this side knows
-  UniqueFd weights;      // as the trainer gets it
+  bool is_mapped = false;
+  bool is_detached = false;
+  bool has_left = false;
+  absl::Status reason;  // why it is over, where this side knows
+  UniqueFd weights;     // as the trainer gets it
   std::shared_ptr<SharedMemory> grad_arena;
   std::shared_ptr<SharedMemory> ring;
   UniqueFd command_doorbell;
@@ -90,6 +112,7 @@ class Agent final : private kj::TaskSet::ErrorHandler {
   // The first call connects; later ones have its outcome.
   kj::Promise<absl::Status> Connect() {
     if (node != nullptr) return absl::Status();
+    if (absl::Status enough = CheckDescriptors(); !enough.ok()) return enough;
     auto credentials = LoadCredentials(options.folder);
     if (!credentials.ok()) return credentials.status();
     auto context = MakeClientTls(*credentials);
@@ -125,9 +148,24 @@ class Agent final : private kj::TaskSet::ErrorHandler {
     (void)kj::runCatchingExceptions([this] { link->stream->abortRead(); });
   }
 
-  // The trainer is no more: the daemon hears of it, where a lost link would have to be waited for.
-  void OnTrainerGone(schema::Session::Client session) {
-    if (reason.ok()) endings.add(session.endRequest().send().ignoreResult());
+  // The trainer has let go of the session, or is no more: the daemon hears of it, where a lost link would have to be waited
+  // for. A call that was under way may hold the session for longer than the agent lives.
+  void Leave(AgentSessionState& session) {
+    if (std::exchange(session.has_left, true)) return;
+    // A try to come back that is given up is not the trainer's end.
+    const bool is_tried = session.is_back && !session.is_mapped;
+    if (!session.is_detached && !is_tried && session.reason.ok() && reason.ok()) {
+      endings.add(KJ_ASSERT_NONNULL(session.remote).endRequest().send().ignoreResult());
+    }
+    // It is of this thread, and the data thread may be the last to hold the session.
+    session.remote = nullptr;
+    data->Post([thread = data.get(), number = session.number] { thread->Remove(number); });
+  }
+
+  void LeaveAll() {
+    for (const auto& weak : sessions) {
+      if (const auto session = weak.lock()) Leave(*session);
+    }
   }
 
   kj::Promise<void> OnEndingsHeard() {
@@ -194,6 +232,10 @@ class Agent final : private kj::TaskSet::ErrorHandler {
               return absl::OkStatus();
             },
             [this](kj::Exception&& exception) {
+              if (exception.getType() == kj::Exception::Type::OVERLOADED) {
+                return Broken(
+                    absl::StrCat("no answer over TLS within ", kConnectLimit / kj::SECONDS, " s"));
+              }
               return MakeError(
                   ErrorId::kPermission,
                   absl::StrCat("TLS with the gateway at ucx://", options.address, ": ",
@@ -201,7 +243,8 @@ class Agent final : private kj::TaskSet::ErrorHandler {
                   absl::StrCat("the gateway's certificate is to be signed by ca.pem of ",
                                options.folder,
                                " and to name the host, and cert.pem there by the gateway's "
-                               "tls.client_ca; both of today"));
+                               "tls.client_ca; both of today. Where it has ended just now, "
+                               "attach again"));
             });
   }
 
@@ -235,11 +278,7 @@ class AgentSessionServer final : public schema::Session::Server {
   AgentSessionServer(Agent& agent, std::shared_ptr<AgentSessionState> state)
       : agent_(agent), state_(std::move(state)) {}
   ~AgentSessionServer() noexcept(false) {
-    // A try to come back that is given up is not the trainer's end.
-    const bool is_tried = state_->is_back && !is_mapped_;
-    if (!is_detached_ && !is_tried && state_->reason.ok()) agent_.OnTrainerGone(Remote());
-    agent_.data->Post(
-        [thread = agent_.data.get(), number = state_->number] { thread->Remove(number); });
+    if (!state_->has_left) agent_.Leave(*state_);
   }
 
   kj::Promise<void> descriptor(DescriptorContext context) override {
@@ -262,7 +301,7 @@ class AgentSessionServer final : public schema::Session::Server {
     return Remote().mappedRequest().send().then(
         [this, context](auto&& response) mutable -> kj::Promise<void> {
           context.getResults().setOutcome(response.getOutcome());
-          is_mapped_ = is_mapped_ || response.getOutcome().getError() == 0;
+          state_->is_mapped = state_->is_mapped || response.getOutcome().getError() == 0;
           // One that comes back has what it had.
           if (response.getOutcome().getError() != 0 || !is_synced() || state_->is_back) {
             return kj::READY_NOW;
@@ -292,7 +331,7 @@ class AgentSessionServer final : public schema::Session::Server {
   kj::Promise<void> detach(DetachContext context) override {
     context.allowCancellation();
     if (!state_->reason.ok()) return Refuse(context);
-    is_detached_ = true;
+    state_->is_detached = true;
     return ForwardForOutcome(context, Remote().detachRequest());
   }
 
@@ -365,8 +404,6 @@ class AgentSessionServer final : public schema::Session::Server {
   Agent& agent_;
   std::shared_ptr<AgentSessionState> state_;
   std::vector<std::shared_ptr<kj::Own<kj::PromiseFulfiller<void>>>> waiting_;
-  bool is_detached_ = false;
-  bool is_mapped_ = false;
 };
 
 class AgentNode final : public schema::Node::Server {
@@ -609,7 +646,8 @@ absl::Status ServeAgent(AgentOptions options) {
     capnp::TwoPartyVatNetwork network(*stream, protocol::kFdsPerMessageMax,
                                       capnp::rpc::twoparty::Side::SERVER, protocol::AnswerLimits());
     auto serving = kj::heap(capnp::makeRpcServer(network, kj::heap<AgentNode>(agent)));
-    kj::Promise<void> over = network.onDisconnect();
+    // With an error where the trainer was killed before it had read all.
+    kj::Promise<void> over = network.onDisconnect().then([] {}, [](kj::Exception&&) {});
     kj::Own<kj::UnixEventPort::FdObserver> observer;
     if (options.lifetime.valid()) {
       observer = kj::heap<kj::UnixEventPort::FdObserver>(
@@ -617,7 +655,8 @@ absl::Status ServeAgent(AgentOptions options) {
       over = over.exclusiveJoin(observer->whenBecomesReadable());
     }
     over.wait(io.waitScope);
-    serving = nullptr;  // sessions that have not detached end
+    serving = nullptr;
+    agent.LeaveAll();  // those that have not detached end
     agent.OnEndingsHeard().wait(io.waitScope);
   });
   KJ_IF_MAYBE (e, exception) {

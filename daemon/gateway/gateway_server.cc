@@ -95,14 +95,19 @@ class SessionState {
   }
   SessionState(const SessionState&) = delete;
   SessionState& operator=(const SessionState&) = delete;
-  ~SessionState() {
+  ~SessionState() { LetGo(); }
+
+  // Its connection is over. A call that was under way may hold it for longer than the gateway lives.
+  void LetGo() {
+    if (std::exchange(is_let_go_, true)) return;
+    daemon_ = nullptr;
     --gateway_.sessions_of[principal_.name];
     thread_.Post([&thread = thread_, number = number_] { thread.Remove(number); });
   }
 
   // The data plane has failed: the daemon hears that the session has ended.
   void End(const absl::Status& reason) {
-    if (!reason_.ok() || has_left_) return;
+    if (!reason_.ok() || has_left_ || is_let_go_) return;
     reason_ = reason;
     daemon_ = nullptr;
     spdlog::warn("session {} of {} has ended: {}", number_, principal_.name,
@@ -121,6 +126,7 @@ class SessionState {
   kj::Maybe<schema::Session::Client> daemon_;
   absl::Status reason_;
   bool has_left_ = false;
+  bool is_let_go_ = false;
 };
 
 class SessionServer final : public schema::Session::Server {
@@ -189,6 +195,9 @@ class Connection {
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
   ~Connection() noexcept(false) {
+    for (const auto& weak : sessions) {
+      if (const auto session = weak.lock()) session->LetGo();
+    }
     if (!is_connected) --gateway.handshakes;
     --gateway.connections;
   }
@@ -215,6 +224,8 @@ class Connection {
   kj::Own<kj::PromiseFulfiller<void>> fail;
   std::vector<std::byte> layout;
   std::vector<std::weak_ptr<SessionState>> sessions;
+  // For calls that may end later.
+  const std::shared_ptr<const bool> is_there = std::make_shared<const bool>(true);
 
  private:
   kj::Promise<void> Watch() {
@@ -286,7 +297,9 @@ class NodeServer final : public schema::RemoteNode::Server {
     auto encoded = std::make_shared<const std::vector<std::byte>>(
         std::exchange(connection_.layout, std::vector<std::byte>()));
     return connection_.daemon->Attach(context.getParams().getRequest(), *encoded)
-        .then([this, context, encoded](kj::Own<DaemonSession> attached) mutable {
+        .then([this, context, encoded, is_there = std::weak_ptr(connection_.is_there)](
+                  kj::Own<DaemonSession> attached) mutable {
+          if (is_there.expired()) return;
           absl::Status status = attached->status;
           if (status.ok()) status = Begin(context, *attached, *encoded);
           if (!status.ok()) SetOutcome(status, context.getResults().initOutcome());
@@ -408,6 +421,7 @@ class GatewayServer final : public schema::Gateway::Server {
   explicit GatewayServer(Connection& connection) : connection_(connection) {}
 
   kj::Promise<void> hello(HelloContext context) override {
+    context.allowCancellation();
     const auto params = context.getParams();
     if (params.getProtocolVersion() != protocol::kProtocolVersion ||
         params.getRemoteVersion() != protocol::kRemoteVersion) {
@@ -429,7 +443,9 @@ class GatewayServer final : public schema::Gateway::Server {
     if (!daemon.ok()) return Refuse(context, daemon.status());
     connection_.daemon = kj::mv(*daemon);
     return connection_.daemon->Hello(principal->uid, connection_.gateway.config.session_wait)
-        .then([this, context, principal = *principal](const absl::Status& status) mutable {
+        .then([this, context, principal = *principal,
+               is_there = std::weak_ptr(connection_.is_there)](const absl::Status& status) mutable {
+          if (is_there.expired()) return kj::Promise<void>(kj::READY_NOW);
           if (!status.ok()) return Refuse(context, status);
           connection_.OnConnected();
           connection_.heard = connection_.gateway.timer.now();

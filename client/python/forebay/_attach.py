@@ -21,7 +21,7 @@ from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
 from ._progress import Node
 from ._reader import Reader
-from .errors import ForebayError, unsupported, usage_error
+from .errors import ForebayError, ForebayTimeoutError, UnavailableError, unsupported, usage_error
 from .optimizers import RULE_OPTIONS, TORCH_IMPLEMENTATIONS, TORCH_OPTIONS, Optimizer
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def attach_sharded(
 
     units, source, parameters, torch_groups = _ranks.together(check)
     _ranks.refuse_different("prefetch_bytes", prefetch_bytes)
-    nodes = _nodes.find(request.socket)
+    nodes = _nodes.find(request.socket, request.daemon_wait)
     plan = _shard_plan.make_plan(units, parameters, nodes)
     _fsdp.ensure_means(units)
     source.compare_generators()
@@ -318,10 +318,13 @@ def attach_sharded(
     if request.rank == 0:
         if not plan.device.is_host:
             _report.say(attachment.device_access)
-        status = _core.status(request.socket)
-        takes = _core.plan(request.socket, request.job)
-        for line in _report.costs(plan, request.job, status, takes, passes > 1):
-            _report.say(line)
+        try:
+            status = _core.status(request.socket)
+            takes = _core.plan(request.socket, request.job)
+            for line in _report.costs(plan, request.job, status, takes, passes > 1):
+                _report.say(line)
+        except (UnavailableError, ForebayTimeoutError) as error:
+            _report.say(f"forebay plan --job {request.job} will say what the job takes, now: {error}")
         staying = _fsdp.staying_gathered(model, units)
         _report.say(_report.gathered(units, staying, prefetch_bytes, plan.copies_ahead))
     return opt

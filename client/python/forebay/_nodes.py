@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,8 +12,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import _ranks
-from .errors import unsupported, usage_error
+from .errors import UnavailableError, unsupported, usage_error
 
+PAUSE_S = 0.05
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each node
 
 
@@ -29,16 +31,16 @@ class Nodes:
         return _ranks.gather(own, self.group)
 
 
-def find(socket: str) -> Nodes | None:
+def find(socket: str, daemon_wait: float | None) -> Nodes | None:
     """Which ranks are on this node; None: all. A collective over the default process group.
+
+    daemon_wait  As attach() has it: a daemon that does not answer is waited for.
 
     Errors  E_NO_DAEMON and others where a rank cannot reach its daemon.
             E_OPTION where ranks of one node reach several daemons.
             E_UNSUPPORTED where the ranks of a node do not follow each other.
     """
-    from . import _core
-
-    pid = _ranks.together(lambda: _core.status(socket)["info"]["pid"])
+    pid = _ranks.together(lambda: _daemon_pid(socket, daemon_wait))
     # Two network namespaces of one machine are two nodes, as containers are.
     node = BOOT_ID.read_text(encoding="ascii") + os.readlink("/proc/self/ns/net")
     daemons = _ranks.gather((node, pid))
@@ -50,6 +52,19 @@ def find(socket: str) -> Nodes | None:
     group = dist.new_group(backend="gloo", timeout=_patience())
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return Nodes(len(daemons), range(own[0], own[-1] + 1), group)
+
+
+def _daemon_pid(socket: str, daemon_wait: float | None) -> int:
+    from . import _core
+
+    end = time.monotonic() + _core.first_daemon_wait(daemon_wait)
+    while True:
+        try:
+            return int(_core.status(socket)["info"]["pid"])
+        except UnavailableError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def _patience() -> timedelta | None:

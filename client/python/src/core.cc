@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -26,6 +27,7 @@
 #include "absl/strings/str_join.h"
 #include "client/activation_store.h"
 #include "client/client.h"
+#include "client/environment.h"
 #include "client/python/src/admin.h"
 #include "client/python/src/errors.h"
 #include "client/python/src/timeout.h"
@@ -233,6 +235,13 @@ client::AllGather AllGatherBy(std::shared_ptr<const void> function) {
       return absl::UnavailableError("all_gather gave something else than bytes");
     }
   };
+}
+
+// In seconds, of an attach.
+double FirstDaemonWait(std::optional<double> daemon_wait) {
+  const auto request =
+      daemon_wait.has_value() ? std::optional(TimeoutOf(*daemon_wait)) : std::nullopt;
+  return std::chrono::duration<double>(ValueOrThrow(client::FirstDaemonWait(request))).count();
 }
 
 PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
@@ -737,6 +746,7 @@ NB_MODULE(_core, module) {
       nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0,
       nb::arg("drain") = nb::none(), nb::arg("early_updates") = false, nb::arg("durability") = "",
       nb::arg("daemon_wait") = nb::none(), nb::arg("nodes") = nb::none());
+  module.def("first_daemon_wait", &FirstDaemonWait, nb::arg("daemon_wait").none());
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }

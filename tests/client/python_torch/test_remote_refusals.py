@@ -141,6 +141,16 @@ def test_a_program_that_ends_by_itself_says_how(place):
     assert code == "E_REMOTE" and "the gateway ended with status 1" in text
 
 
+def test_too_few_descriptors_are_named_and_harm_nobody(place, tmp_path):
+    """UCX aborts at the peer of one that runs out of them in the middle."""
+    program = tmp_path / "few"
+    program.write_text(f'#!/bin/sh\nulimit -n 45\nexec {GATEWAY} "$@"\n', encoding="ascii")
+    program.chmod(0o755)
+    code, text = refusal(place, FOREBAY_GATEWAY=str(program))
+    assert code == "E_LIMIT" and "of the 40 that a session" in text and "ulimit -n" in text
+    assert place.gateway.process.poll() is None
+
+
 # ---------------------------------------- other ways in
 
 

@@ -10,11 +10,16 @@ import os
 import pathlib
 import random
 import signal
+import sys
+import tempfile
 import time
 
 import durable_ranks
+import forebay
 import pytest
+import torch.distributed as dist
 from network_nodes import LINK
+from remote_gateway import PORT
 from test_daemon_restart import SEED, Service, room_without_states
 from test_remote import DEADLINE_S, Place
 
@@ -22,7 +27,7 @@ KEEPALIVE_MS = 500
 AWAY_S = 1.2 * KEEPALIVE_MS / 1000
 STEPS = 160
 STEPS_BETWEEN = 2
-CASES = [("shared", "dram"), ("sharded", "dram"), ("sharded+leases", "swap")]
+CASES = [("shared", "dram"), ("shared+loads", "dram"), ("sharded", "dram"), ("sharded+leases", "swap")]
 
 
 def agents_of(place):
@@ -106,7 +111,7 @@ def test_ranks_go_on(gateway_network, folder, mode, where):
     # A model with more weights than a cache of them.
     variables = {"GLOO_SOCKET_IFNAME": "lo", **({"FOREBAY_WIDTH": "128"} if where == "swap" else {})}
     room = room_without_states(folder, mode, "memory", **variables) if where == "swap" else ["dram.limit=1GiB"]
-    place = KeptPlace(gateway_network, f"{folder}/place", *room, keepalive=KEEPALIVE_MS)
+    place = KeptPlace(gateway_network, f"{folder}/place", *room, port=PORT + 8, keepalive=KEEPALIVE_MS)
     with contextlib.closing(place):
         lines, log = run_under_faults(place, random.Random(f"{SEED} {mode}"), mode, variables)
     for rank in range(durable_ranks.RANKS):
@@ -129,3 +134,126 @@ def run_under_faults(place, chance, mode, variables):
         getattr(place, what)()
     assert ["answered", 0, STEPS] not in output.said, "all of it was in their way"
     return output.wait(DEADLINE_S), place.service.log()
+
+
+# ---------------------------------------------- one rank, between its calls
+
+
+def asked(mode, job, rank, ranks):
+    """A rank that does what its input says, and says what came of it."""
+    rank, durable_ranks.RANKS = int(rank), int(ranks)
+    if mode == "sharded":
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=int(ranks))
+    try:
+        model, opt = durable_ranks.attached(mode, job, rank, "memory")
+        durable_ranks.say("attached", opt.committed_step)
+        for line in sys.stdin:
+            what = line.strip()
+            if what == "step":
+                [step] = durable_ranks.train(mode, model, opt, rank, opt.committed_step + 1)
+                durable_ranks.say("step", step)
+            else:
+                getattr(opt, what)()
+                durable_ranks.say(what)
+    except forebay.ForebayError as error:
+        durable_ranks.say("error", error.code, str(error))
+
+
+class Asked:
+    def __init__(self, place, mode, job, rank=0, ranks=1):
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "FOREBAY_DAEMON_WAIT": str(DEADLINE_S)}
+        self.output = place.start(asked, mode, job, rank, ranks, **environment)
+
+    def ask(self, what):
+        self.output.process.stdin.write(f"{what}\n")
+        self.output.process.stdin.flush()
+
+    def answer(self, *expected):
+        self.output.until([], self.said + 1, DEADLINE_S)
+        assert self.output.said[self.said][: len(expected)] == list(expected), self.output.text
+        self.said += 1
+
+    said = 0
+
+    def kill(self):
+        self.output.process.kill()
+        self.output.process.wait(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def kept_place(gateway_network):
+    with tempfile.TemporaryDirectory(prefix="fb", dir="/var/tmp") as folder:
+        place = KeptPlace(gateway_network, f"{folder}/place", "dram.limit=1GiB", keepalive=KEEPALIVE_MS)
+        with contextlib.closing(place):
+            yield place
+
+
+def await_no_session(place, job):
+    """Long before anybody would wait for its rank no longer."""
+    end = time.monotonic() + DEADLINE_S / 4
+
+    def sessions():
+        [found] = [one for one in forebay.status(place.service.socket)["jobs"] if one["name"].endswith(f":{job}")]
+        return found["sessions"]
+
+    while sessions() > 0:
+        assert time.monotonic() < end, place.service.log()
+        time.sleep(0.02)  # house: allow sleep: a poll with a deadline
+
+
+@pytest.mark.parametrize("mode", ["shared", "sharded"])
+def test_an_attach_waits_for_its_gateway(kept_place, mode):
+    kept_place.gateway.kill()
+    rank = Asked(kept_place, mode, f"late.{mode}")
+    time.sleep(0.5)  # house: allow sleep: it has asked meanwhile, as a rule
+    kept_place.gateway.start()
+    rank.answer("attached", 0)
+    rank.kill()
+
+
+@pytest.mark.parametrize("what", ["kill_agent", "kill_gateway"])
+def test_a_detach_right_behind_a_lost_connection_is_heard(kept_place, what):
+    rank = Asked(kept_place, "shared", f"detached.{what}")
+    rank.answer("attached", 0)
+    getattr(kept_place, what)()
+    rank.ask("detach")
+    rank.answer("detach")
+    await_no_session(kept_place, f"detached.{what}")
+    rank.kill()
+
+
+@pytest.mark.parametrize("turn", range(5))  # more than one may see
+def test_a_trainer_that_is_killed_when_it_is_back_is_not_waited_for(kept_place, turn):
+    rank = Asked(kept_place, "shared", f"killed.{turn}")
+    rank.answer("attached", 0)
+    kept_place.kill_agent()
+    rank.ask("step")
+    rank.answer("step", 1)
+    rank.kill()
+    await_no_session(kept_place, f"killed.{turn}")
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_ends_while_the_daemon_is_away_is_lost_to_the_others(gateway_network, folder, end):
+    place = KeptPlace(
+        gateway_network,
+        f"{folder}/place",
+        "dram.limit=1GiB",
+        port=PORT + 9,
+        keepalive=KEEPALIVE_MS,
+        session_wait=1000,
+    )
+    with contextlib.closing(place):
+        first, second = (Asked(place, "shared", "job", rank, 2) for rank in range(2))
+        for rank in (first, second):
+            rank.answer("attached", 0)
+            rank.ask("step")
+        for rank in (first, second):
+            rank.answer("step", 1)
+        manager = place.service.manager
+        manager.end(end)
+        second.kill()
+        manager.start()
+        first.ask("step")
+        first.answer("error", "E_RANK_LOST")
