@@ -17,7 +17,7 @@ import torch
 import two_nodes
 import weights_on_swap
 from daemon_process import Daemon
-from network_nodes import ADDRESSES
+from network_nodes import ADDRESSES, LINK
 from remote_gateway import PORT, PRINCIPAL, UID
 
 DEADLINE_S = 120
@@ -105,6 +105,29 @@ def test_sharded_remote_ranks_train_as_local_ones_do(place, tmp_path):
     # What they attach to may be said twice: ranks that gloo ends badly begin again.
     said = [{str(line) for line in lines if line[0] != "attached"} for lines in (remote, local)]
     assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(SHARDED)
+
+
+def test_a_node_of_a_job_over_two_may_have_its_daemon_elsewhere(place, tmp_path):
+    """Ranks 2 and 3 reach one on the node of ranks 0 and 1, which have another."""
+    digests = []
+    for number, is_remote in enumerate((True, False)):
+        port, folder = two_nodes.PORT + 50 * number, tmp_path / str(number)
+        for name in ("first", "second"):
+            (folder / name).mkdir(parents=True)
+        daemons = [Daemon(folder / "first", launcher=place.nodes[0].command())]
+        variables = {"GLOO_SOCKET_IFNAME": LINK}
+        if not is_remote:
+            daemons.append(Daemon(folder / "second", launcher=place.nodes[1].command()))
+            variables["FOREBAY_SOCKET"] = daemons[1].socket
+        words = [(ADDRESSES[0], port, first, 2, 4, folder, *SHARDED) for first in (0, 2)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "FOREBAY_SOCKET": daemons[0].socket}
+        beside = two_nodes.Output(network_nodes.Forked(place.nodes[0], environment, nodes_ranks.main, *words[0]))
+        elsewhere = place.start(nodes_ranks.main, *words[1], **variables)
+        lines = [line for output in (beside, elsewhere) for line in output.wait(DEADLINE_S)]
+        digests.append(sorted(line[1:] for line in lines if line[0] == "digest"))
+        for daemon in daemons:
+            daemon.stop()
+    assert digests[0] == digests[1] and len(digests[0]) == 4 * len(SHARDED)
 
 
 def swapped(*words):
