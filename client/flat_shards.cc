@@ -54,4 +54,16 @@ protocol::LayoutSpec ShardFlat(protocol::LayoutSpec spec, uint32_t world_size) {
   return spec;
 }
 
+protocol::LayoutSpec ShardFlatOfNode(protocol::LayoutSpec spec, uint32_t world_ranks,
+                                     const NodeRanks& own) {
+  spec = ShardFlat(std::move(spec), world_ranks);
+  std::erase_if(spec.partitions, [&](const protocol::PartitionSpec& partition) {
+    return partition.owner < own.first || partition.owner - own.first >= own.count;
+  });
+  for (protocol::PartitionSpec& partition : spec.partitions) partition.owner -= own.first;
+  spec.is_part = true;
+  spec.first_rank = own.first;
+  return spec;
+}
+
 }  // namespace forebay::client

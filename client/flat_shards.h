@@ -17,4 +17,15 @@ uint64_t FlatShardElems(uint64_t group_elems, uint32_t world_size);
 // Errors  none: Layout::Create checks the result.
 protocol::LayoutSpec ShardFlat(protocol::LayoutSpec spec, uint32_t world_size);
 
+// The ranks of one node, of a job over several.
+struct NodeRanks {
+  uint32_t first = 0;
+  uint32_t count = 0;
+};
+
+// The same of a node: what its own ranks hold of the parts for `world_ranks`. Owners count from the node's first rank, as
+// AttachOptions::rank does.
+protocol::LayoutSpec ShardFlatOfNode(protocol::LayoutSpec spec, uint32_t world_ranks,
+                                     const NodeRanks& own);
+
 }  // namespace forebay::client

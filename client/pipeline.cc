@@ -31,6 +31,17 @@ namespace {
 
 constexpr Timeout kLastCollectives = std::chrono::seconds(5);  // of a pipeline that ends
 
+// Those of the layout, were it cut into equal parts for so many ranks; over several nodes those of its own.
+std::vector<protocol::PartitionSpec> FlatPartitions(const protocol::LayoutSpec& spec,
+                                                    uint32_t ranks) {
+  if (!spec.is_part) return ShardFlat(spec, ranks).partitions;
+  NodeRanks own{.first = spec.first_rank};
+  for (const protocol::PartitionSpec& partition : spec.partitions) {
+    own.count = std::max(own.count, partition.owner + 1);
+  }
+  return ShardFlatOfNode(spec, ranks, own).partitions;
+}
+
 }  // namespace
 
 class Pipeline::CountedMemory {
@@ -79,15 +90,16 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
   }
   const Layout& layout = attachment->layout();
   const uint32_t ranks = communicator->size();
-  if (layout.spec().partitions != ShardFlat(layout.spec(), ranks).partitions) {
+  if (layout.spec().partitions != FlatPartitions(layout.spec(), ranks)) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("the layout is not cut into equal parts for ", ranks, " ranks"),
-                     "attach with ShardFlat(spec, ranks)");
+                     "attach with ShardFlat(spec, ranks), or over several nodes with "
+                     "ShardFlatOfNode(spec, ranks, own)");
   }
   std::unique_ptr<Pipeline> made(
       new Pipeline(std::move(attachment), std::move(device), std::move(communicator), options));
   RETURN_IF_ERROR(made->CheckOtherRanks(made->CheckParts()));
-  const uint32_t own = made->communicator_->rank();
+  const uint32_t own = made->attachment_->rank();  // on its node
   for (const protocol::GroupPlace& place : layout.groups()) {
     Group& group = made->groups_.emplace_back();
     group.shard_elems = FlatShardElems(place.elems, ranks);
@@ -121,11 +133,13 @@ absl::Status Pipeline::CheckParts() const {
                      absl::StrCat("there is no ZeRO stage ", static_cast<int>(options_.stage)),
                      "use kStates, kGradients or kWeights");
   }
-  if (communicator_->rank() != attachment_->rank()) {
+  const uint32_t rank = attachment_->layout().spec().first_rank + attachment_->rank();
+  if (communicator_->rank() != rank) {
     return MakeError(ErrorId::kRank,
-                     absl::StrCat("rank ", attachment_->rank(), " of the job is rank ",
-                                  communicator_->rank(), " of the collectives"),
-                     "make the communicator with the rank that was attached");
+                     absl::StrCat("rank ", rank, " of the job is rank ", communicator_->rank(),
+                                  " of the collectives"),
+                     "make the communicator with the rank that was attached; over several nodes "
+                     "with that of all of them");
   }
   const std::string session(attachment_->device_name());
   const std::string device(device_->name());
@@ -152,7 +166,7 @@ absl::Status Pipeline::CheckOtherRanks(const absl::Status& own) {
     if ((*all)[rank] == options) continue;
     return MakeError(ErrorId::kOption,
                      absl::StrCat("rank ", rank, " has ", (*all)[rank], "; rank ",
-                                  attachment_->rank(), " has ", options),
+                                  communicator_->rank(), " has ", options),
                      "make the pipeline with the same options on every rank");
   }
   return absl::OkStatus();

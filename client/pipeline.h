@@ -43,8 +43,8 @@ struct PipelineOptions {
   Timeout timeout = std::chrono::seconds(60);
 };
 
-// One rank's, of a job whose layout ShardFlat() made for as many ranks as the communicator has. All ranks
-// make the same calls in the same order. In a step each group is gathered and released, by as many uses as
+// One rank's, of a job whose layout ShardFlat(), or over several nodes ShardFlatOfNode(), made for as many ranks as the
+// communicator has. All ranks make the same calls in the same order. In a step each group is gathered and released, by as many uses as
 // forward and backward have; its gradient is made and reduced once; then Step.
 //
 // Work runs on streams of its own, in the order that events give: the CPU waits for none of it but in Step.
@@ -61,7 +61,7 @@ class Pipeline {
   // Errors  E_OPTION         something is missing; session, device and collectives are of different devices;
   //                          there is no such stage; the options are not those of the other ranks.
   //         E_RANK           the communicator's rank is not the session's.
-  //         E_RANGE          the layout is of another number of ranks, or was not made by ShardFlat().
+  //         E_RANGE          the layout is of another number of ranks, or was made by neither of these.
   //         E_DEVICE_MEMORY  the device has less memory free than weights and gradients take at once. The
   //                          other ranks' collectives end with E_RANK_LOST.
   static absl::StatusOr<std::unique_ptr<Pipeline>> Create(

@@ -31,6 +31,8 @@ struct RankOptions {
   std::string job = "job";
   uint32_t rank = 0;
   uint32_t ranks = 1;
+  NodeRanks own = {};         // of several nodes; none: all are on one
+  AllGather all_gather = {};  // likewise
   Kind kind = Kind::kHost;
   protocol::LayoutSpec spec = {};  // of one owner
   PipelineOptions pipeline = {};
@@ -61,16 +63,23 @@ struct PipelineRank {
       made.device = std::make_shared<gpu::HostDevice>();
     }
     ASSIGN_OR_RETURN(made.compute, made.device->MakeStream());
-    ASSIGN_OR_RETURN(made.attachment,
-                     Attachment::Attach({.socket = options.socket,
-                                         .job = options.job,
-                                         .rank = options.rank,
-                                         .world_size = options.ranks,
-                                         .run = "run",
-                                         .layout = ShardFlat(options.spec, options.ranks),
-                                         .activation_bytes = options.activation_bytes,
-                                         .timeout = kTimeout,
-                                         .device = made.device}));
+    const bool has_nodes = options.own.count > 0;
+    const Nodes nodes{.world_ranks = has_nodes ? options.ranks : 0,
+                      .all_gather = options.all_gather};
+    ASSIGN_OR_RETURN(
+        made.attachment,
+        Attachment::Attach(
+            {.socket = options.socket,
+             .job = options.job,
+             .rank = options.rank - options.own.first,
+             .world_size = has_nodes ? options.own.count : options.ranks,
+             .nodes = nodes,
+             .run = "run",
+             .layout = has_nodes ? ShardFlatOfNode(options.spec, options.ranks, options.own)
+                                 : ShardFlat(options.spec, options.ranks),
+             .activation_bytes = options.activation_bytes,
+             .timeout = kTimeout,
+             .device = made.device}));
     const gpu::Exchange exchange = [&](const std::string& bytes) {
       return made.attachment->Exchange(bytes, kTimeout);
     };

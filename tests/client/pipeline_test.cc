@@ -64,7 +64,10 @@ struct LoopOptions {
   Kind kind = Kind::kHost;
   uint32_t ranks = 2;
   uint64_t steps = 3;
+  bool has_reference = true;
   PipelineOptions pipeline = {};
+  uint32_t nodes = 1;                                               // of as many ranks each
+  testing::ThreadExchange* all_gather = nullptr;                    // of several
   std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives
   // Whether a rank leaves before it reduces in this step; 0: none does.
   uint64_t leaves_in_step = 0;
@@ -76,9 +79,18 @@ class Loop {
   static absl::StatusOr<std::unique_ptr<Loop>> Create(const std::string& socket, uint32_t rank,
                                                       const LoopOptions& options) {
     auto loop = std::make_unique<Loop>(rank, options);
+    NodeRanks own;
+    AllGather all_gather;
+    if (options.nodes > 1) {
+      own.count = options.ranks / options.nodes;
+      own.first = rank / own.count * own.count;
+      all_gather = options.all_gather->Of(rank);
+    }
     ASSIGN_OR_RETURN(loop->own_, PipelineRank::Create({.socket = socket,
                                                        .rank = rank,
                                                        .ranks = options.ranks,
+                                                       .own = own,
+                                                       .all_gather = all_gather,
                                                        .kind = options.kind,
                                                        .spec = Spec(),
                                                        .pipeline = options.pipeline,
@@ -138,6 +150,19 @@ class Loop {
     ASSIGN_OR_RETURN(const auto to, own_.pipeline->Gradient(group, stream));
     RETURN_IF_ERROR(stream.Copy(to, gradients_[group].bytes()));
     return own_.pipeline->Reduce(group, stream);
+  }
+  // Of all groups, as compute sees them.
+  absl::StatusOr<Bytes> Weights() {
+    Bytes all;
+    for (uint32_t group = 0; group < kGroups; ++group) {
+      RETURN_IF_ERROR(Use(group));
+      const std::span<std::byte> saw = used_.back().second.bytes();
+      all.resize(all.size() + saw.size());
+      RETURN_IF_ERROR(own_.compute->Copy(std::span(all).last(saw.size()), saw));
+      RETURN_IF_ERROR(own_.compute->Synchronize());
+    }
+    used_.clear();
+    return all;
   }
   // After Run: a step whose gradients are made on two streams, which wait for no weights.
   absl::Status StepOnTwoStreams(uint64_t t) {
@@ -218,6 +243,7 @@ class Loop {
     return status;
   }
   absl::Status CompareUsed(const testing::ReferenceTrainer& reference, uint64_t t) {
+    if (!options_.has_reference) used_.clear();
     for (const auto& [group, saw] : used_) {
       Bytes bytes(saw.bytes().size());
       RETURN_IF_ERROR(own_.compute->Copy(bytes, saw.bytes()));
@@ -312,6 +338,49 @@ INSTANTIATE_TEST_SUITE_P(
                       StageCase{"WeightsThatStay",
                                 {.stage = ZeroStage::kWeights, .resident_bytes = 2 * kGroupBytes}}),
     [](const auto& parameter) { return parameter.param.name; });
+
+// Each has a daemon of its own; ranks reach each other by the loop's own all_gather, and by collectives.
+TEST_F(PipelineTest, TrainsToTheBitsOfOneNodeOverTwo) {
+  constexpr uint32_t kRanks = 4;
+  for (const Kind kind : {Kind::kHost, Kind::kCuda}) {
+    std::vector<Bytes> seen;
+    for (const uint32_t nodes : {1U, 2U}) {
+      StartDrivers({});
+      std::vector<std::unique_ptr<daemon::Daemon>> daemons(nodes);
+      const auto socket_of = [&](uint32_t node) {
+        return dir_.path() + "/" + std::to_string(node);
+      };
+      for (uint32_t node = 0; node < nodes; ++node) {
+        ASSERT_OK_AND_ASSIGN(daemons[node], testing::StartDaemonThread(socket_of(node)));
+      }
+      testing::ThreadExchange all_gather(kRanks);
+      const LoopOptions options{.kind = kind,
+                                .ranks = kRanks,
+                                // The sum of four gradients has another order than the reference's.
+                                .has_reference = false,
+                                .nodes = nodes,
+                                .all_gather = &all_gather};
+      std::vector<Bytes> weights(kRanks);
+      const auto statuses = OnRanks(kRanks, [&](uint32_t rank) -> absl::Status {
+        ASSIGN_OR_RETURN(const auto loop,
+                         Loop::Create(socket_of(rank / (kRanks / nodes)), rank, options));
+        RETURN_IF_ERROR(loop->Run());
+        ASSIGN_OR_RETURN(weights[rank], loop->Weights());
+        return absl::OkStatus();
+      });
+      for (const absl::Status& status : statuses) EXPECT_OK(status);
+      EXPECT_THAT(FakeCuda::mistakes(), IsEmpty());
+      seen.insert(seen.end(), weights.begin(), weights.end());
+    }
+    Bytes initial;
+    for (uint32_t group = 0; group < kGroups; ++group) {
+      const Bytes values = testing::MakeValues(Loop::Whole(), group, kSeed);
+      initial.insert(initial.end(), values.begin(), values.end());
+    }
+    EXPECT_NE(seen[0], initial);
+    EXPECT_THAT(seen, ::testing::Each(seen[0]));
+  }
+}
 
 TEST_F(PipelineTest, TakesTheMemoryThatItsStagePromises) {
   // P bytes of weights and as many of gradients on each device: 2 P in the first stage; P, and a whole
