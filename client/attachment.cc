@@ -74,6 +74,8 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
         absl::StrCat("the daemon names ", own_bytes, " bytes of extra_state of this rank and ",
                      rank0_bytes, " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
   }
+  parts.extra_state.clear();  // of a try before
+  parts.rank0_extra_state.clear();
   if (own_bytes + rank0_bytes > 0) {
     ASSIGN_OR_RETURN(const UniqueFd extra_fd,
                      control.Descriptor(schema::Session::Kind::EXTRA_STATE, limits));
@@ -300,12 +302,13 @@ absl::Status Attachment::Detach() {
   s.fetches.clear();
   if (s.parts.connection == nullptr) return s.device_error;
   absl::Status status = s.device_error;
+  const WaitLimits limits{.deadline = Deadline::After(s.parts.timeout)};
   for (bool asks = has_daemon && !s.is_ended; asks;) {
-    status = s.parts.connection->control->Detach({.deadline = Deadline::After(s.parts.timeout)});
+    status = s.parts.connection->control->Detach(limits);
     // Where the way to the daemon was lost meanwhile, and there is no other, the session ends here alone.
     const bool is_lost = s.IsRestartingSoon(status);
     if (is_lost) status = absl::OkStatus();
-    asks = is_lost && s.ReattachOnce() && !s.EndIfRestarting();
+    asks = is_lost && !limits.deadline.Expired() && s.ReattachOnce() && !s.EndIfRestarting();
   }
   s.UpdateCalls();
   s.port.Close(DaemonGoneError());

@@ -195,7 +195,7 @@ inline constexpr uint64_t kSessionMarkBytes = 64;
 
 inline constexpr size_t kExchangeBytesMax = 4096;        // of one rank
 inline constexpr size_t kExchangedBytesMax = 256 << 10;  // of all, that a rank tells a daemon again
-// Of a message on the control socket. A client of ours stays below half of the first; the second holds
+// Of a message on the control socket. A client of ours stays well below the first; the second holds
 // a status of the largest node: 1024 jobs with all their groups and arenas.
 inline constexpr uint64_t kRequestBytesMax = uint64_t{512} << 10;
 inline constexpr uint64_t kAnswerBytesMax = uint64_t{64} << 20;

@@ -114,7 +114,22 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
   std::vector<uint64_t> held_leases;
   for (const uint64_t lease : request.getHeldLeases()) held_leases.push_back(lease);
   std::vector<std::string> exchanged;
-  for (const auto one : request.getExchanged()) exchanged.emplace_back(one.begin(), one.end());
+  const bool is_back = request.getReattach() && !request.getReader();
+  const auto answer = request.getExchanged();
+  if (is_back && answer.size() > 0 && answer.size() != request.getWorldSize()) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("the answer of an exchange of ", answer.size(),
+                                  " ranks; the job has ", request.getWorldSize()));
+  }
+  for (unsigned i = 0; is_back && i < answer.size(); ++i) {
+    if (answer[i].size() > protocol::kExchangeBytesMax) {
+      return MakeError(
+          ErrorId::kProtocol,
+          absl::StrCat("the answer of an exchange with ", answer[i].size(), " bytes of rank ", i,
+                       " (at most ", protocol::kExchangeBytesMax, ")"));
+    }
+    exchanged.emplace_back(answer[i].begin(), answer[i].end());
+  }
   return AttachRequested{.uid = uid,
                          .job = TextOf(request.getJob()),
                          .reader = request.getReader(),

@@ -51,7 +51,9 @@ void Job::OnRankEnded(const RankEnded& event) {
 }
 
 absl::Status Job::CheckReattach(const AttachRequested& request) const {
-  if (!request.is_left_behind && !members_.has_begun_anew()) return absl::OkStatus();
+  const bool may_go_on = !request.is_left_behind && !members_.has_begun_anew() &&
+                         !(request.rank < spec_.world_size() && members_.is_detached(request.rank));
+  if (may_go_on) return absl::OkStatus();
   return LeftBehindError(spec_.name, step_.committed_step());
 }
 

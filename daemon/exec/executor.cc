@@ -216,6 +216,7 @@ void Executor::Exchange(SessionId of, uint64_t call, uint64_t number, std::strin
     return answer(MakeError(ErrorId::kRankLost, absl::StrCat("rank ", *detached, " has detached")));
   }
   RankExchange::Member member = current->second.member;
+  member.is_back = session->second.request.reattach;
   member.call = call;
   member.number = number;
   exchange_.Add(member, std::move(bytes), std::move(answer));

@@ -296,7 +296,7 @@ class Executor {
   absl::Status StoreArenas(JobId id);
   // The process of each rank is in the store, as long as the rank is attached and beyond.
   void KeepProcess(const Session& session, bool has_detached);
-  void OnRankAttached(SessionId id, const Session& session);
+  void OnRankAttached(SessionId id, Session& session);
   void OnRankLeft(Session& session, bool is_of_old_generation);
   // Whether another process has attached in the place of the one that comes back.
   bool IsLeftBehind(const Session& session) const;

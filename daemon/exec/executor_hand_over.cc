@@ -201,6 +201,10 @@ bool Executor::IsLeftBehind(const Session& session) const {
     const bool is_its = of.second == request.rank && jobs_.Find(of.first)->name == session.job;
     if (is_its) return arena->inode() != request.grad_arena_inode;
   }
+  for (const auto& [of, absent] : absent_) {
+    const bool is_its = of.second == request.rank && jobs_.Find(of.first)->name == session.job;
+    if (is_its && absent.has_detached) return true;
+  }
   for (const auto& [id, other] : sessions_) {
     if (!other.IsOf(session.job, request.rank) || other.io == nullptr) continue;
     return other.io->grad()->inode() != request.grad_arena_inode;
@@ -208,19 +212,21 @@ bool Executor::IsLeftBehind(const Session& session) const {
   return false;
 }
 
-void Executor::OnRankAttached(SessionId id, const Session& session) {
+void Executor::OnRankAttached(SessionId id, Session& session) {
   const JobId job = session.job_id;
   // Whoever attaches anew waits for all ranks, those too that were lost before.
   DropAbsent(job, session.request.reattach ? std::optional(session.request.rank) : std::nullopt);
   KeepProcess(session, /*has_detached=*/false);
-  const AttachRequested& request = session.request;
-  if (!request.reattach || request.exchanges == 0 || request.exchanged.empty()) return;
+  AttachRequested& request = session.request;
+  const std::vector<std::string> exchanged = std::exchange(request.exchanged, {});
+  if (!request.reattach) return exchange_.ForgetMade(job);
+  if (request.exchanges == 0 || exchanged.empty()) return;
   exchange_.SetMade({.session = id,
                      .number = request.exchanges - 1,
                      .job = job,
                      .rank = request.rank,
                      .world_size = request.world_size},
-                    request.exchanged);
+                    exchanged);
 }
 
 void Executor::OnRankLeft(Session& session, bool is_of_old_generation) {
@@ -282,17 +288,15 @@ uint64_t Executor::LookForAbsent() {
   bool looks_again = false;
   for (auto& [of, absent] : absent_) {
     const auto& [job, rank] = of;
+    const uint64_t wait_ns = absent.process.valid() ? 0 : RankWaitNs(job);
+    if (wait_ns == 0) absent.ends_ns = 0;
     // Of those of this daemon the state machine knows.
     if (!absent.is_of_before || !HasRanks(job) || HasSession(job, rank)) continue;
     looks_again = true;
     pollfd entry{.fd = absent.process.get(), .events = POLLIN, .revents = 0};
     bool is_over = absent.has_detached || ::poll(&entry, 1, /*timeout=*/0) > 0;
-    const uint64_t wait_ns = absent.process.valid() ? 0 : RankWaitNs(job);
     if (wait_ns > 0 && absent.ends_ns == 0) absent.ends_ns = now + wait_ns;
-    if (wait_ns > 0 && now >= absent.ends_ns) {
-      spdlog::warn("job {}: rank {} has not come back", jobs_.Find(job)->name.name, rank);
-      is_over = true;
-    }
+    is_over = is_over || (wait_ns > 0 && now >= absent.ends_ns);
     if (is_over) {
       ended.push_back({.job = job, .rank = rank, .has_detached = absent.has_detached});
     }

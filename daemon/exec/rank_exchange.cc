@@ -16,7 +16,8 @@ using protocol::MakeError;
 bool RankExchange::Made::IsOf(const Member& member, const std::string& bytes) const {
   const auto number = numbers.find(member.session);
   if (number != numbers.end()) return number->second == member.number;
-  return number_before == member.number && member.rank < all.size() && all[member.rank] == bytes;
+  return member.is_back && number_before == member.number && member.rank < all.size() &&
+         all[member.rank] == bytes;
 }
 
 void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
@@ -69,6 +70,8 @@ void RankExchange::Forget(SessionId session) {
   for (auto& [job, made] : made_) made.numbers.erase(session);
   std::erase_if(made_, [](const auto& job) { return job.second.numbers.empty(); });
 }
+
+void RankExchange::ForgetMade(JobId job) { made_.erase(job); }
 
 void RankExchange::Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason) {
   std::vector<Answer> failed;

@@ -26,6 +26,7 @@ class RankExchange {
     JobId job = 0;
     uint32_t rank = 0;
     uint32_t world_size = 0;
+    bool is_back = false;  // of a session of before
   };
   // Of every rank, in the order of ranks.
   using Answer = absl::AnyInvocable<void(absl::StatusOr<std::vector<std::string>>)>;
@@ -45,6 +46,7 @@ class RankExchange {
   void Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason);
 
   void Forget(SessionId session);  // that is over
+  void ForgetMade(JobId job);      // a rank begins anew, and its numbers with it
 
   bool empty() const { return waiting_.empty(); }
 

@@ -154,12 +154,18 @@ class Agent final : private kj::TaskSet::ErrorHandler {
     if (std::exchange(session.has_left, true)) return;
     // A try to come back that is given up is not the trainer's end.
     const bool is_tried = session.is_back && !session.is_mapped;
+    const auto remove = [thread = data.get(), number = session.number] {
+      thread->Post([thread, number] { thread->Remove(number); });
+    };
     if (!session.is_detached && !is_tried && session.reason.ok() && reason.ok()) {
-      endings.add(KJ_ASSERT_NONNULL(session.remote).endRequest().send().ignoreResult());
+      // First: a gateway that sees the data plane gone gives the daemon's session back, to be waited for.
+      auto heard = KJ_ASSERT_NONNULL(session.remote).endRequest().send().ignoreResult();
+      endings.add(heard.then(remove, [remove](kj::Exception&&) { remove(); }));
+    } else {
+      remove();
     }
     // It is of this thread, and the data thread may be the last to hold the session.
     session.remote = nullptr;
-    data->Post([thread = data.get(), number = session.number] { thread->Remove(number); });
   }
 
   void LeaveAll() {

@@ -39,7 +39,8 @@ class RankExchangeTest : public ::testing::Test {
                    .number = number,
                    .job = job,
                    .rank = rank,
-                   .world_size = world_size},
+                   .world_size = world_size,
+                   .is_back = is_back_},
                   bytes, [this, session](All all) { answers_[session].push_back(std::move(all)); });
   }
   size_t answered() const {
@@ -49,6 +50,7 @@ class RankExchangeTest : public ::testing::Test {
   absl::Status Error(SessionId session) { return answers_[session].back().status(); }
 
   RankExchange exchange_;
+  bool is_back_ = false;  // those that call
   std::map<SessionId, std::vector<All>> answers_;
 };
 
@@ -125,6 +127,7 @@ TEST_F(RankExchangeTest, WhoWaitsInVainIsAnswered) {
 }
 
 TEST_F(RankExchangeTest, WhatADaemonBeforeHasMadeIsTheAnswerOfThoseThatHaveNotHadIt) {
+  is_back_ = true;
   const RankExchange::Member had{.session = 101, .number = 4, .job = 1, .rank = 1, .world_size = 3};
   CallWithNumber(4, 1, 0, "a", 3);  // it is back first
   exchange_.SetMade(had, {"a", "b", "c"});
@@ -138,7 +141,21 @@ TEST_F(RankExchangeTest, WhatADaemonBeforeHasMadeIsTheAnswerOfThoseThatHaveNotHa
   }
 }
 
+TEST_F(RankExchangeTest, WhatWasMadeBeforeIsNoAnswerOfARankThatBeginsAnew) {
+  exchange_.SetMade({.session = 101, .number = 0, .job = 1, .rank = 1, .world_size = 2},
+                    {"0", "0"});
+  CallWithNumber(0, 1, 0, "0", 2);
+  EXPECT_EQ(answered(), 0U);
+  exchange_.ForgetMade(1);
+  is_back_ = true;
+  CallWithNumber(0, 1, 0, "0", 2);
+  EXPECT_THAT(Error(100), HasError(ErrorId::kLimit)) << "of the call before";
+  CallWithNumber(0, 1, 1, "0", 2);
+  EXPECT_THAT(*answers_[100].back(), ElementsAre("0", "0"));
+}
+
 TEST_F(RankExchangeTest, WhatWasMadeBeforeIsNoAnswerOfAnotherExchange) {
+  is_back_ = true;
   exchange_.SetMade({.session = 101, .number = 4, .job = 1, .rank = 1, .world_size = 2},
                     {"a", "b"});
   CallWithNumber(5, 1, 0, "a", 2);
@@ -151,6 +168,7 @@ TEST_F(RankExchangeTest, WhatWasMadeBeforeIsNoAnswerOfAnotherExchange) {
 }
 
 TEST_F(RankExchangeTest, TheNewestOfBeforeStandsUntilThisDaemonHasMadeOne) {
+  is_back_ = true;
   const auto came = [&](SessionId session, uint64_t number, const std::string& bytes) {
     exchange_.SetMade({.session = session,
                        .number = number,

@@ -40,10 +40,13 @@ def find(socket: str, daemon_wait: float | None) -> Nodes | None:
             E_OPTION where ranks of one node reach several daemons.
             E_UNSUPPORTED where the ranks of a node do not follow each other.
     """
-    pid = _ranks.together(lambda: _daemon_pid(socket, daemon_wait))
     # Two network namespaces of one machine are two nodes, as containers are.
     node = BOOT_ID.read_text(encoding="ascii") + os.readlink("/proc/self/ns/net")
-    daemons = _ranks.gather((node, pid))
+    for _ in range(2):  # a daemon that is started again while they ask is another one
+        pid = _ranks.together(lambda: _daemon_pid(socket, daemon_wait))
+        daemons = _ranks.gather((node, pid))
+        if not _has_several_daemons(daemons):
+            break
     _refuse_several_daemons(daemons)
     own = [rank for rank, (of, _) in enumerate(daemons) if of == node]
     if len(own) == len(daemons):
@@ -77,8 +80,12 @@ def _patience() -> timedelta | None:
     return None
 
 
+def _has_several_daemons(daemons: Sequence[tuple[str, int]]) -> bool:
+    return len(set(daemons)) > len({node for node, _ in daemons})
+
+
 def _refuse_several_daemons(daemons: Sequence[tuple[str, int]]) -> None:
-    if len(set(daemons)) > len({node for node, _ in daemons}):
+    if _has_several_daemons(daemons):
         own = daemons[dist.get_rank()]
         here = [daemon for daemon in daemons if daemon[0] == own[0]]
         same = here.count(own)

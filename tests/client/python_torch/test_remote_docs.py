@@ -33,7 +33,7 @@ def typed(node, folder, script):
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        node.command("bash", "-euo", "pipefail", "-c", script.replace("/etc/forebay", str(folder))),
+        node.command("bash", "-euo", "pipefail", "-c", script.replace("/etc/forebay", str(folder)), folder=folder),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -61,7 +61,7 @@ def test_what_the_page_shows_trains_on_a_daemon_of_another_node(gateway_network,
     remote.mkdir()
     for name, to in (("ca.pem", "ca.pem"), ("trainer.pem", "cert.pem"), ("trainer.key", "key.pem")):
         (remote / to).write_bytes((tmp_path / name).read_bytes())
-    (remote / "train.py").write_text(script, encoding="utf-8")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
     ranks = typed(nodes[1], tmp_path, train)
     said, _ = ranks.communicate(timeout=DEADLINE_S)
     assert ranks.returncode == 0, said
