@@ -27,8 +27,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kPauseMin{20};
 constexpr std::chrono::seconds kLastAttempt{1};
-constexpr std::chrono::seconds kNoticeLimit{
-    1};  // the control plane may hear of an end before the data plane
+// The control plane may hear of an end before the data plane.
+constexpr std::chrono::seconds kNoticeLimit{1};
 constexpr std::chrono::milliseconds kNoticePause{2};
 constexpr char kStartAgain[] =
     "start the trainer again: it goes on from the newest step that the daemon has kept";

@@ -284,7 +284,7 @@ class AgentSessionServer final : public schema::Session::Server {
   AgentSessionServer(Agent& agent, std::shared_ptr<AgentSessionState> state)
       : agent_(agent), state_(std::move(state)) {}
   ~AgentSessionServer() noexcept(false) {
-    if (!state_->has_left) agent_.Leave(*state_);
+    if (!state_->has_left) agent_.Leave(*state_);  // where it has, the agent may be no more
   }
 
   kj::Promise<void> descriptor(DescriptorContext context) override {

@@ -22,6 +22,7 @@ from network_nodes import LINK
 from remote_gateway import PORT
 from test_daemon_restart import SEED, Service, room_without_states
 from test_remote import DEADLINE_S, Place
+from test_remote_faults import await_end
 
 KEEPALIVE_MS = 500
 AWAY_S = 1.2 * KEEPALIVE_MS / 1000
@@ -161,6 +162,8 @@ def asked(mode, job, rank, ranks):
 
 
 class Asked:
+    said = 0
+
     def __init__(self, place, mode, job, rank=0, ranks=1):
         environment = {"GLOO_SOCKET_IFNAME": "lo", "FOREBAY_DAEMON_WAIT": str(DEADLINE_S)}
         self.output = place.start(asked, mode, job, rank, ranks, **environment)
@@ -174,8 +177,6 @@ class Asked:
         assert self.output.said[self.said][: len(expected)] == list(expected), self.output.text
         self.said += 1
 
-    said = 0
-
     def kill(self):
         self.output.process.kill()
         self.output.process.wait(DEADLINE_S)
@@ -187,19 +188,6 @@ def kept_place(gateway_network):
         place = KeptPlace(gateway_network, f"{folder}/place", "dram.limit=1GiB", keepalive=KEEPALIVE_MS)
         with contextlib.closing(place):
             yield place
-
-
-def await_no_session(place, job):
-    """Long before anybody would wait for its rank no longer."""
-    end = time.monotonic() + DEADLINE_S / 4
-
-    def sessions():
-        [found] = [one for one in forebay.status(place.service.socket)["jobs"] if one["name"].endswith(f":{job}")]
-        return found["sessions"]
-
-    while sessions() > 0:
-        assert time.monotonic() < end, place.service.log()
-        time.sleep(0.02)  # house: allow sleep: a poll with a deadline
 
 
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
@@ -219,7 +207,7 @@ def test_a_detach_right_behind_a_lost_connection_is_heard(kept_place, what):
     getattr(kept_place, what)()
     rank.ask("detach")
     rank.answer("detach")
-    await_no_session(kept_place, f"detached.{what}")
+    await_end(kept_place, f"detached.{what}")
     rank.kill()
 
 
@@ -231,7 +219,7 @@ def test_a_trainer_that_is_killed_when_it_is_back_is_not_waited_for(kept_place, 
     rank.ask("step")
     rank.answer("step", 1)
     rank.kill()
-    await_no_session(kept_place, f"killed.{turn}")
+    await_end(kept_place, f"killed.{turn}")
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
