@@ -197,13 +197,14 @@ void Executor::KeepProcess(const Session& session, bool has_detached) {
 bool Executor::IsLeftBehind(const Session& session) const {
   const AttachRequested& request = session.request;
   if (!request.reattach || request.grad_arena_inode == 0) return false;
+  const auto is_its = [&](const std::pair<JobId, uint32_t>& of) {
+    return of.second == request.rank && jobs_.Find(of.first)->name == session.job;
+  };
   for (const auto& [of, arena] : kept_gradients_) {
-    const bool is_its = of.second == request.rank && jobs_.Find(of.first)->name == session.job;
-    if (is_its) return arena->inode() != request.grad_arena_inode;
+    if (is_its(of)) return arena->inode() != request.grad_arena_inode;
   }
   for (const auto& [of, absent] : absent_) {
-    const bool is_its = of.second == request.rank && jobs_.Find(of.first)->name == session.job;
-    if (is_its && absent.has_detached) return true;
+    if (is_its(of) && absent.has_detached) return true;
   }
   for (const auto& [id, other] : sessions_) {
     if (!other.IsOf(session.job, request.rank) || other.io == nullptr) continue;
