@@ -82,7 +82,7 @@ def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
         in_update = 0
         for attempt in range(60):
             time.sleep(0.05 + 0.017 * (attempt % 20))  # house: allow sleep: a random moment of a step
-            manager._end(signal.SIGKILL)
+            manager.end(signal.SIGKILL)
             of_first = words(record(service, 1))
             in_update += of_first[DECIDED] > of_first[PUBLISHED]
             manager.start()
@@ -110,7 +110,7 @@ def test_other_swap_paths_do_not_cost_a_kept_job(folder):
         before = opt.state_sha256()
         good = manager.command
         for end in (signal.SIGKILL, signal.SIGTERM):
-            manager._end(end)
+            manager.end(end)
             manager.command = without_swap(good)
             with pytest.raises(RuntimeError, match="no READY=1"):
                 manager.start()
@@ -127,7 +127,7 @@ def test_a_damaged_record_costs_its_own_job_alone(folder, word):
     with service.manager as manager:
         manager.start()
         train_two_jobs(service, "damaged", "whole")
-        manager._end(signal.SIGKILL)
+        manager.end(signal.SIGKILL)
         fd = record(service, 1)
         os.pwrite(fd, struct.pack("<Q", words(fd)[word] ^ 0x5004), 8 * word)
         manager.start()
@@ -143,7 +143,7 @@ def test_damage_of_what_changes_is_no_crash(folder, what):
     with service.manager as manager:
         manager.start()
         train_two_jobs(service, "damaged", "whole")
-        manager._end(signal.SIGKILL)
+        manager.end(signal.SIGKILL)
         if what == "staging":
             [fd] = [fd for name, fd in manager.store if name.startswith("forebay.staging.")]
             os.dup2(os.open("/dev/null", os.O_RDWR), fd)
@@ -192,7 +192,7 @@ def test_a_rank_that_ends_while_there_is_no_daemon_is_not_waited_for(folder, end
         ranks = Ranks(service, "shared", "memory", "on")
         pids = ranks.until_all_have_answered()
         os.kill(ranks.process.pid, signal.SIGSTOP)  # it would end the other one
-        manager._end(end)
+        manager.end(end)
         os.kill(pids[0], signal.SIGSTOP)
         os.kill(pids[1], signal.SIGKILL)
         manager.start()
@@ -221,7 +221,7 @@ def test_a_detach_stays_one_over_a_restart(folder, end, when):
         opts = [forebay.attach(model, forebay.AdamW(), rank=rank, **where) for rank, model in enumerate(models)]
         if when == "before it":
             opts[1].detach()
-        manager._end(end)
+        manager.end(end)
         manager.start()
         if when == "after it":
             opts[1].detach()
@@ -283,7 +283,7 @@ def test_restarts_while_ranks_are_on_their_way_back(folder):
         reader.start()
         for _ in range(40):
             time.sleep(chance.uniform(0, 0.08))  # house: allow sleep: any moment of a return
-            manager._end(signal.SIGTERM)
+            manager.end(signal.SIGTERM)
             kept = [name for name in manager.names() if name.startswith("forebay.gradients.")]
             assert len(kept) == 2 and ranks.process.poll() is None, f"seed {SEED}: {kept}\n{service.log()}"
             manager.start()
