@@ -107,9 +107,10 @@ def test_sharded_remote_ranks_train_as_local_ones_do(place, tmp_path):
     assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(SHARDED)
 
 
-def test_a_node_of_a_job_over_two_may_have_its_daemon_elsewhere(place, tmp_path):
+def test_a_node_of_a_job_over_two_may_have_its_daemon_elsewhere(gateway_network, tmp_path):
     """Ranks 2 and 3 reach one on the node of ranks 0 and 1, which have another."""
     digests = []
+    place = Place(gateway_network, tmp_path / "remote", port=PORT + 6)  # without the jobs of other tests
     for number, is_remote in enumerate((True, False)):
         port, folder = two_nodes.PORT + 50 * number, tmp_path / str(number)
         for name in ("first", "second"):
@@ -124,9 +125,11 @@ def test_a_node_of_a_job_over_two_may_have_its_daemon_elsewhere(place, tmp_path)
         beside = two_nodes.Output(network_nodes.Forked(place.nodes[0], environment, nodes_ranks.main, *words[0]))
         elsewhere = place.start(nodes_ranks.main, *words[1], **variables)
         lines = [line for output in (beside, elsewhere) for line in output.wait(DEADLINE_S)]
+        assert not errors(lines)
         digests.append(sorted(line[1:] for line in lines if line[0] == "digest"))
         for daemon in daemons:
             daemon.stop()
+    place.stop()
     assert digests[0] == digests[1] and len(digests[0]) == 4 * len(SHARDED)
 
 
