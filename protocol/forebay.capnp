@@ -31,8 +31,8 @@ interface Node {
 
   attach @1 (request :AttachRequest, layout :Descriptor) -> (outcome :Outcome, session :Session, reply :AttachReply);
   # Makes the caller rank `rank` of a job, which is created where it does not exist, or a reader of an existing one.
-  # Waits until the job can accept the rank: memory made, the first session's parameters written (unless this is the
-  # first session), a step in progress done. A live session of the same rank is fenced. The layout is a sealed memfd
+  # Waits until the job can accept the rank: memory made, the initial parameters written (unless it is this session that
+  # writes them), a step in progress done. A live session of the same rank is fenced. The layout is a sealed memfd
   # with an encoded LayoutSpec.
 
   admin @2 () -> (outcome :Outcome, admin :Admin);
@@ -44,6 +44,8 @@ struct NodeInfo {
   pid @0 :UInt32;
   version @1 :Text;         # of the program
   protocolVersion @2 :UInt32;
+  identity @3 :Text;        # of this process, and of no other daemon anywhere: ranks on several machines tell by it
+                            # whether they have the same one
 }
 
 struct AttachRequest {

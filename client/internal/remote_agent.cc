@@ -13,11 +13,13 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/environment.h"
@@ -78,6 +80,26 @@ absl::StatusOr<std::string> FindProgram() {
                    "name it in FOREBAY_GATEWAY");
 }
 
+// Errors  E_OPTION  it is not HOST:PORT, where an IPv6 address is in brackets.
+absl::Status CheckAddress(std::string_view address) {
+  const size_t colon = address.rfind(':');
+  const std::string_view host = address.substr(0, colon);
+  const bool is_in_brackets = host.starts_with('[') && host.ends_with(']');
+  uint32_t port = 0;
+  const bool has_port =
+      colon != address.npos && absl::SimpleAtoi(std::string(address.substr(colon + 1)), &port);
+  if (has_port && port > 0 && port <= UINT16_MAX && !host.empty() &&
+      (is_in_brackets || host.find(':') == host.npos)) {
+    return absl::OkStatus();
+  }
+  return MakeError(
+      ErrorId::kOption,
+      absl::StrCat("the address of the daemon's gateway is ", std::string(kScheme),
+                   std::string(address)),
+      "give it as ucx://HOST:PORT, with the port of `bind` in the gateway's settings, an IPv6 "
+      "address as ucx://[ADDRESS]:PORT");
+}
+
 UniqueFd Above(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, kFirstFreeFd)); }
 
 std::vector<char*> Pointers(std::vector<std::string>& texts) {
@@ -112,6 +134,7 @@ std::optional<std::string> RemoteAddress(std::string_view socket) {
 
 absl::StatusOr<std::unique_ptr<RemoteAgent>> RemoteAgent::Start(const std::string& address,
                                                                 const RemoteArenas* arenas) {
+  RETURN_IF_ERROR(CheckAddress(address));
   ASSIGN_OR_RETURN(const std::string program, FindProgram());
   std::array<int, 2> ends{};
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) {

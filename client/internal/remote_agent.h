@@ -30,7 +30,7 @@ class RemoteAgent {
   // Starts forebay-gateway (environment.h says which) in a process group of its own. It ends with this process, or
   // when its socket is closed. `arenas`: null but for a rank that comes back.
   //
-  // Errors  E_UNSUPPORTED  there is no such program. E_LIMIT.
+  // Errors  E_UNSUPPORTED  there is no such program. E_LIMIT. E_OPTION: the address is not HOST:PORT.
   static absl::StatusOr<std::unique_ptr<RemoteAgent>> Start(const std::string& address,
                                                             const RemoteArenas* arenas);
 

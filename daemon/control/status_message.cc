@@ -1,14 +1,18 @@
 #include "daemon/control/status_message.h"
 
+#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <string>
 #include <string_view>
 
+#include "absl/strings/escaping.h"
 #include "daemon/control/version.h"
 #include "protocol/dtype.h"
 #include "protocol/durability.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -19,6 +23,15 @@ constexpr size_t kEventNameBytesMax = 48;
 constexpr char kOfAnother[] = "(another user)";
 
 std::string Text(std::string_view text) { return std::string(text); }
+
+const std::string& Identity() {
+  static const std::string identity = [] {
+    std::string bytes(16, '\0');
+    FOREBAY_CHECK(::getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
+    return absl::BytesToHexString(bytes);
+  }();
+  return identity;
+}
 
 // Of the owner of an arena: empty for the node's own.
 std::string JobText(const JobName& job, const Viewer& viewer) {
@@ -160,6 +173,7 @@ void FillInfo(schema::NodeInfo::Builder info) {
   info.setPid(static_cast<uint32_t>(::getpid()));
   info.setVersion(kVersion);
   info.setProtocolVersion(protocol::kProtocolVersion);
+  info.setIdentity(Identity().c_str());
 }
 
 void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::string& socket_path,

@@ -1,5 +1,5 @@
-// The initial parameters of a fresh job. With shared attachment one session writes every group; with
-// sharded attachment each rank writes its own partitions. Each writes in ranges, then says that it is
+// The initial parameters of a fresh job. With shared attachment rank 0 writes every group, as DDP takes
+// rank 0's; with sharded attachment each rank writes its own partitions. Each writes in ranges, then says that it is
 // done.
 #pragma once
 

@@ -275,7 +275,7 @@ void Job::End(Session& session, const absl::Status& status) {
   members_.SetEnded(session);
 }
 
-// What was written is written anew. With shared attachment the next rank that attaches does it; with
+// What was written is written anew. With shared attachment rank 0 does it when it attaches again; with
 // sharded attachment the other ranks, which write too, attach again.
 void Job::EndInitial(Session& writer, const absl::Status& status) {
   io_.NewEpoch();

@@ -1,13 +1,21 @@
 #include "daemon/gateway/tls_files.h"
 
 #include <kj/vector.h>
+#include <openssl/bio.h>
+#include <openssl/pem.h>
+#include <openssl/x509.h>
 #include <unistd.h>
 
+#include <ctime>
 #include <functional>
+#include <memory>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
@@ -27,6 +35,37 @@ absl::Status Try(const std::string& file, const std::function<void()>& call) {
         "docs/multi-node.md shows how certificates are made");
   }
   return absl::OkStatus();
+}
+
+absl::Time TimeOf(const ASN1_TIME* time) {
+  std::tm fields{};
+  return ASN1_TIME_to_tm(time, &fields) == 1 ? absl::FromTimeT(::timegm(&fields))
+                                             : absl::InfinitePast();
+}
+
+// The other side refuses such a certificate too, and may have no time to say why. One that cannot be read is
+// refused by kj.
+//
+// Errors  E_CONFIG  its time is over, or has not begun.
+absl::StatusOr<std::string> ReadCertificate(const std::string& file, std::string_view what) {
+  ASSIGN_OR_RETURN(std::string pem, ReadTextFile(file, what));
+  const std::unique_ptr<BIO, decltype(&BIO_free)> bio(
+      BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())), &BIO_free);
+  const std::unique_ptr<X509, decltype(&X509_free)> certificate(
+      PEM_read_bio_X509(bio.get(), nullptr, nullptr, nullptr), &X509_free);
+  if (certificate == nullptr) return pem;
+  const absl::Time now = absl::Now();
+  const absl::Time begin = TimeOf(X509_get0_notBefore(certificate.get()));
+  const absl::Time end = TimeOf(X509_get0_notAfter(certificate.get()));
+  if (begin <= now && now <= end) return pem;
+  const auto text = [](absl::Time time) {
+    return absl::FormatTime("%Y-%m-%d %H:%M:%S UTC", time, absl::UTCTimeZone());
+  };
+  return MakeError(ErrorId::kConfig,
+                   absl::StrCat(file, ": is valid from ", text(begin), " to ", text(end),
+                                "; this machine's clock says ", text(now)),
+                   begin > now ? "set the clocks of both machines right"
+                               : "have a new one signed: docs/multi-node.md");
 }
 
 absl::StatusOr<kj::Own<kj::TlsKeypair>> MakeKeypair(const std::string& key,
@@ -82,11 +121,11 @@ bool Exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0;
 absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& config,
                                                       kj::Timer* timer) {
   ContextFiles files{.names = absl::StrCat(config.certificate, ", ", config.key), .timer = timer};
-  ASSIGN_OR_RETURN(files.certificate, ReadTextFile(config.certificate, "the certificate"));
+  ASSIGN_OR_RETURN(files.certificate, ReadCertificate(config.certificate, "the certificate"));
   ASSIGN_OR_RETURN(files.key, ReadSecretFile(config.key, "the key"));
   if (!config.client_ca.empty()) {
     absl::StrAppend(&files.names, ", ", config.client_ca);
-    ASSIGN_OR_RETURN(files.ca, ReadTextFile(config.client_ca, "the authority of clients"));
+    ASSIGN_OR_RETURN(files.ca, ReadCertificate(config.client_ca, "the authority of clients"));
     files.verifies_clients = true;
   }
   return MakeContext(files);
@@ -94,9 +133,10 @@ absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& confi
 
 absl::StatusOr<AgentCredentials> LoadCredentials(const std::string& folder) {
   AgentCredentials credentials;
-  ASSIGN_OR_RETURN(credentials.ca, ReadTextFile(folder + "/ca.pem", "who signs gateways"));
+  ASSIGN_OR_RETURN(credentials.ca, ReadCertificate(folder + "/ca.pem", "who signs gateways"));
   if (Exists(folder + "/cert.pem")) {
-    ASSIGN_OR_RETURN(credentials.certificate, ReadTextFile(folder + "/cert.pem", "a certificate"));
+    ASSIGN_OR_RETURN(credentials.certificate,
+                     ReadCertificate(folder + "/cert.pem", "a certificate"));
     ASSIGN_OR_RETURN(credentials.key, ReadSecretFile(folder + "/key.pem", "the key"));
   } else if (Exists(folder + "/token")) {
     ASSIGN_OR_RETURN(const std::string token, ReadSecretFile(folder + "/token", "the token"));

@@ -114,15 +114,20 @@ TEST_F(NodeStateAttach, IsAnsweredWhenTheMemoryIsMade) {
   EXPECT_EQ(node_.Logged<CreateSessionMemory>()[0].grad_bytes, answer.grad_arena_bytes);
 }
 
-TEST_F(NodeStateAttach, WaitsWhileAnotherSessionWritesTheInitialParameters) {
-  const uint64_t writer = node_.RequestAttach(layout_, {.rank = 0});
-  node_.RunTasks();
+TEST_F(NodeStateAttach, RankZeroWritesTheInitialParametersWhoeverComesFirst) {
   const uint64_t other = node_.RequestAttach(layout_, {.rank = 1});
   node_.RunTasks();
   EXPECT_EQ(node_.attached(other), nullptr);
-  node_.End(writer, EndCause::kLost);
-  ASSERT_NE(node_.attached(other), nullptr) << "it writes them now";
-  EXPECT_TRUE(node_.attached(other)->writes_initial);
+  const uint64_t lost = node_.RequestAttach(layout_, {.rank = 0});
+  node_.RunTasks();
+  ASSERT_NE(node_.attached(lost), nullptr);
+  EXPECT_TRUE(node_.attached(lost)->writes_initial);
+  node_.End(lost, EndCause::kLost);
+  EXPECT_EQ(node_.attached(other), nullptr) << "its own may be others";
+  const uint64_t writer = node_.Attach(layout_, {.rank = 0});
+  EXPECT_TRUE(node_.attached(writer)->writes_initial);
+  ASSERT_NE(node_.attached(other), nullptr);
+  EXPECT_FALSE(node_.attached(other)->writes_initial);
 }
 
 TEST_F(NodeStateAttach, TheNextWriterWaitsForTheCopiesOfTheLast) {
@@ -134,9 +139,9 @@ TEST_F(NodeStateAttach, TheNextWriterWaitsForTheCopiesOfTheLast) {
   command.length_bytes = layout_->partition_bytes(0);
   node_.Command(writer, command);
   ASSERT_EQ(node_.Running<CopyInitial>().size(), 1U);
-  const uint64_t other = node_.RequestAttach(layout_, {.rank = 1});
-  node_.FinishAll<CreateSessionMemory>();
   node_.End(writer, EndCause::kLost);
+  const uint64_t other = node_.RequestAttach(layout_, {.rank = 0});
+  node_.FinishAll<CreateSessionMemory>();
   EXPECT_FALSE(node_.is_closed(writer)) << "a copy reads its arena";
   EXPECT_EQ(node_.attached(other), nullptr);
   node_.RunTasks();

@@ -69,8 +69,8 @@ class LoadGuard(InertOnCopy):
     def __call__(self, *_args: Any, **_kwargs: Any) -> None:
         raise unsupported(
             f"load_state_dict on {self.name}: its parameters are attached",
-            "load before forebay.attach, or before prepare() of Accelerate (the first session of a job writes "
-            "the values), or opt.detach() first",
+            "load before forebay.attach, or before prepare() of Accelerate (a new job begins with the "
+            "model's values), or opt.detach() first",
         )
 
 

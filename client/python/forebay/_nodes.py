@@ -20,7 +20,8 @@ BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each nod
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of the process group, and those of this node, which follow each other."""
+    """The ranks of the process group, and those of this rank's daemon, which follow each other: those of its node,
+    and those elsewhere that reach it through a gateway."""
 
     world_ranks: int
     own: range
@@ -32,38 +33,39 @@ class Nodes:
 
 
 def find(socket: str, daemon_wait: float | None) -> Nodes | None:
-    """Which ranks are on this node; None: all. A collective over the default process group.
+    """Which ranks have this one's daemon; None: all. A collective over the default process group.
 
     daemon_wait  As attach() has it: a daemon that does not answer is waited for.
 
     Errors  E_NO_DAEMON and others where a rank cannot reach its daemon.
-            E_OPTION where ranks of one node reach several daemons.
-            E_UNSUPPORTED where the ranks of a node do not follow each other.
+            E_OPTION where ranks of one machine reach several daemons.
+            E_UNSUPPORTED where the ranks of a daemon do not follow each other.
     """
-    # Two network namespaces of one machine are two nodes, as containers are.
-    node = BOOT_ID.read_text(encoding="ascii") + os.readlink("/proc/self/ns/net")
+    # Two network namespaces of one machine count as two, as containers do.
+    machine = BOOT_ID.read_text(encoding="ascii") + os.readlink("/proc/self/ns/net")
     for _ in range(2):  # a daemon that is started again while they ask is another one
-        pid = _ranks.together(lambda: _daemon_pid(socket, daemon_wait))
-        daemons = _ranks.gather((node, pid))
-        if not _has_several_daemons(daemons):
+        daemon = _ranks.together(lambda: _identity_of_daemon(socket, daemon_wait))
+        places = _ranks.gather((machine, daemon))
+        if not _have_several_daemons(places):
             break
-    _refuse_several_daemons(daemons)
-    own = [rank for rank, (of, _) in enumerate(daemons) if of == node]
+    _refuse_several_daemons(places, socket)
+    daemons = [of for _, of in places]
+    own = [rank for rank, of in enumerate(daemons) if of == daemon]
     if len(own) == len(daemons):
         return None
-    _refuse_gaps([of for of, _ in daemons])
+    _refuse_gaps(daemons)
     group = dist.new_group(backend="gloo", timeout=_patience())
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return Nodes(len(daemons), range(own[0], own[-1] + 1), group)
 
 
-def _daemon_pid(socket: str, daemon_wait: float | None) -> int:
+def _identity_of_daemon(socket: str, daemon_wait: float | None) -> str:
     from . import _core
 
     end = time.monotonic() + _core.first_daemon_wait(daemon_wait)
     while True:
         try:
-            return int(_core.status(socket)["info"]["pid"])
+            return str(_core.status(socket)["info"]["identity"])
         except UnavailableError:
             if time.monotonic() >= end:
                 raise
@@ -80,30 +82,29 @@ def _patience() -> timedelta | None:
     return None
 
 
-def _has_several_daemons(daemons: Sequence[tuple[str, int]]) -> bool:
-    return len(set(daemons)) > len({node for node, _ in daemons})
+def _have_several_daemons(places: Sequence[tuple[str, str]]) -> bool:
+    return len(set(places)) > len({machine for machine, _ in places})
 
 
-def _refuse_several_daemons(daemons: Sequence[tuple[str, int]]) -> None:
-    if _has_several_daemons(daemons):
-        own = daemons[dist.get_rank()]
-        here = [daemon for daemon in daemons if daemon[0] == own[0]]
-        same = here.count(own)
+def _refuse_several_daemons(places: Sequence[tuple[str, str]], socket: str) -> None:
+    if _have_several_daemons(places):
+        own = places[dist.get_rank()]
+        here = [place for place in places if place[0] == own[0]]
         raise usage_error(
             "E_OPTION",
-            f"the ranks of a node reach several daemons; of the {len(here)} ranks of this node {same} "
-            f"reach this one (process {own[1]})",
+            f"the ranks of a node reach several daemons; of the {len(here)} ranks of this node {here.count(own)} "
+            f"reach that of {socket}",
             "give all ranks of a node the same socket= or FOREBAY_SOCKET",
         )
 
 
-def _refuse_gaps(nodes: Sequence[str]) -> None:
+def _refuse_gaps(daemons: Sequence[str]) -> None:
     seen: set[str] = set()
-    for rank, node in enumerate(nodes):
-        if rank > 0 and node != nodes[rank - 1] and node in seen:
+    for rank, daemon in enumerate(daemons):
+        if rank > 0 and daemon != daemons[rank - 1] and daemon in seen:
             raise unsupported(
-                f"ranks {rank - 1} and {rank} are on two nodes, and the node of rank {rank} has lower ranks "
-                "too: the ranks of a node do not follow each other",
+                f"ranks {rank - 1} and {rank} have two daemons, and that of rank {rank} has lower ranks too: "
+                "the ranks of a node do not follow each other",
                 "mpirun --map-by slot, srun --distribution=block; torchrun does so",
             )
-        seen.add(node)
+        seen.add(daemon)

@@ -137,9 +137,9 @@ def attach(
     Waits until other jobs have made room, the job's memory is made, the initial parameters are
     written, a step under way is over and an older session of the rank is closed.
 
-    The first session of a new job writes the model's values; every other one takes the values of
-    the job's last committed step, and the buffers that its rank has committed with it (rank 0's
-    where it has none).
+    A new job begins with the values of rank 0's model (sharded attachment: of each rank's shards), for
+    which the other ranks wait. Every later session takes the values of the job's last committed
+    step, and the buffers that its rank has committed with it (rank 0's where it has none).
 
     Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was, but
             for a plain one that attach was to shard: fully_shard() stays.
@@ -181,7 +181,7 @@ def attach(
         rank, world_size = _shard_plan.world(rank, world_size)
     world_size = _rank_number("world_size", world_size, 1)
     if not is_sharded:
-        _refuse_several_nodes(world_size)
+        _refuse_several_nodes(world_size, _socket_path(socket))
     if extra_state_bytes is not None:
         extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
     request = _attach.Request(
@@ -260,16 +260,19 @@ def attach_reader(
     )
 
 
-def _refuse_several_nodes(world_size: int) -> None:
-    """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: the
-    daemon would wait for the others at every step."""
+def _refuse_several_nodes(world_size: int, socket: str) -> None:
+    """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: its
+    daemon would wait for the others at every step. One behind a gateway may have those of all nodes."""
+    if socket.startswith("ucx://"):
+        return
     for variable in LOCAL_WORLD_SIZES:
         local = _launched_with(variable, "")
         if local.isdigit() and int(local) < world_size:
             raise unsupported(
                 f"a shared job over several nodes: world size {world_size}, of which {local} ranks are "
                 f"on this node ({variable})",
-                'mode="sharded", or pass rank= and world_size= for a job per node',
+                'mode="sharded", one daemon for all of them (ucx://HOST:PORT, docs/multi-node.md), or pass rank= and '
+                "world_size= for a job per node",
             )
 
 

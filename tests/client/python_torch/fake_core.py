@@ -58,7 +58,6 @@ class Job:
         self.moments = [[torch.zeros(elems), torch.zeros(elems)] for elems in self.elems]
         self.updates = [0] * len(params)
         self.ready = False
-        self.writer = None
         self.committed_step = 0
         self.extra_state = {}
         self.changed = threading.Condition()
@@ -398,8 +397,8 @@ def attach(
     job.run = run
     session = Attachment(job, rank, extra_state_bytes)
     with job.changed:
-        if not job.ready and job.writer is None:
-            session.writes_initial, job.writer = True, rank
+        if not job.ready and rank == 0:
+            session.writes_initial = True
         elif not job.ready and not job.changed.wait_for(lambda: job.ready, timeout):
             raise refusal("E_TIMEOUT", "attach")
         job.sessions[rank] = session

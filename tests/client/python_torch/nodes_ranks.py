@@ -29,6 +29,7 @@ import pathlib
 import signal
 import sys
 import time
+import traceback
 
 import torch
 
@@ -174,9 +175,12 @@ def begin(scenario, begun, host, port, ranks, size, folder):
         child = os.fork()
         if child == 0:
             status = 1
-            with contextlib.suppress(BaseException):
+            try:
                 rank_process(scenario, host, port, rank, size, folder, begun == 0)
                 status = 0
+            except BaseException:
+                traceback.print_exc(file=sys.stdout)
+                sys.stdout.flush()
             os._exit(status)
         children.append(child)
     statuses = []

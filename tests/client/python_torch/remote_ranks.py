@@ -10,6 +10,7 @@ load      before step 2 all ranks load a state_dict, and rank 0 writes into a pa
 extra     a counter is kept as extra_state
 wait      after step 1 prints ["waiting", rank, pid], and goes on when a line comes
 wide=N    layers of this width
+beside=S  rank 1 is on the daemon's node, of the principal's user, and attaches to the socket S there
 """
 
 import hashlib
@@ -23,6 +24,7 @@ torch.set_num_threads(1)
 
 import forebay  # noqa: E402
 from models import batch, loss_of, net  # noqa: E402
+from remote_gateway import UID  # noqa: E402
 
 LR = 1e-2
 
@@ -49,6 +51,8 @@ def load(model, opt, rank):
 
 
 def train(job, rank, ranks, steps, words):
+    if rank == 1 and "beside" in words:
+        os.setuid(UID)
     model = net(width=int(words.get("wide", 8)))
     if "frozen" in words:
         model.embedding.weight.requires_grad_(False)
@@ -60,6 +64,7 @@ def train(job, rank, ranks, steps, words):
         world_size=ranks,
         extra_state_bytes=64 if "extra" in words else 0,
         run="remote",
+        socket=words["beside"] if rank == 1 and "beside" in words else None,
     )
     say("attached", rank, opt.committed_step)
     say("seen", rank, opt.committed_step, seen(model))

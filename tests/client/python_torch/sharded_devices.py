@@ -39,37 +39,42 @@ def weights_and_gradients_are_copied(ranks):
         _device.of_units = before
 
 
+def losses_of_three_steps(ranks, name):
+    model = ranks.shard(small_net())
+    opt = ranks.attach(model, job=f"{ranks.job}.{name}")
+    found = []
+    try:
+        for step in range(1, 4):
+            loss = loss_of(model, ranks.batch(step))
+            loss.backward()
+            opt.step()
+            found.append(loss.item())
+    except forebay.ForebayError as error:  # the driver's memory is full of NaN until it is written
+        assert error.code == "E_NONFINITE" and late_device.LEFT_OUT
+    late_device.LEFT_OUT.clear()
+    opt.detach()
+    return found
+
+
 @case()
 def a_rank_alone_waits_for_what_is_copied_ahead(ranks):
-    """FSDP2 asks for a group's weights on the stream that it computes on, the copies are on another one. Without the waits
-    between the two torch computes with what has not come."""
-
-    def losses(name, left_out):
-        late_device.LEFT_OUT[:] = left_out
-        model = ranks.shard(small_net())
-        opt = ranks.attach(model, job=f"{ranks.job}.{name}")
-        found = []
-        try:
-            for step in range(1, 4):
-                loss = loss_of(model, ranks.batch(step))
-                loss.backward()
-                opt.step()
-                found.append(loss.item())
-        except forebay.ForebayError as error:  # the driver's memory is full of NaN until it is written
-            assert error.code == "E_NONFINITE"
-        late_device.LEFT_OUT.clear()
-        opt.detach()
-        return found
-
+    """FSDP2 asks for a group's weights on the stream that it computes on, the copies are on another one."""
     model = ranks.shard(small_net())
     opt = ranks.attach(model, job=f"{ranks.job}.said")
     sizes = sorted((one.gathered_bytes for one in opt._plan.units), reverse=True)
     said = _report.gathered(opt._plan.units, [], 0, opt._plan.copies_ahead)
     assert f"{_report.size(sizes[0] + sizes[1])} copied ahead" in said, said
     opt.detach()
-    right = losses("right", [])
-    assert len(right) == 3 and right == losses("again", [])
-    assert right != losses("wrong", ["every wait"])
+    right = losses_of_three_steps(ranks, "right")
+    assert len(right) == 3 and right == losses_of_three_steps(ranks, "again")
+
+
+@case()
+def without_waits_a_rank_alone_computes_something_else(ranks):
+    """With what has not come yet: those waits are needed. Or its process ends, since what torch has freed is written."""
+    right = losses_of_three_steps(ranks, "right")
+    late_device.LEFT_OUT[:] = ["every wait"]
+    assert right != losses_of_three_steps(ranks, "wrong")
 
 
 @case()

@@ -4,6 +4,7 @@ Method  Two network namespaces of this machine, joined by a link: daemon and gat
         beside a daemon of their own are the reference.
 """
 
+import codecs
 import os
 import pathlib
 
@@ -93,9 +94,21 @@ def place(gateway_network, tmp_path_factory):
 @pytest.mark.parametrize("how", SHARED)
 def test_remote_ranks_train_and_see_what_local_ones_do(place, tmp_path, how):
     words = (f"shared.{how}", 2, 4, how)
-    remote = place.ranks(*words)
+    remote = place.ranks(*words, LOCAL_WORLD_SIZE="1")  # as where each is on a node of its own
     local = locally(place.nodes[1], tmp_path, remote_ranks.main, *words)
     assert len(local) > 0 and sorted(map(str, remote)) == sorted(map(str, local))
+
+
+@pytest.mark.parametrize("how", ["passes", "load"])
+def test_a_job_may_have_ranks_beside_its_daemon_and_elsewhere(gateway_network, folder, tmp_path, how):
+    words = (f"mixed.{how}", 2, 4, how)
+    os.chmod(folder, 0o711)
+    place = Place(gateway_network, folder, port=PORT + 5)
+    os.chmod(place.daemon.socket, 0o666)
+    mixed = place.ranks(*words, f"beside={place.daemon.socket}")
+    place.stop()
+    local = locally(place.nodes[1], tmp_path, remote_ranks.main, *words)
+    assert len(local) > 0 and sorted(map(str, mixed)) == sorted(map(str, local))
 
 
 def test_sharded_remote_ranks_train_as_local_ones_do(place, tmp_path):
@@ -105,6 +118,29 @@ def test_sharded_remote_ranks_train_as_local_ones_do(place, tmp_path):
     # What they attach to may be said twice: ranks that gloo ends badly begin again.
     said = [{str(line) for line in lines if line[0] != "attached"} for lines in (remote, local)]
     assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(SHARDED)
+
+
+def of_the_user(*words):
+    codecs.lookup("ascii")  # loaded while the interpreter's files may be read
+    os.setuid(UID)
+    nodes_ranks.main(*words)
+
+
+def test_a_sharded_job_may_have_ranks_beside_its_daemon_and_elsewhere(gateway_network, folder, tmp_path):
+    os.chmod(folder, 0o711)
+    place = Place(gateway_network, folder, port=PORT + 4)
+    os.chmod(place.daemon.socket, 0o666)
+    (tmp_path / "mixed").mkdir()
+    words = [(ADDRESSES[0], two_nodes.PORT, first, 1, 2, tmp_path / "mixed", *SHARDED) for first in (0, 1)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "FOREBAY_SOCKET": place.daemon.socket}
+    beside = two_nodes.Output(network_nodes.Forked(place.nodes[0], environment, of_the_user, *words[0]))
+    elsewhere = place.start(nodes_ranks.main, *words[1], GLOO_SOCKET_IFNAME=LINK)
+    mixed = [line for output in (beside, elsewhere) for line in output.wait(DEADLINE_S)]
+    place.stop()
+    words = ("127.0.0.1", two_nodes.PORT, 0, 2, 2, tmp_path, *SHARDED)
+    local = locally(place.nodes[1], tmp_path, nodes_ranks.main, *words)
+    said = [{str(line) for line in lines if line[0] not in ("attached", "begin")} for lines in (mixed, local)]
+    assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(SHARDED), beside.text + elsewhere.text
 
 
 def test_a_node_of_a_job_over_two_may_have_its_daemon_elsewhere(gateway_network, tmp_path):

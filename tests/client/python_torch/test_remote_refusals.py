@@ -11,9 +11,10 @@ import forebay
 import pytest
 import remote_gateway
 import remote_ranks
+import torch
 from network_nodes import ADDRESSES, LINK
 from remote_gateway import GATEWAY, PORT, PRINCIPAL, UID, Authority, Gateway, make_client_folder
-from test_remote import Place, errors
+from test_remote import DEADLINE_S, Place, errors
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 QUOTA = "64MiB"
@@ -34,11 +35,26 @@ def refusal(place, *words, **environment):
 
 
 def test_a_certificate_that_has_expired_is_refused(place):
-    certificate = place.authority.issue("expired", days=-1)
-    code, text = refusal(place, client=make_client_folder(place.folder / "expired", place.authority, *certificate))
-    # Why, the other side may have no time to say.
-    assert code == "E_PERMISSION" and "tls.client_ca" in text
+    certificate, key = place.authority.issue("expired", days=-1)
+    code, text = refusal(place, client=make_client_folder(place.folder / "expired", place.authority, certificate, key))
+    assert code == "E_CONFIG" and "expired/cert.pem: is valid from" in text and "to 2020-01-02 00:00:00 UTC" in text
+    # The gateway would not have believed it either.
+    own = ["-cert", certificate, "-key", key, "-connect", f"{ADDRESSES[0]}:{PORT}", "-tls1_2"]
+    command = place.nodes[1].command("openssl", "s_client", *own, folder=place.folder)
+    said = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert "certificate expired" in said.stderr
     assert "certificate verify failed" in place.gateway.text()
+
+
+def test_a_gateway_whose_certificate_has_expired_does_not_start(place):
+    certificate, key = place.authority.issue("old-gateway", ["worker-0"], days=-1)
+    settings = place.folder / "old.toml"
+    text = remote_gateway.settings_text(f"{ADDRESSES[0]}:{PORT + 4}", "/s", certificate, key, place.authority)
+    settings.write_text(text, encoding="ascii")
+    for flag in ([], ["--check"]):
+        command = [GATEWAY, "--config", settings, *flag]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 1 and "E_CONFIG" in done.stderr and f"{certificate}: is valid from" in done.stderr
 
 
 def test_a_certificate_of_another_authority_is_refused(place):
@@ -88,6 +104,15 @@ def test_a_job_larger_than_the_principals_quota_is_refused(place):
 def test_nobody_there_is_named(place):
     code, text = refusal(place, address=f"ucx://{ADDRESSES[0]}:{PORT + 1}")
     assert code == "E_NO_DAEMON" and f"{ADDRESSES[0]}:{PORT + 1}" in text
+
+
+@pytest.mark.parametrize(
+    "address", ["", ADDRESSES[0], f"{ADDRESSES[0]}:", f":{PORT}", f"{ADDRESSES[0]}:0", f"{ADDRESSES[0]}:70000", f"{V6[0]}:{PORT}"]
+)
+def test_an_address_that_is_not_a_host_and_a_port_is_refused(address):
+    with pytest.raises(forebay.ForebayError, match=r"ucx://HOST:PORT") as refused:
+        forebay.attach(torch.nn.Linear(2, 2), socket=f"ucx://{address}")
+    assert refused.value.code == "E_OPTION" and f"is ucx://{address}" in str(refused.value)
 
 
 def test_a_socket_that_is_no_gateway_is_refused(place):
