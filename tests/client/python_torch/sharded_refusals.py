@@ -374,7 +374,7 @@ def ranks_of_a_node_that_reach_several_daemons(ranks):
 @case(2)
 def nodes_whose_ranks_do_not_follow_each_other(ranks):
     _nodes._refuse_gaps(["a", "a", "b", "c", "c"])
-    with refused("E_UNSUPPORTED", "ranks 1 and 2 are on two nodes, and the node of rank 2 has lower ranks", "map-by slot"):
+    with refused("E_UNSUPPORTED", "ranks 1 and 2 have two daemons, and that of rank 2 has lower ranks", "map-by slot"):
         _nodes._refuse_gaps(["a", "b", "a"])
 
 
