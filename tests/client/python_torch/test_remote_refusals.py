@@ -18,6 +18,7 @@ from test_remote import DEADLINE_S, Place, errors
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 QUOTA = "64MiB"
+SHIFTED_CLOCK = GATEWAY.parents[1] / "tests" / "libshifted_clock.so"
 V6 = ("fd00:77::1", "fd00:77::2")
 
 
@@ -55,6 +56,19 @@ def test_a_gateway_whose_certificate_has_expired_does_not_start(place):
         command = [GATEWAY, "--config", settings, *flag]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         assert done.returncode == 1 and "E_CONFIG" in done.stderr and f"{certificate}: is valid from" in done.stderr
+
+
+@pytest.mark.parametrize("shift_s", [3600, -3600])
+def test_clocks_that_differ_by_an_hour_matter_to_certificates_alone(place, tmp_path, shift_s):
+    """Those of here begin with the test."""
+    shift = tmp_path / "shift"
+    shift.write_text(str(shift_s), encoding="ascii")
+    clock = {"LD_PRELOAD": str(SHIFTED_CLOCK), "FOREBAY_TEST_CLOCK": str(shift)}
+    if shift_s > 0:
+        assert not errors(place.ranks(f"clock{shift_s}", 2, 2, **clock))
+    else:
+        code, text = refusal(place, **clock)
+        assert code == "E_CONFIG" and "ca.pem: is valid from" in text and "set the clocks" in text
 
 
 def test_a_certificate_of_another_authority_is_refused(place):
