@@ -126,14 +126,17 @@ def of_the_user(*words):
     nodes_ranks.main(*words)
 
 
-def test_a_sharded_job_may_have_ranks_beside_its_daemon_and_elsewhere(gateway_network, folder, tmp_path):
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_sharded_job_of_one_daemon_may_have_ranks_on_two_nodes(gateway_network, folder, tmp_path, is_remote):
+    """One of them is the daemon's, whose rank reaches it on its socket or through the gateway too."""
     os.chmod(folder, 0o711)
     place = Place(gateway_network, folder, port=PORT + 4)
     os.chmod(place.daemon.socket, 0o666)
     (tmp_path / "mixed").mkdir()
     words = [(ADDRESSES[0], two_nodes.PORT, first, 1, 2, tmp_path / "mixed", *SHARDED) for first in (0, 1)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "FOREBAY_SOCKET": place.daemon.socket}
-    beside = two_nodes.Output(network_nodes.Forked(place.nodes[0], environment, of_the_user, *words[0]))
+    environment = place.environment(None if is_remote else place.daemon.socket, GLOO_SOCKET_IFNAME=LINK)
+    function = nodes_ranks.main if is_remote else of_the_user
+    beside = two_nodes.Output(network_nodes.Forked(place.nodes[0], environment, function, *words[0]))
     elsewhere = place.start(nodes_ranks.main, *words[1], GLOO_SOCKET_IFNAME=LINK)
     mixed = [line for output in (beside, elsewhere) for line in output.wait(DEADLINE_S)]
     place.stop()
