@@ -262,6 +262,7 @@ def attach_sharded(
 
     units, source, parameters, torch_groups = _ranks.together(check)
     _ranks.refuse_different("prefetch_bytes", prefetch_bytes)
+    request = replace(request, run=_nodes.run_of_all(request.run))
     nodes = _nodes.find(request.socket, request.daemon_wait)
     plan = _shard_plan.make_plan(units, parameters, nodes)
     _fsdp.ensure_means(units)

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import _ranks
+from ._run import LAUNCHER
 from .errors import UnavailableError, unsupported, usage_error
 
 PAUSE_S = 0.05
@@ -30,6 +31,13 @@ class Nodes:
     def all_gather(self, own: bytes) -> list[bytes]:
         """What every rank sends, by rank. A collective."""
         return _ranks.gather(own, self.group)
+
+
+def run_of_all(run: str) -> str:
+    """Rank 0's where the launcher of each node has a token of its own; else this rank's, which its daemon compares. A
+    collective over the default process group."""
+    runs = _ranks.gather(run)
+    return runs[0] if all(of_rank.startswith(LAUNCHER) for of_rank in runs) else run
 
 
 def find(socket: str, daemon_wait: float | None) -> Nodes | None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from ._launcher import run_of
 
+LAUNCHER = "launcher."  # what begins the token of a launch that says nothing of itself
+
 
 def run_token(environ: Mapping[str, str] = os.environ) -> str:
     """The same text in every process of one run, after a restart of its workers too.
@@ -24,7 +26,7 @@ def run_token(environ: Mapping[str, str] = os.environ) -> str:
     if torchrun and torchrun != "none":
         return f"torchrun.{torchrun}"
     if torchrun:
-        return f"launcher.{_process(os.getppid())}"
+        return f"{LAUNCHER}{_process(os.getppid())}"
     if launch := run_of(environ, _process(os.getppid())):
         return launch
     return f"process.{_process(os.getpid())}"

@@ -19,6 +19,7 @@ differ=R      rank R writes other masters behind step 2, of what another node ha
 level=L       its durability, in the place of memory
 patience=S    gloo waits so many seconds
 states        rank 0 saves them in FOLDER
+launched      its run is what the launcher says of it
 """
 
 import contextlib
@@ -66,6 +67,7 @@ class Scenario:
         ranks, _, self.point = words.get("die", words.get("hold", "@")).partition("@")
         self.ranks = [int(rank) for rank in ranks.split(",") if rank]
         self.dies, self.level = "die" in words, words.get("level", "memory")
+        self.run = None if "launched" in words else "one"
         self.differing = int(words.get("differ", -1))
         self.patience = datetime.timedelta(seconds=int(words.get("patience", 1800)))
 
@@ -147,7 +149,7 @@ def run(scenario, rank, size, folder, is_first):
     _nodes.Nodes.all_gather = gathered
     try:
         opt = forebay.attach(
-            model, forebay.AdamW(lr=LR, max_grad_norm=norm), job=job, run="one", durability=scenario.level
+            model, forebay.AdamW(lr=LR, max_grad_norm=norm), job=job, run=scenario.run, durability=scenario.level
         )
     except forebay.ForebayError as error:
         say("error", scenario.name, rank, error.code, str(error))

@@ -127,23 +127,28 @@ def of_the_user(*words):
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_a_sharded_job_of_one_daemon_may_have_ranks_on_two_nodes(gateway_network, folder, tmp_path, is_remote):
-    """One of them is the daemon's, whose rank reaches it on its socket or through the gateway too."""
+def test_a_sharded_job_of_one_daemon_may_have_ranks_on_two_nodes(
+    gateway_network, folder, tmp_path, monkeypatch, is_remote
+):
+    """One of them is the daemon's, whose rank reaches it on its socket or through the gateway too. Each has a launcher."""
+    monkeypatch.delenv("FOREBAY_RUN")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's where it got none
+    scenarios = ("launched+die=1@call", "clip+hsdp")
     os.chmod(folder, 0o711)
     place = Place(gateway_network, folder, port=PORT + 4)
     os.chmod(place.daemon.socket, 0o666)
     (tmp_path / "mixed").mkdir()
-    words = [(ADDRESSES[0], two_nodes.PORT, first, 1, 2, tmp_path / "mixed", *SHARDED) for first in (0, 1)]
+    words = [(ADDRESSES[0], two_nodes.PORT, first, 1, 2, tmp_path / "mixed", *scenarios) for first in (0, 1)]
     environment = place.environment(None if is_remote else place.daemon.socket, GLOO_SOCKET_IFNAME=LINK)
     function = nodes_ranks.main if is_remote else of_the_user
     beside = two_nodes.Output(network_nodes.Forked(place.nodes[0], environment, function, *words[0]))
     elsewhere = place.start(nodes_ranks.main, *words[1], GLOO_SOCKET_IFNAME=LINK)
     mixed = [line for output in (beside, elsewhere) for line in output.wait(DEADLINE_S)]
     place.stop()
-    words = ("127.0.0.1", two_nodes.PORT, 0, 2, 2, tmp_path, *SHARDED)
+    words = ("127.0.0.1", two_nodes.PORT, 0, 2, 2, tmp_path, *scenarios)
     local = locally(place.nodes[1], tmp_path, nodes_ranks.main, *words)
-    said = [{str(line) for line in lines if line[0] not in ("attached", "begin")} for lines in (mixed, local)]
-    assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(SHARDED), beside.text + elsewhere.text
+    said = [{str(line) for line in lines if line[0] in ("loss", "digest")} for lines in (mixed, local)]
+    assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(scenarios), beside.text + elsewhere.text
 
 
 def test_a_node_of_a_job_over_two_may_have_its_daemon_elsewhere(gateway_network, tmp_path):
