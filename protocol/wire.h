@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 13;
+inline constexpr uint32_t kProtocolVersion = 14;
 inline constexpr uint32_t kSessionWaitMsMax = 3'600'000;  // Node.hello, sessionWaitMs
 
 // ------------------------------------------------------------------------------------ ring entries
