@@ -226,7 +226,9 @@ class Attachment {
   uint64_t gradient_room_bytes() const;  // of the gradients that can be on their way at once
   // Of some partitions: the weights arena is a cache, and only a lease says where a partition's weights are.
   bool weights_on_swap() const;
-  bool writes_initial() const;      // this session must write its partitions, then call InitialDone
+  // This session must write its partitions, then call InitialDone. Of a new job with shared attachment it is rank 0,
+  // which the attaches of the others wait for.
+  bool writes_initial() const;
   uint64_t committed_step() const;  // the newest step this session knows of
   // Of a job over several nodes that went back in this attach: the newest step that any node stood at; 0: it did not.
   uint64_t went_back_from() const;

@@ -2,11 +2,13 @@
 
 #include <grp.h>
 #include <pthread.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -16,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/targets.h"
@@ -181,6 +184,14 @@ absl::Status CheckNodeBytes(const NodeOptions& node, uint64_t private_bytes) {
                       : "raise dram.limit, or lower swap.staging or update.block_elems");
 }
 
+absl::StatusOr<std::string> MakeIdentity() {
+  std::string bytes(16, '\0');
+  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    return MakeError(ErrorId::kInternal, protocol::ErrnoText("getrandom", errno));
+  }
+  return absl::BytesToHexString(bytes);
+}
+
 absl::Status CheckPidfds(PidfdPolicy policy) {
   if (protocol::OpenPidfd(::getpid()).valid() || errno != ENOSYS) return absl::OkStatus();
   const std::string what = protocol::ErrnoText("pidfd_open", ENOSYS);
@@ -288,6 +299,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   state->config.workers = options.state.workers;
   SayWhatIsNotPinned(config, options.state.dram_limit_bytes);
   ASSIGN_OR_RETURN(state->lock, InstanceLock::Acquire(config.socket_path));
+  ASSIGN_OR_RETURN(std::string identity, MakeIdentity());
   ASSIGN_OR_RETURN(state->failure, protocol::MakeDoorbell());
   state->engine = std::move(prepared.engine);
   state->runner = std::move(prepared.runner);
@@ -348,12 +360,13 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   });
   ASSIGN_OR_RETURN(
       made.control,
-      ControlPlane::Create({.listener = std::move(made.socket->fd()),
-                            .socket_path = config.socket_path,
-                            .operators = prepared.operators,
-                            .connections_per_uid_max = prepared.connections_per_uid_max,
-                            .serves_without_pidfds = config.pidfd == PidfdPolicy::kBestEffort},
-                           *made.inbox, *made.replies));
+      ControlPlane::Create(
+          {.listener = std::move(made.socket->fd()),
+           .served_at = {.socket_path = config.socket_path, .identity = std::move(identity)},
+           .operators = prepared.operators,
+           .connections_per_uid_max = prepared.connections_per_uid_max,
+           .serves_without_pidfds = config.pidfd == PidfdPolicy::kBestEffort},
+          *made.inbox, *made.replies));
   return daemon;
 }
 

@@ -81,21 +81,19 @@ absl::StatusOr<std::string> FindProgram() {
 }
 
 // Errors  E_OPTION  it is not HOST:PORT, where an IPv6 address is in brackets.
-absl::Status CheckAddress(std::string_view address) {
+absl::Status CheckAddress(const std::string& address) {
   const size_t colon = address.rfind(':');
-  const std::string_view host = address.substr(0, colon);
-  const bool is_in_brackets = host.starts_with('[') && host.ends_with(']');
-  uint32_t port = 0;
-  const bool has_port =
-      colon != address.npos && absl::SimpleAtoi(std::string(address.substr(colon + 1)), &port);
-  if (has_port && port > 0 && port <= UINT16_MAX && !host.empty() &&
-      (is_in_brackets || host.find(':') == host.npos)) {
-    return absl::OkStatus();
-  }
+  const std::string host = address.substr(0, colon);
+  const std::string port = colon == address.npos ? "" : address.substr(colon + 1);
+  uint32_t number = 0;
+  const bool has_port = std::ranges::all_of(port, absl::ascii_isdigit) &&
+                        absl::SimpleAtoi(port, &number) && number > 0 && number <= UINT16_MAX;
+  const bool is_in_brackets = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  const bool has_host = is_in_brackets || (!host.empty() && host.find_first_of(":[]") == host.npos);
+  if (has_host && has_port) return absl::OkStatus();
   return MakeError(
       ErrorId::kOption,
-      absl::StrCat("the address of the daemon's gateway is ", std::string(kScheme),
-                   std::string(address)),
+      absl::StrCat("the address ucx://", address, has_host ? " has no port" : " is no HOST:PORT"),
       "give it as ucx://HOST:PORT, with the port of `bind` in the gateway's settings, an IPv6 "
       "address as ucx://[ADDRESS]:PORT");
 }

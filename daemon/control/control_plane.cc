@@ -109,7 +109,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
         context_{.inbox = inbox,
                  .replies = replies,
                  .tasks = closings_,
-                 .socket_path = options.socket_path,
+                 .served_at = options.served_at,
                  .stop = kj::mv(stop)},
         answers_(port_, replies.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
         listening_(port_, listener_.fd.get(), kj::UnixEventPort::FdObserver::OBSERVE_READ),

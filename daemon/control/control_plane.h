@@ -39,10 +39,15 @@ using ControlQueue = LoopQueue<ControlCall>;
 // Answers: one for each call that waits (kCallsWaitingMax at most, taken or not), two a session.
 inline constexpr size_t kControlQueueCapacity = 4 * kInboxCapacity;
 
+// Which daemon it is.
+struct ServedAt {
+  std::string socket_path;
+  std::string identity;  // no other daemon's
+};
+
 struct ControlPlaneOptions {
   protocol::UniqueFd listener;  // bound and listening
-  // For status.
-  std::string socket_path;
+  ServedAt served_at;
   // Group that sees the jobs of all users.
   std::optional<gid_t> operators;
   uint32_t connections_per_uid_max = kConnectionsPerUidMax;

@@ -337,7 +337,7 @@ class AdminServer final : public schema::Admin::Server {
                *connection_->context, NodeSnapshot{},
                [](Executor& executor, auto answer) mutable { answer(executor.Snapshot()); })
         .then([this, context](kj::Own<NodeSnapshot> snapshot) mutable {
-          FillStatus(*snapshot, connection_->viewer, connection_->context->socket_path,
+          FillStatus(*snapshot, connection_->viewer, connection_->context->served_at,
                      connection_->context->rpc_calls, context.getResults().initStatus());
         });
   }
@@ -461,7 +461,7 @@ class NodeServer final : public schema::Node::Server {
   kj::Promise<void> hello(HelloContext context) override {
     const auto params = context.getParams();
     auto results = context.getResults();
-    FillInfo(results.initInfo());
+    FillInfo(connection_->context->served_at.identity, results.initInfo());
     auto outcome = results.initOutcome();
     if (params.getProtocolVersion() != protocol::kProtocolVersion) {
       SetOutcome(MakeError(ErrorId::kProtocol,

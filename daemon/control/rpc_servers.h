@@ -48,7 +48,7 @@ struct ControlContext {
   LoopInbox& inbox;
   ControlQueue& replies;
   kj::TaskSet& tasks;
-  std::string socket_path;
+  ServedAt served_at;
   kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
   SessionId next_session = 1;
   uint64_t next_scrub = 1;

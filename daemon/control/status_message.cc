@@ -1,18 +1,15 @@
 #include "daemon/control/status_message.h"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <string>
 #include <string_view>
 
-#include "absl/strings/escaping.h"
 #include "daemon/control/version.h"
 #include "protocol/dtype.h"
 #include "protocol/durability.h"
 #include "protocol/error.h"
-#include "protocol/os/check.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -23,15 +20,6 @@ constexpr size_t kEventNameBytesMax = 48;
 constexpr char kOfAnother[] = "(another user)";
 
 std::string Text(std::string_view text) { return std::string(text); }
-
-const std::string& Identity() {
-  static const std::string identity = [] {
-    std::string bytes(16, '\0');
-    FOREBAY_CHECK(::getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
-    return absl::BytesToHexString(bytes);
-  }();
-  return identity;
-}
 
 // Of the owner of an arena: empty for the node's own.
 std::string JobText(const JobName& job, const Viewer& viewer) {
@@ -169,16 +157,16 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
 
 }  // namespace
 
-void FillInfo(schema::NodeInfo::Builder info) {
+void FillInfo(const std::string& identity, schema::NodeInfo::Builder info) {
   info.setPid(static_cast<uint32_t>(::getpid()));
   info.setVersion(kVersion);
   info.setProtocolVersion(protocol::kProtocolVersion);
-  info.setIdentity(Identity().c_str());
+  info.setIdentity(identity.c_str());
 }
 
-void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::string& socket_path,
+void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const ServedAt& served_at,
                 const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status) {
-  FillInfo(status.initInfo());
+  FillInfo(served_at.identity, status.initInfo());
   status.setUptimeSeconds(snapshot.uptime_seconds);
   FillMemory(snapshot, viewer, status.initMemory());
   auto swap = status.initSwap(static_cast<unsigned>(snapshot.swap.size()));
@@ -205,7 +193,7 @@ void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::s
   status.setIoEngineReason(snapshot.io_engine_reason.c_str());
   status.setAdamTarget(snapshot.adam_target.c_str());
   status.setWorkers(snapshot.workers);
-  status.setSocketPath(socket_path.c_str());
+  status.setSocketPath(served_at.socket_path.c_str());
   status.setScrubbedBytes(snapshot.scrub.scrubbed_bytes);
   status.setScrubBytes(snapshot.scrub.total_bytes);
   status.setLoopEvents(snapshot.loop_events);

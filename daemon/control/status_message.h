@@ -6,13 +6,14 @@
 #include <string>
 #include <vector>
 
+#include "daemon/control/control_plane.h"
 #include "daemon/core/job_name.h"
 #include "daemon/exec/node_snapshot.h"
 #include "protocol/forebay.capnp.h"
 
 namespace forebay::daemon {
 
-void FillInfo(schema::NodeInfo::Builder info);
+void FillInfo(const std::string& identity, schema::NodeInfo::Builder info);
 
 // Who asks. Jobs of others are shown to root, to the daemon's own user and to operators only.
 struct Viewer {
@@ -23,7 +24,7 @@ struct Viewer {
 };
 
 // Group names are left out of a message that would become too long (256 KiB).
-void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::string& socket_path,
+void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const ServedAt& served_at,
                 const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status);
 
 void FillTrace(const std::vector<ShownEvent>& events, capnp::List<schema::TraceEvent>::Builder out);

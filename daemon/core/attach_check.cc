@@ -42,7 +42,7 @@ absl::Status CheckNodes(const AttachRequested& request) {
         ErrorId::kUnsupported,
         absl::StrCat("a job of ", request.world_ranks, " ranks, of which ", request.world_size,
                      " are on this node, without partitions of theirs"),
-        "attach sharded: with shared attachment all ranks are on one node");
+        "attach sharded: with shared attachment all ranks have one daemon");
   }
   const uint32_t first_rank = request.layout->spec().first_rank;
   if (request.world_ranks <= request.world_size || request.world_ranks > kWorldRanksMax ||

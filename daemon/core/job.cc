@@ -275,19 +275,20 @@ void Job::End(Session& session, const absl::Status& status) {
   members_.SetEnded(session);
 }
 
-// What was written is written anew. With shared attachment rank 0 does it when it attaches again; with
-// sharded attachment the other ranks, which write too, attach again.
+// What was written is written anew, by ranks that attach again: with shared attachment the others wait to be
+// attached, with sharded attachment they write too.
 void Job::EndInitial(Session& writer, const absl::Status& status) {
   io_.NewEpoch();
-  if (spec_.layout->is_shared()) {
-    initial_.Reset(status);
-    return;
-  }
   const absl::Status lost =
       MakeError(ErrorId::kRankLost,
                 absl::StrCat("rank ", spec_.layout->WorldRank(writer.rank), " of job ", spec_.name,
                              " was lost before all initial parameters were written"),
                 "attach again and write them again");
+  if (spec_.layout->is_shared()) {
+    initial_.Reset(status);
+    EvictWaiting(lost);
+    return;
+  }
   initial_.AnswerWriter(writer.id, status);
   initial_.Reset(lost);
   for (Session* session : members_.BeginGeneration(&writer, lost)) AnswerWaiting(*session, lost);

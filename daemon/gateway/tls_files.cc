@@ -2,6 +2,7 @@
 
 #include <kj/vector.h>
 #include <openssl/bio.h>
+#include <openssl/err.h>
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 #include <unistd.h>
@@ -43,21 +44,11 @@ absl::Time TimeOf(const ASN1_TIME* time) {
                                              : absl::InfinitePast();
 }
 
-// The other side refuses such a certificate too, and may have no time to say why. One that cannot be read is
-// refused by kj.
-//
-// Errors  E_CONFIG  its time is over, or has not begun.
-absl::StatusOr<std::string> ReadCertificate(const std::string& file, std::string_view what) {
-  ASSIGN_OR_RETURN(std::string pem, ReadTextFile(file, what));
-  const std::unique_ptr<BIO, decltype(&BIO_free)> bio(
-      BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())), &BIO_free);
-  const std::unique_ptr<X509, decltype(&X509_free)> certificate(
-      PEM_read_bio_X509(bio.get(), nullptr, nullptr, nullptr), &X509_free);
-  if (certificate == nullptr) return pem;
+absl::Status CheckDates(const std::string& file, const X509& certificate) {
   const absl::Time now = absl::Now();
-  const absl::Time begin = TimeOf(X509_get0_notBefore(certificate.get()));
-  const absl::Time end = TimeOf(X509_get0_notAfter(certificate.get()));
-  if (begin <= now && now <= end) return pem;
+  const absl::Time begin = TimeOf(X509_get0_notBefore(&certificate));
+  const absl::Time end = TimeOf(X509_get0_notAfter(&certificate));
+  if (begin <= now && now <= end) return absl::OkStatus();
   const auto text = [](absl::Time time) {
     return absl::FormatTime("%Y-%m-%d %H:%M:%S UTC", time, absl::UTCTimeZone());
   };
@@ -66,6 +57,27 @@ absl::StatusOr<std::string> ReadCertificate(const std::string& file, std::string
                                 "; this machine's clock says ", text(now)),
                    begin > now ? "set the clocks of both machines right"
                                : "have a new one signed: docs/multi-node.md");
+}
+
+enum class Whose { kOwn, kAuthority };
+
+// The other side refuses such a certificate too, and may have no time to say why. kj shows all of a side's own, and
+// believes the first of an authority's; what cannot be read it refuses.
+//
+// Errors  E_CONFIG  the time of one is over, or has not begun.
+absl::StatusOr<std::string> ReadCertificates(const std::string& file, std::string_view what,
+                                             Whose whose) {
+  ASSIGN_OR_RETURN(std::string pem, ReadTextFile(file, what));
+  const std::unique_ptr<BIO, decltype(&BIO_free)> bio(
+      BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())), &BIO_free);
+  do {
+    const std::unique_ptr<X509, decltype(&X509_free)> certificate(
+        PEM_read_bio_X509_AUX(bio.get(), nullptr, nullptr, nullptr), &X509_free);
+    if (certificate == nullptr) break;
+    RETURN_IF_ERROR(CheckDates(file, *certificate));
+  } while (whose == Whose::kOwn);
+  ERR_clear_error();  // that there are no more
+  return pem;
 }
 
 absl::StatusOr<kj::Own<kj::TlsKeypair>> MakeKeypair(const std::string& key,
@@ -121,11 +133,13 @@ bool Exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0;
 absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& config,
                                                       kj::Timer* timer) {
   ContextFiles files{.names = absl::StrCat(config.certificate, ", ", config.key), .timer = timer};
-  ASSIGN_OR_RETURN(files.certificate, ReadCertificate(config.certificate, "the certificate"));
+  ASSIGN_OR_RETURN(files.certificate,
+                   ReadCertificates(config.certificate, "the certificate", Whose::kOwn));
   ASSIGN_OR_RETURN(files.key, ReadSecretFile(config.key, "the key"));
   if (!config.client_ca.empty()) {
     absl::StrAppend(&files.names, ", ", config.client_ca);
-    ASSIGN_OR_RETURN(files.ca, ReadCertificate(config.client_ca, "the authority of clients"));
+    ASSIGN_OR_RETURN(files.ca, ReadCertificates(config.client_ca, "the authority of clients",
+                                                Whose::kAuthority));
     files.verifies_clients = true;
   }
   return MakeContext(files);
@@ -133,10 +147,11 @@ absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& confi
 
 absl::StatusOr<AgentCredentials> LoadCredentials(const std::string& folder) {
   AgentCredentials credentials;
-  ASSIGN_OR_RETURN(credentials.ca, ReadCertificate(folder + "/ca.pem", "who signs gateways"));
+  ASSIGN_OR_RETURN(credentials.ca,
+                   ReadCertificates(folder + "/ca.pem", "who signs gateways", Whose::kAuthority));
   if (Exists(folder + "/cert.pem")) {
     ASSIGN_OR_RETURN(credentials.certificate,
-                     ReadCertificate(folder + "/cert.pem", "a certificate"));
+                     ReadCertificates(folder + "/cert.pem", "a certificate", Whose::kOwn));
     ASSIGN_OR_RETURN(credentials.key, ReadSecretFile(folder + "/key.pem", "the key"));
   } else if (Exists(folder + "/token")) {
     ASSIGN_OR_RETURN(const std::string token, ReadSecretFile(folder + "/token", "the token"));

@@ -13,7 +13,8 @@ namespace forebay::gateway {
 
 // `timer`: for handshakes that take too long; none where nothing is accepted.
 //
-// Errors  E_CONFIG  names the file that is no certificate or key, whose time is over, or that others can read.
+// Errors  E_CONFIG  names the file that is no certificate or key, whose time is over or has not begun, or that others can
+//                   read.
 absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& config,
                                                       kj::Timer* timer);
 

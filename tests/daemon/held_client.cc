@@ -1,7 +1,7 @@
 // A training process to be killed: attaches, prints what its arguments ask for, and waits.
 //
 // usage: held_client SOCKET RANK WORLD WHAT [UID [JOB]]     UID: becomes that user first
-//   begin      says "attaching", attaches and says "held"; as first rank writes no parameters
+//   begin      says "attaching", attaches and says "held"; as rank 0 writes no parameters
 //   hold       the same, but writes them, and takes a lease
 //   step       the same without the lease, then delivers all groups, says "held" and waits in the
 //              next step

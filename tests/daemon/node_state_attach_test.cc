@@ -123,11 +123,14 @@ TEST_F(NodeStateAttach, RankZeroWritesTheInitialParametersWhoeverComesFirst) {
   ASSERT_NE(node_.attached(lost), nullptr);
   EXPECT_TRUE(node_.attached(lost)->writes_initial);
   node_.End(lost, EndCause::kLost);
-  EXPECT_EQ(node_.attached(other), nullptr) << "its own may be others";
+  EXPECT_THAT(StatusOf(other), HasError(ErrorId::kRankLost)) << "its own may be others";
+  const uint64_t again = node_.RequestAttach(layout_, {.rank = 1});
+  node_.RunTasks();
+  EXPECT_EQ(node_.attached(again), nullptr);
   const uint64_t writer = node_.Attach(layout_, {.rank = 0});
   EXPECT_TRUE(node_.attached(writer)->writes_initial);
-  ASSERT_NE(node_.attached(other), nullptr);
-  EXPECT_FALSE(node_.attached(other)->writes_initial);
+  ASSERT_NE(node_.attached(again), nullptr);
+  EXPECT_FALSE(node_.attached(again)->writes_initial);
 }
 
 TEST_F(NodeStateAttach, TheNextWriterWaitsForTheCopiesOfTheLast) {
@@ -234,10 +237,10 @@ TEST_F(NodeStateAttach, AJobWithoutParametersGoesWithItsLastSession) {
   first_ = node_.RequestAttach(layout_, {.rank = 0});
   second_ = node_.RequestAttach(layout_, {.rank = 1});
   node_.RunTasks();
-  node_.End(first_, EndCause::kLost);
+  node_.End(second_, EndCause::kDetached);
   node_.RunTasks();
   EXPECT_EQ(node_.state().Jobs().size(), 1U);
-  node_.End(second_, EndCause::kDetached);
+  node_.End(first_, EndCause::kLost);
   node_.RunTasks();
   EXPECT_TRUE(node_.state().Jobs().empty());
   EXPECT_EQ(node_.Logged<FreeJob>().size(), 1U);

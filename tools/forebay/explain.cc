@@ -62,12 +62,14 @@ constexpr std::array kExplanations = {
                 "Ask as its owner. To use the daemon, join the group that owns its socket (forebay "
                 "for the service).",
                 "job lora belongs to uid 1000; this process has uid 1001"},
-    Explanation{
-        ErrorId::kConfig,
-        "A setting of the daemon is wrong, or does not fit what a daemon before it has left.",
-        "Correct the setting that the message names. `forebayd --help` lists every key, and "
-        "`forebayd --config FILE --check` checks a file without starting.",
-        "--set: dram.limit: \"lots\" is not a size (examples: 4096, 64MiB, 1.5GiB)"},
+    Explanation{ErrorId::kConfig,
+                "A setting of the daemon is wrong, or does not fit what a daemon before it has "
+                "left; or a file that it, its "
+                "gateway or a trainer needs cannot be used.",
+                "Correct the setting or the file that the message names. `forebayd --help` lists "
+                "every key, and "
+                "`forebayd --config FILE --check` checks a file without starting.",
+                "--set: dram.limit: \"lots\" is not a size (examples: 4096, 64MiB, 1.5GiB)"},
     Explanation{ErrorId::kBusy,
                 "Something else holds what was asked for: a second daemon the socket or a swap "
                 "path, the processes of another run the job.",

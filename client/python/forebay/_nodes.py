@@ -12,11 +12,20 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import _ranks
-from ._run import LAUNCHER
+from ._run import LAUNCHERS
 from .errors import UnavailableError, unsupported, usage_error
 
 PAUSE_S = 0.05
-BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each node
+BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each machine
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, and which daemon it reaches from there."""
+
+    machine: str
+    daemon: str  # as it names itself
+    pid: int  # the daemon's
 
 
 @dataclass(frozen=True)
@@ -34,10 +43,10 @@ class Nodes:
 
 
 def run_of_all(run: str) -> str:
-    """Rank 0's where the launcher of each node has a token of its own; else this rank's, which its daemon compares. A
-    collective over the default process group."""
+    """Rank 0's where the launchers of the nodes may each have a token of their own; else this rank's, which its daemon
+    compares. A collective over the default process group."""
     runs = _ranks.gather(run)
-    return runs[0] if all(of_rank.startswith(LAUNCHER) for of_rank in runs) else run
+    return runs[0] if all(of_rank.startswith(LAUNCHERS) for of_rank in runs) else run
 
 
 def find(socket: str, daemon_wait: float | None) -> Nodes | None:
@@ -49,15 +58,14 @@ def find(socket: str, daemon_wait: float | None) -> Nodes | None:
             E_OPTION where ranks of one machine reach several daemons.
             E_UNSUPPORTED where the ranks of a daemon do not follow each other.
     """
-    # Two network namespaces of one machine count as two, as containers do.
-    machine = BOOT_ID.read_text(encoding="ascii") + os.readlink("/proc/self/ns/net")
-    for _ in range(2):  # a daemon that is started again while they ask is another one
-        daemon = _ranks.together(lambda: _identity_of_daemon(socket, daemon_wait))
-        places = _ranks.gather((machine, daemon))
-        if not _have_several_daemons(places):
+    places: list[Place] = []
+    for _ in range(3):  # one that is started again while they ask is another one
+        before, places = places, _ranks.gather(_ranks.together(lambda: _place(socket, daemon_wait)))
+        if places == before or len({place.daemon for place in places}) == 1:
             break
-    _refuse_several_daemons(places, socket)
-    daemons = [of for _, of in places]
+    _refuse_several_daemons(places)
+    daemon = places[dist.get_rank()].daemon
+    daemons = [place.daemon for place in places]
     own = [rank for rank, of in enumerate(daemons) if of == daemon]
     if len(own) == len(daemons):
         return None
@@ -67,17 +75,21 @@ def find(socket: str, daemon_wait: float | None) -> Nodes | None:
     return Nodes(len(daemons), range(own[0], own[-1] + 1), group)
 
 
-def _identity_of_daemon(socket: str, daemon_wait: float | None) -> str:
+def _place(socket: str, daemon_wait: float | None) -> Place:
     from . import _core
 
     end = time.monotonic() + _core.first_daemon_wait(daemon_wait)
     while True:
         try:
-            return str(_core.status(socket)["info"]["identity"])
+            info = _core.status(socket)["info"]
+            break
         except UnavailableError:
             if time.monotonic() >= end:
                 raise
         time.sleep(PAUSE_S)
+    # Two network namespaces of one machine count as two, as containers do.
+    machine = BOOT_ID.read_text(encoding="ascii") + os.readlink("/proc/self/ns/net")
+    return Place(machine, str(info["identity"]), int(info["pid"]))
 
 
 def _patience() -> timedelta | None:
@@ -90,19 +102,15 @@ def _patience() -> timedelta | None:
     return None
 
 
-def _have_several_daemons(places: Sequence[tuple[str, str]]) -> bool:
-    return len(set(places)) > len({machine for machine, _ in places})
-
-
-def _refuse_several_daemons(places: Sequence[tuple[str, str]], socket: str) -> None:
-    if _have_several_daemons(places):
+def _refuse_several_daemons(places: Sequence[Place]) -> None:
+    if len(set(places)) > len({place.machine for place in places}):
         own = places[dist.get_rank()]
-        here = [place for place in places if place[0] == own[0]]
+        here = [place for place in places if place.machine == own.machine]
         raise usage_error(
             "E_OPTION",
-            f"the ranks of a node reach several daemons; of the {len(here)} ranks of this node {here.count(own)} "
-            f"reach that of {socket}",
-            "give all ranks of a node the same socket= or FOREBAY_SOCKET",
+            f"the ranks of a machine reach several daemons; of the {len(here)} ranks of this machine {here.count(own)} "
+            f"reach this one (process {own.pid})",
+            "give all ranks of a machine the same socket= or FOREBAY_SOCKET",
         )
 
 
@@ -113,6 +121,7 @@ def _refuse_gaps(daemons: Sequence[str]) -> None:
             raise unsupported(
                 f"ranks {rank - 1} and {rank} have two daemons, and that of rank {rank} has lower ranks too: "
                 "the ranks of a node do not follow each other",
-                "mpirun --map-by slot, srun --distribution=block; torchrun does so",
+                "mpirun --map-by slot, srun --distribution=block; torchrun does so. Ranks that are to have one daemon "
+                "need the same FOREBAY_SOCKET",
             )
         seen.add(daemon)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from ._launcher import run_of
 
-LAUNCHER = "launcher."  # what begins the token of a launch that says nothing of itself
+# What begins the tokens of launches that may say nothing of themselves: another one on each node.
+LAUNCHERS = ("launcher.", "mpirun.")
 
 
 def run_token(environ: Mapping[str, str] = os.environ) -> str:
@@ -26,7 +27,7 @@ def run_token(environ: Mapping[str, str] = os.environ) -> str:
     if torchrun and torchrun != "none":
         return f"torchrun.{torchrun}"
     if torchrun:
-        return f"{LAUNCHER}{_process(os.getppid())}"
+        return f"{LAUNCHERS[0]}{_process(os.getppid())}"
     if launch := run_of(environ, _process(os.getppid())):
         return launch
     return f"process.{_process(os.getpid())}"

@@ -137,7 +137,7 @@ def attach(
     Waits until other jobs have made room, the job's memory is made, the initial parameters are
     written, a step under way is over and an older session of the rank is closed.
 
-    A new job begins with the values of rank 0's model (sharded attachment: of each rank's shards), for
+    A new job begins with rank 0's parameters (sharded attachment: with each rank's shards), for
     which the other ranks wait. Every later session takes the values of the job's last committed
     step, and the buffers that its rank has committed with it (rank 0's where it has none).
 

@@ -362,8 +362,10 @@ def ranks_of_a_node_that_reach_several_daemons(ranks):
     model = ranks.shard(small_net())
     status = forebay._core.status
     if ranks.rank == 1:
-        forebay._core.status = lambda socket: {"info": {"identity": "another"}}
-    message = "the ranks of a node reach several daemons; of the 2 ranks of this node 1 reach that of /"
+        forebay._core.status = lambda socket: {"info": {"identity": "another", "pid": 0}}
+    message = (
+        r"the ranks of a machine reach several daemons; of the 2 ranks of this machine 1 reach this one \(process \d+\)"
+    )
     try:
         with refused("E_OPTION", message, "the same socket="):
             ranks.attach(model)
