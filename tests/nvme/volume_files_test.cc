@@ -62,7 +62,7 @@ class VolumeFiles : public ::testing::TestWithParam<EngineChoice> {
 
   void TearDown() override {
     if (IsSkipped()) return;
-    EXPECT_EQ(OpenDescriptors(), descriptors_before_);
+    EXPECT_LE(OpenDescriptors(), descriptors_before_);  // threads that start may have some
   }
 
   VolumeOptions Options(const std::vector<std::string>& paths) const {

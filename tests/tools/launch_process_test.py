@@ -143,14 +143,17 @@ def test_a_host_where_nothing_starts_is_named(hosts, tmp_path):
 
 class Launched:
     """A launch on two hosts, whose commands have begun. Each has a child in a session of its own, as torchrun's ranks
-    are."""
+    are. What a signal ends waits until all have got it: the first end is the end of the others."""
 
-    SCRIPT = "trap 'echo got; exit 5' INT USR1; setsid sleep 600 & echo $$ $!; while :; do wait; done"
+    SCRIPT = """
+        got() { echo got; touch "$0/$PET_NODE_RANK"; until [ -e "$0/0" ] && [ -e "$0/1" ]; do sleep 0.02; done; exit 5; }
+        trap got INT USR1; setsid sleep 600 & echo $$ $!; while :; do wait; done
+    """
 
-    def __init__(self, hosts):
+    def __init__(self, hosts, folder):
         flags, environment = hosts
         self.process = subprocess.Popen(
-            [FOREBAY, "launch", *flags("a slots=1", "b slots=1"), "--", "sh", "-c", self.SCRIPT],
+            [FOREBAY, "launch", *flags("a slots=1", "b slots=1"), "--", "sh", "-c", self.SCRIPT, folder],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         lines = [self.process.stdout.readline() for _ in range(2)]
@@ -164,15 +167,15 @@ class Launched:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_signals_reach_every_command(hosts, number):
-    launched = Launched(hosts)
+def test_signals_reach_every_command(hosts, tmp_path, number):
+    launched = Launched(hosts, tmp_path)
     launched.process.send_signal(number)
     status, out, err = launched.wait()
     assert status == 5 and sorted(out.splitlines()) == ["a: got", "b: got"] and "E_RANK_LOST" not in err
 
 
-def test_nothing_is_left_on_any_host_after_a_kill_of_launch(hosts):
-    launched = Launched(hosts)
+def test_nothing_is_left_on_any_host_after_a_kill_of_launch(hosts, tmp_path):
+    launched = Launched(hosts, tmp_path)
     launched.process.kill()
     assert launched.wait()[0] == -signal.SIGKILL
 
