@@ -73,9 +73,9 @@ struct forebay_options {
 struct forebay_info {
   size_t struct_size; /* sizeof(struct forebay_info), set by the caller */
   uint64_t committed_step;
-  int32_t
-      writes_initial; /* 1: this session must write every group, then call initial_done: of a new job it is
-                             rank 0, which the attaches of the others wait for */
+  /* 1: this session must write every group, then call initial_done. Of a new job it is rank 0, which the attaches of the
+     others wait for. */
+  int32_t writes_initial;
   uint32_t group_count;
   const void* weights; /* the whole window, read-only */
   uint64_t weights_bytes;
