@@ -44,8 +44,8 @@ struct PipelineOptions {
 };
 
 // One rank's, of a job whose layout ShardFlat(), or over several nodes ShardFlatOfNode(), made for as many ranks as the
-// communicator has. All ranks make the same calls in the same order. In a step each group is gathered and released, by as many uses as
-// forward and backward have; its gradient is made and reduced once; then Step.
+// communicator has. All ranks make the same calls in the same order. In a step each group is gathered and released, by as
+// many uses as forward and backward have; its gradient is made and reduced once; then Step.
 //
 // Work runs on streams of its own, in the order that events give: the CPU waits for none of it but in Step.
 // Where more than two of the largest gradients wait for their reduction, compute waits for the first.

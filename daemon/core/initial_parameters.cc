@@ -20,8 +20,7 @@ InitialParameters::InitialParameters(const JobSpec& spec, JobTasks& io) : spec_(
 }
 
 bool InitialParameters::WaitsForWriter(uint32_t rank) const {
-  if (ready_) return false;
-  if (spec_.layout->is_shared()) return rank == 0 && writers_.empty();
+  if (ready_ || (spec_.layout->is_shared() && rank != 0)) return false;
   return std::none_of(writers_.begin(), writers_.end(),
                       [rank](const auto& entry) { return entry.second.rank == rank; });
 }
