@@ -251,12 +251,15 @@ constexpr std::array kExplanations = {
                 "To go on with it, attach with resume=True. For a new training set FOREBAY_JOB to "
                 "another name, or delete the job (`forebay jobs --delete NAME`).",
                 "job gpt exists and is at step 1; another run (nightly-3) has trained it"},
-    Explanation{ErrorId::kGradPartial,
-                "A part of a gradient was delivered, and the rest is missing: a backward ended "
-                "early (an exception, Ctrl-C), or another rank has no gradient of its part.",
-                "Run forward and backward again, or call opt.zero_grad() to leave the batch out.",
-                "step() after a backward that did not come to its end (an exception, Ctrl-C, or it "
-                "still runs): only a part of the gradient was delivered"},
+    Explanation{
+        ErrorId::kGradPartial,
+        "A part of a gradient was delivered, and the rest is missing: a backward ended "
+        "early (an exception, Ctrl-C), FSDP2 has not reduced a gradient, or another rank has no "
+        "gradient of its part.",
+        "Run forward and backward again, or call opt.zero_grad() to leave the batch out. If FSDP2 "
+        "is named, first change the call that the hint names.",
+        "step() after a backward that did not come to its end (an exception, Ctrl-C, or it "
+        "still runs): only a part of the gradient was delivered"},
     Explanation{ErrorId::kGradDropped,
                 "Another rank has begun the step anew (zero_grad() before step()), or the daemon "
                 "was started again: the gradients of all ranks are gone. Nothing was applied.",

@@ -52,11 +52,13 @@ _GROUP_ATTRIBUTES = (
     "_post_forward_indices",
     "_to_sharded",
     "_training_state",
+    "all_reduce_grads",
     "device",
     "fsdp_params",
     "is_unsharded",
     "mesh_info",
     "post_forward_mesh_info",
+    "reduce_grads",
     "wait_for_unshard",
 )
 _STATE_ATTRIBUTES = ("_comm_ctx", "_is_root", "_state_ctx", "_training_state")
@@ -282,6 +284,25 @@ class Unit:
     def unreduced_bytes(self) -> int:
         """Of whole gradients, which wait for a backward that reduces them."""
         return sum(one.numel() * one.element_size() for one in self._whole_gradients())
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether a backward has ended that should have reduced its gradients, and has not."""
+        return self.is_idle and bool(self._group.reduce_grads) and self.has_gradients
+
+    def hint_to_reduce(self) -> str:
+        """Says what to write so that FSDP2 reduces the gradients that it holds."""
+        if not self._group.reduce_grads:
+            return "model.set_requires_gradient_sync(True) before the last backward of each step"
+        if not self._group.all_reduce_grads:
+            return "model.set_requires_all_reduce(True) before the last backward of each step"
+        if getattr(self._state._state_ctx, "manual_backward_finalization", False):  # torch 2.15
+            return "model.finalize_backward() between backward and step()"
+        return (
+            "checkpoint(..., use_reentrant=False), of a Trainer gradient_checkpointing_kwargs="
+            '{"use_reentrant": False}; FSDP2 loses the gradient of a module that a reentrant checkpoint '
+            "computes twice in one backward"
+        )
 
     def _whole_gradients(self) -> Iterator[torch.Tensor]:
         for param in self._group.fsdp_params:

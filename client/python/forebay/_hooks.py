@@ -353,6 +353,10 @@ class Engine:
             if member.trainable and member.tensor.grad is None:
                 member.tensor.grad = member.delivered
 
+    def check_reduced(self, attachment: Attachment) -> None:
+        """Errors: E_GRAD_PARTIAL if a gradient that backward computed was not delivered. The step begins anew,
+        on all ranks."""
+
     def refuse_while_under_way(self, what: str) -> None:
         """Errors: E_STEP."""
         if self.under_way is not None:

@@ -188,8 +188,8 @@ class ForebayOptimizer(StateDicts):
 
         Errors  E_TIMEOUT      another rank has not called it, or the update waits for swap or a
                                reader; call again.
-                E_GRAD_PARTIAL the backward before it did not come to its end: zero_grad(), or run
-                               it again.
+                E_GRAD_PARTIAL the backward before it did not come to its end, or FSDP2 has not reduced
+                               all its gradients: zero_grad(), or run it again.
                 E_GRAD_DROPPED another rank has begun the step anew: run forward and backward of the
                                step again, then call it again.
                 E_NONFINITE    a gradient is NaN or infinite: nothing was applied on any rank.
@@ -302,6 +302,7 @@ class ForebayOptimizer(StateDicts):
         self._engine.begin_attempt(attachment)
 
     def _check_backward(self, attachment: Attachment) -> None:
+        self._engine.check_reduced(attachment)
         if self._engine.backward == Backward.UNFINISHED:
             attachment.drop_gradients()  # raises also what has ended the session, if anything has
         if self._engine.backward in (Backward.RUNNING, Backward.UNFINISHED):

@@ -486,7 +486,7 @@ class ShardedEngine(Engine):
         """Once, of the first pass whose gradients FSDP2 has not reduced."""
         if self._has_said or self.backward == Backward.UNFINISHED:
             return
-        waits = sum(unit.unreduced_bytes for unit in self.plan.units)
+        waits = sum(unit.unreduced_bytes for unit in self.plan.units if not unit.was_skipped)
         if waits > 0:
             self._has_said = True
             say(
@@ -494,11 +494,39 @@ class ShardedEngine(Engine):
                 "reduced: with set_requires_gradient_sync(False) every rank keeps all of them whole"
             )
 
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for unit in self.plan.units:
+            if unit.was_skipped:
+                unit.reshard()  # FSDP2 left it gathered: clip_grad_norm_ takes DTensors alone
+
+    def check_reduced(self, attachment: Attachment) -> None:
+        left = [unit for unit in self.plan.units if unit.has_gradients]
+        if not left or self.backward in (Backward.RUNNING, Backward.UNFINISHED):
+            return
+        self._backward = Backward.UNFINISHED
+        attachment.drop_gradients()  # raises also what has ended the session, if anything has
+        raise usage_error(
+            "E_GRAD_PARTIAL",
+            f"step() while FSDP2 has not reduced gradients of {len(left)} of {len(self.plan.units)} modules, "
+            f"first of {left[0].name}: its parameters would be updated with a part of their gradient, or with none",
+            f"{left[0].hint_to_reduce()}; then run forward and backward of the step again",
+        )
+
+    def begin_forward(self, attachment: Attachment) -> None:
+        """Drops the gradients that the next backward must not add to."""
+        self.say_what_waits()
+        if any(unit.was_skipped for unit in self.plan.units) and self.is_cleared(zeros=True):
+            self.begin_attempt(attachment)
+        self.reset_unless_idle()
+
     def reset_unless_idle(self) -> None:
         """After a forward or backward that did not come to its end: what FSDP2 has not reduced of it
         would be in the next gradient."""
         self._is_reset = True
-        if not all(unit.is_idle for unit in self.plan.units):
+        units = self.plan.units
+        was_refused = self.backward == Backward.UNFINISHED and any(unit.has_gradients for unit in units)
+        if was_refused or not all(unit.is_idle for unit in units):
             self._reset()
 
     def _reset(self) -> None:
@@ -629,8 +657,7 @@ class BeforeForward(InertOnCopy):
             member.check()
         if engine.activations is not None:
             engine.activations.begin()
-        engine.say_what_waits()
-        engine.reset_unless_idle()
+        engine.begin_forward(engine.attachment)
 
 
 class AfterForward(InertOnCopy):

@@ -269,6 +269,7 @@ def main():
     import sharded_devices  # noqa: F401
     import sharded_gathers  # noqa: F401
     import sharded_states  # noqa: F401
+    import sharded_unreduced  # noqa: F401
     import sharded_writes  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:

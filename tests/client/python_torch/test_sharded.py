@@ -21,6 +21,7 @@ import sharded_ranks
 import sharded_refusals  # noqa: F401
 import sharded_training  # noqa: F401
 import sharded_states  # noqa: F401
+import sharded_unreduced  # noqa: F401
 import sharded_writes  # noqa: F401
 import torch
 from daemon_process import Daemon, missing, on_the_daemon
