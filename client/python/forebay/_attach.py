@@ -15,7 +15,7 @@ from . import _report
 from ._adopt import Groups
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
 from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
-from ._hooks import Engine, Group, WindowMember, install
+from ._hooks import Engine, Group, WindowMember, drop_empty_gradients, install
 from ._memory import return_free_memory
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
@@ -111,7 +111,7 @@ def attach(
         engine = Engine(attachment, groups, request.timeout)
         engine.node = Node(request.socket, request.job, request.rank)
         undo.guards = Guards(model, plan)
-        undo.handles = install(engine, plan.hook_points)
+        undo.handles = install(engine, plan.hook_points) + drop_empty_gradients(plan.named)
         opt = prepared.optimizer(plan, engine, attachment, undo)
     except BaseException:
         undo.run()

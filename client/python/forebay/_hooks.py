@@ -751,3 +751,16 @@ def install(
                 member.tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
             )
     return handles
+
+
+def drop_empty_gradients(parameters: Iterable[Parameter]) -> list[RemovableHandle]:
+    """Gives parameters without elements no p.grad: torch's foreach calls take GradientProxies alone."""
+
+    def drop(tensor: torch.Tensor) -> None:
+        tensor.grad = None
+
+    return [
+        one.tensor.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        for one in parameters
+        if one.is_empty and one.tensor.requires_grad
+    ]

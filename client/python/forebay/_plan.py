@@ -40,6 +40,11 @@ class Parameter:
     elems: int = 0  # of the job's type, that hold it
     weights: torch.dtype | None = None  # the type of its weights, where it may be another
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements: it stays a parameter of this process, and the daemon does not know it."""
+        return not is_lazy(self.tensor) and self.tensor.numel() == 0
+
 
 def check_finite(name: str, values: torch.Tensor, where: str = "") -> None:
     """Errors: E_NONFINITE where a parameter cannot become the job's initial one."""
@@ -62,7 +67,7 @@ class Plan:
     dtype: torch.dtype
     # In the order of the layout.
     parameters: list[Parameter] = field(default_factory=list)
-    # The same, in the order of the model.
+    # The same and the empty ones, in the order of the model.
     named: list[Parameter] = field(default_factory=list)
     # Each by every name that it has in the model.
     by_name: dict[str, Parameter] = field(default_factory=dict)
@@ -74,14 +79,17 @@ class Plan:
 def make_plan(model: nn.Module) -> Plan:
     """Errors: E_UNSUPPORTED names the parameter that is on a device, trained in another type or shares
     its memory."""
-    named = [
+    listed = [
         Parameter(_logical(name), tensor, tensor.requires_grad)
         for name, tensor in model.named_parameters()
     ]
+    for parameter in listed:
+        parameter.trainable &= not parameter.is_empty
+    named = [parameter for parameter in listed if not parameter.is_empty]
     if not named:
         raise usage_error(
             "E_LAYOUT",
-            f"{type(model).__name__} has no parameters",
+            f"{type(model).__name__} has no parameters" + (" with elements" if listed else ""),
             "attach the module that holds the layers",
         )
     _check_tensors(named)
@@ -93,8 +101,8 @@ def make_plan(model: nn.Module) -> Plan:
     keys = _group_keys(named, [name for name, _ in layers])
     order = sorted(set(keys))
     numbers = {key: number for number, key in enumerate(order)}
-    plan = Plan(dtype=dtype, named=named, group_names=[name for _, _, name in order])
-    of_tensor = {id(parameter.tensor): parameter for parameter in named}
+    plan = Plan(dtype=dtype, named=listed, group_names=[name for _, _, name in order])
+    of_tensor = {id(parameter.tensor): parameter for parameter in listed}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         plan.by_name[_logical(name)] = of_tensor[id(tensor)]
     for parameter, key in zip(named, keys):
@@ -165,10 +173,6 @@ def _check_tensors(named: Sequence[Parameter]) -> None:
                     if tensor.is_meta
                     else "model.cpu() before attach"
                 ),
-            )
-        if tensor.numel() == 0:
-            raise unsupported(
-                f"parameter {parameter.name} has no elements", "leave it out of the model"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise unsupported(
@@ -270,8 +274,11 @@ def _hook_points(
         if groups and _has_forward(module):
             points.setdefault(id(module), (module, set()))[1].update(groups)
 
+    def groups_in(module: nn.Module) -> set[int]:
+        return {group_of[id(tensor)] for tensor in module.parameters() if id(tensor) in group_of}
+
     def descend(module: nn.Module) -> None:
-        groups = {group_of[id(tensor)] for tensor in module.parameters()}
+        groups = groups_in(module)
         if _has_forward(module):
             add(module, groups)
             return
@@ -280,7 +287,7 @@ def _hook_points(
 
     add(model, rest)
     for child in model.children():
-        add(child, rest & {group_of[id(tensor)] for tensor in child.parameters()})
+        add(child, rest & groups_in(child))
     for layer in layers:
         descend(layer)
     return [(module, sorted(groups)) for module, groups in points.values()]

@@ -37,6 +37,7 @@ def shard(
         if not parameter.is_meta:
             _device.refuse_other_kinds(f"parameter {name}", parameter.device)
         _fsdp.check_runs_on(parameter.device)
+        _refuse_empty(name, parameter)
         if parameter.dim() == 0:
             raise unsupported(
                 f"parameter {name} is a scalar, which FSDP2 cannot shard",
@@ -100,6 +101,7 @@ def _refuse_shard(one: Shard) -> None:
             f"parameter {one.name} is sharded with CPUOffloadPolicy: FSDP2 would keep and copy it",
             "delete offload_policy=CPUOffloadPolicy(...) from fully_shard()",
         )
+    _refuse_empty(one.name, one.parameter)
     dtype = one.parameter.dtype
     if dtype not in FORMATS:
         raise unsupported(
@@ -126,6 +128,14 @@ def _refuse_shard(one: Shard) -> None:
         raise unsupported(
             f"parameter {one.name} has a gradient already",
             "model.zero_grad(set_to_none=True) before attach",
+        )
+
+
+def _refuse_empty(name: str, parameter: torch.Tensor) -> None:
+    if parameter.numel() == 0:
+        raise unsupported(
+            f"parameter {name} has no elements: FSDP2 would have nothing of it on any rank",
+            'register it as a buffer; attachment of a plain model with mode="shared" takes it',
         )
 
 

@@ -342,7 +342,7 @@ class _Loaded:
             member = members.get(tensor_of[key]) if key in tensor_of else None
             if member is not None:
                 self._take(member, entry)
-            elif entry:
+            elif entry and not (key in tensor_of and tensor_of[key].numel() == 0):
                 raise usage_error(
                     "E_LAYOUT",
                     f"load_state_dict(): a state of parameter {key!r}, which "
@@ -757,8 +757,8 @@ def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
         for tensor in group["params"]:
             index = sum(map(len, indices))
             indices[-1].append(index)
-            member = members[id(tensor)]
-            if not member.trainable:
+            member = members.get(id(tensor))  # None: it has no elements
+            if member is None or not member.trainable:
                 continue
             names = [f"{member.name}.{state}" for state in (*states, "step")]
             absent = [name for name in names if name not in tensors]

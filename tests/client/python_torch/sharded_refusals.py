@@ -187,6 +187,16 @@ def a_scalar_parameter_of_a_plain_model(ranks):
 
 
 @case(2)
+def a_parameter_without_elements(ranks):
+    model = small_net()
+    model.layers[1].placeholder = nn.Parameter(torch.empty(0))
+    message, hint = "layers.1.placeholder has no elements: FSDP2", "register it as a buffer"
+    at_attach(ranks, model, "E_UNSUPPORTED", message, hint, mode="sharded", mesh=ranks.mesh)
+    assert not any(type(module).__name__.startswith("FSDP") for module in model.modules())
+    at_attach(ranks, ranks.shard(model), "E_UNSUPPORTED", message, hint)
+
+
+@case(2)
 def ignored_parameters(ranks):
     model = small_net()
     fully_shard(model, mesh=ranks.mesh, ignored_params={model.norm.bias})
