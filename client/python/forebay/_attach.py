@@ -258,7 +258,8 @@ def attach_sharded(
         # As torch's optimizer numbers them, not unit by unit.
         order = {id(tensor): at for at, tensor in enumerate(model.parameters())}
         listed = sorted(parameters, key=lambda parameter: order[id(parameter.tensor)])
-        return units, source, parameters, _number_groups(listed, optimizer, request.param_groups)
+        torch_groups = _torch_groups(optimizer, request.param_groups)
+        return units, source, parameters, _number_groups(listed, torch_groups)
 
     units, source, parameters, torch_groups = _ranks.together(check)
     _ranks.refuse_different("prefetch_bytes", prefetch_bytes)
@@ -354,17 +355,29 @@ def _plan_of(
 ) -> tuple[Plan, TorchGroups]:
     """The plan with each parameter's hyper-parameters numbered. Errors: what cannot be attached."""
     _check_arguments(model, optimizer)
-    refuse_unsupported_modules(model)
-    plan = make_plan(model)
-    return plan, _number_groups(plan.named, optimizer, param_groups)
+    torch_groups = _torch_groups(optimizer, param_groups)
+    others = _others(model, torch_groups)
+    refuse_unsupported_modules(model, others)
+    plan = make_plan(model, others)
+    return plan, _number_groups(plan.named, torch_groups)
 
 
-def _number_groups(
-    parameters: Sequence[Parameter], optimizer: Optimizer, param_groups: Iterable[Any] | None
-) -> TorchGroups:
-    """The parameter groups in torch's form; each parameter gets the number of its own."""
-    wanted = optimizer.params if param_groups is None else param_groups
-    torch_groups = _torch_groups(parameters, wanted, optimizer.hyper_parameters)
+def _others(model: nn.Module, torch_groups: TorchGroups) -> dict[str, torch.Tensor]:
+    """Parameters that the optimizer has and the model has not (those of a loss), named by their places."""
+    seen = {id(tensor) for tensor in model.parameters()}
+    found = {}
+    for number, group in enumerate(torch_groups):
+        for at, tensor in enumerate(group["params"]):
+            is_leaf = isinstance(tensor, torch.Tensor) and tensor.is_leaf
+            if is_leaf and id(tensor) not in seen and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
+                seen.add(id(tensor))
+                found[f"optimizer[{number}][{at}]"] = tensor
+    return found
+
+
+def _number_groups(parameters: Sequence[Parameter], torch_groups: TorchGroups) -> TorchGroups:
+    """Each parameter gets the number of its group; where there are no groups, one has all."""
+    torch_groups = torch_groups or [{"params": [parameter.tensor for parameter in parameters]}]
     _assign_param_groups(parameters, torch_groups)
     return torch_groups
 
@@ -524,12 +537,12 @@ def _format(optimizer: Optimizer, plan: Plan) -> str:
     return optimizer.format or formats[0]
 
 
-def _torch_groups(
-    named: Sequence[Parameter], wanted: Iterable[Any] | None, hyper_parameters: Sequence[str]
-) -> TorchGroups:
-    """param_groups in torch's form; a plain list of parameters is one group."""
+def _torch_groups(optimizer: Optimizer, param_groups: Iterable[Any] | None) -> TorchGroups:
+    """The groups in torch's form; a plain list of parameters is one group. None: the script has given none."""
+    wanted = optimizer.params if param_groups is None else param_groups
+    hyper_parameters = optimizer.hyper_parameters
     if wanted is None:
-        return [{"params": [p.tensor for p in named]}]
+        return []
     listed = list(wanted)
     if not listed:
         raise usage_error(
@@ -579,7 +592,8 @@ def _assign_param_groups(
                 raise usage_error(
                     "E_OPTION",
                     f"param_groups: {what} is no parameter of the model",
-                    "list model.parameters() themselves, not copies or views",
+                    "list model.parameters() themselves, not copies or views; sharded, a loss that has parameters "
+                    "belongs into one module with the model, whose forward calls both",
                 )
             if numbers.setdefault(id(tensor), number) != number:
                 raise usage_error(

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -170,6 +170,8 @@ class Guards:
         self._handles: list[RemovableHandle] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._slots: list[_Slot] = []
+        # Of no module: a loss's, which its optimizer has.
+        self._others: list[weakref.ref[torch.Tensor]] = []
         self._windows = [p.tensor.data_ptr() for p in plan.parameters if self.are_windows]
         _windows.update(self._windows)
         self._model = weakref.ref(model)
@@ -181,6 +183,8 @@ class Guards:
             for name, module in model.named_modules():
                 if any(id(tensor) in _owners for tensor in module.parameters()):
                     self._guard(name, module)
+            held = {id(tensor) for tensor in model.parameters()}
+            self._others = [weakref.ref(p.tensor) for p in plan.parameters if id(p.tensor) not in held]
         except BaseException:
             self.remove()
             raise
@@ -210,8 +214,7 @@ class Guards:
     def give_private_copies(self) -> None:
         """Every attached parameter whose module still lives gets memory of its own."""
         done = set()
-        for slot in self._slots:
-            tensor = slot.tensor()
+        for tensor in (*(slot.tensor() for slot in self._slots), *(one() for one in self._others)):
             if tensor is not None and id(tensor) not in done:
                 done.add(id(tensor))
                 tensor.grad = None
@@ -232,10 +235,15 @@ class Guards:
         self._handles, self._modules, self._parameter_ids, self._slots = [], [], [], []
 
 
-def refuse_unsupported_modules(model: nn.Module) -> None:
+def refuse_unsupported_modules(
+    model: nn.Module, others: Mapping[str, torch.Tensor] = types.MappingProxyType({})
+) -> None:
     """Errors: E_UNSUPPORTED where a parameter is attached already, or where a module would write
-    into its parameters, move them or wait for the hooks that deliver."""
-    for name, tensor in model.named_parameters():
+    into its parameters, move them or wait for the hooks that deliver.
+
+    others  Parameters that are in no module of the model.
+    """
+    for name, tensor in (*model.named_parameters(), *others.items()):
         if id(tensor) in _owners:
             raise unsupported(f"parameter {name} is attached already", "opt.detach() first")
     for name, module in model.named_modules():

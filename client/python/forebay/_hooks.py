@@ -524,14 +524,14 @@ class Engine:
                 raise unsupported(
                     f"the gradients of {first.name} and {member.name} were scaled by "
                     f"{first.scale} and {member.scale}: the daemon scales the whole gradient",
-                    "clip_grad_norm_(model.parameters(), ...), all of them at once",
+                    "clip_grad_norm_(model.parameters(), ...), all of them at once, and those of a loss that the optimizer has",
                 )
             if member.bounds != first.bounds:
                 raise unsupported(
                     f"the gradients of {first.name} and {member.name} were clamped to "
                     f"{list(first.bounds)} and {list(member.bounds)}: the daemon clamps the whole "
                     "gradient",
-                    "clip_grad_value_(model.parameters(), ...), all of them at once",
+                    "clip_grad_value_(model.parameters(), ...), all of them at once, and those of a loss that the optimizer has",
                 )
         return (edited[0].scale, *edited[0].bounds) if edited else (1.0, *UNBOUNDED)
 

@@ -1,8 +1,9 @@
 """Which parameter lies in which group, and which modules fetch which groups. Knows no model."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class Parameter:
     """One parameter of the model; tied ones appear once, under their first name."""
 
     name: str
-    tensor: nn.Parameter
+    tensor: torch.Tensor  # an nn.Parameter, or a leaf that an optimizer was given
     trainable: bool
     group: int = -1
     param_group: int = 0
@@ -76,12 +77,15 @@ class Plan:
     hook_points: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
 
 
-def make_plan(model: nn.Module) -> Plan:
-    """Errors: E_UNSUPPORTED names the parameter that is on a device, trained in another type or shares
-    its memory."""
+def make_plan(model: nn.Module, others: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Plan:
+    """Of the model's parameters and of others, which are in no module that is known.
+
+    Errors  E_UNSUPPORTED  names the parameter that is on a device, trained in another type or shares its
+                           memory.
+    """
     listed = [
         Parameter(_logical(name), tensor, tensor.requires_grad)
-        for name, tensor in model.named_parameters()
+        for name, tensor in (*model.named_parameters(), *others.items())
     ]
     for parameter in listed:
         parameter.trainable &= not parameter.is_empty
@@ -103,7 +107,7 @@ def make_plan(model: nn.Module) -> Plan:
     numbers = {key: number for number, key in enumerate(order)}
     plan = Plan(dtype=dtype, named=listed, group_names=[name for _, _, name in order])
     of_tensor = {id(parameter.tensor): parameter for parameter in listed}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *others.items()):
         plan.by_name[_logical(name)] = of_tensor[id(tensor)]
     for parameter, key in zip(named, keys):
         parameter.group = numbers[key]

@@ -61,7 +61,8 @@ def attach(
                        the meta device: sharded; see `initial`.
     optimizer          AdamW(...) or another of forebay.optimizers; or one of torch.optim's AdamW, Adam,
                        Adagrad and SGD, whose groups it takes over, and whose states, where it has
-                       stepped and the job has not; None: AdamW().
+                       stepped and the job has not; None: AdamW(). Parameters in it that the model does not
+                       have (a loss's) train too, as "optimizer[GROUP][INDEX]"; mode="sharded" refuses them.
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
     world_size         RANK and WORLD_SIZE, else what srun or mpirun say, else 0 and 1.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.

@@ -197,6 +197,14 @@ def a_parameter_without_elements(ranks):
 
 
 @case(2)
+def parameters_of_a_loss(ranks):
+    model, loss = ranks.shard(small_net()), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
+    message, hint = r"a tensor of shape \[2, 2\] is no parameter of the model", "into one module with the model"
+    at_attach(ranks, model, "E_OPTION", message, hint, optimizer=optimizer)
+
+
+@case(2)
 def ignored_parameters(ranks):
     model = small_net()
     fully_shard(model, mesh=ranks.mesh, ignored_params={model.norm.bias})
