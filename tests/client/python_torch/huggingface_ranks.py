@@ -167,9 +167,57 @@ def summed_loss(outputs, labels, num_items_in_batch):
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
+class OwnLoss(torch.nn.Module):
+    """A loss with parameters, that holds its model, as those of sentence-transformers."""
+
+    def __init__(self, model):
+        super().__init__()
+        torch.manual_seed(7)
+        self.model, self.classifier = model, torch.nn.Linear(2, 3)
+
+    def forward(self, inputs):
+        labels = inputs.pop("labels")
+        outputs = self.model(**inputs)
+        return torch.nn.functional.cross_entropy(self.classifier(outputs.logits), labels), outputs
+
+
+class Lossy(transformers.Trainer):
+    """Makes its optimizer over the loss and the model in it, as sentence-transformers' Trainer does."""
+
+    def __init__(self, model, *args, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        self.loss = OwnLoss(model)
+
+    def get_optimizer_cls_and_kwargs(self, args, model=None):
+        kind, kwargs = super().get_optimizer_cls_and_kwargs(args, self.loss)
+        decayed = self.get_decay_parameter_names(self.loss)
+        named = list(self.loss.named_parameters())
+        kwargs["optimizer_dict"] = [
+            {"params": [p for n, p in named if n in decayed], "weight_decay": args.weight_decay},
+            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        ]
+        return kind, kwargs
+
+    def training_step(self, *args):
+        self.loss.classifier.zero_grad()  # Trainer clears the model's gradients alone
+        return super().training_step(*args)
+
+    def _clip_grad_norm(self, model):
+        return self.accelerator.clip_grad_norm_(self.loss.parameters(), self.args.max_grad_norm)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = self.loss(dict(inputs))
+        return (loss, outputs) if return_outputs else loss
+
+
+class LossyAttached(forebay_transformers.Trainer, Lossy):
+    pass
+
+
 TRAINERS = {
     "plain": (transformers.Trainer, forebay_transformers.Trainer),
     "theirs": (Theirs, TheirsAttached),
+    "lossy": (Lossy, LossyAttached),
 }
 
 
@@ -248,6 +296,36 @@ def loop(rank, attempt, folder, options):
     return found, unwrapped
 
 
+def several(rank, attempt, folder, options):
+    """Two models and a loss that prepare() is not given, under one optimizer and one norm."""
+    maker = accelerate.Accelerator if options.get("plain") else forebay_accelerate.Accelerator
+    accelerator = maker(cpu=True)
+    torch.manual_seed(1)
+    vision = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 8))
+    text, loss = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.nn.Linear(8, 1)
+    both = torch.nn.ModuleList([vision, text] + [loss] * options["loss"])
+    optimizer = torch.optim.AdamW(both.parameters(), lr=1e-2)
+    given = forebay.AdamW(lr=1e-2) if options.get("ours") else optimizer
+    first, second, optimizer = accelerator.prepare(vision, text, given)
+    rows = torch.Generator().manual_seed(4 + rank)
+    losses, norms = [], []
+    for _ in range(8):
+        x = torch.randn(4, 8, generator=rows)
+        y = first(second(x)) - x.sin()
+        value = (loss(y) if options["loss"] else y).square().mean()
+        accelerator.backward(value)
+        norms.append(accelerator.clip_grad_norm_(both.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(value.detach()).mean().item())
+    found = {"losses": losses, "norms": norms}
+    if not options.get("plain"):
+        opt = optimizer.optimizer
+        found["named"] = [sorted(opt.read_state(name)) for name in ("0.0.weight", "1.0.bias")]
+        found["buffers"] = [name for name, _ in opt._buffers.named()]
+    return found, both
+
+
 def refused(rank, attempt, folder, options):
     """The ids and texts of what is refused. See test_transformers.py."""
     found = {}
@@ -284,6 +362,8 @@ def refused(rank, attempt, folder, options):
     expect("another transformers", lambda: make("fourth"))
     own = forebay_accelerate.Accelerator(cpu=True)
     expect("no model", lambda: own.prepare(torch.optim.AdamW(gpt2().parameters())))
+    own.prepare(model := gpt2(), torch.optim.AdamW(model.parameters()))  # what the text says to write
+    own = forebay_accelerate.Accelerator(cpu=True)
     pairs = [(one, torch.optim.AdamW(one.parameters())) for one in (gpt2(), gpt2())]
     expect("two pairs", lambda: own.prepare(*pairs[0], *pairs[1]))
     expect("no rule", lambda: own.prepare(model := gpt2(), torch.optim.RMSprop(model.parameters())))
@@ -317,7 +397,7 @@ def examples(rank, attempt, folder, options):
     return found, None
 
 
-SCENARIOS = {"trainer": trainer, "loop": loop, "refused": refused, "examples": examples}
+SCENARIOS = {"trainer": trainer, "loop": loop, "several": several, "refused": refused, "examples": examples}
 
 
 def run_rank(rank, attempt, scenario, ranks, port, folder, options):

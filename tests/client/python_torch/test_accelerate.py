@@ -37,3 +37,19 @@ def test_a_loop_trains_to_the_numbers_of_the_plain_one(runs, ranks, by_hand):  #
 def test_gradients_are_accumulated(runs, ranks):  # noqa: F811
     plain = runs("loop", ranks, accumulate=2, plain=True)
     assert_is_as(runs("loop", ranks, accumulate=2), plain, STEPS // ranks // 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {"loss": True}), (1, {"loss": False}), (1, {"loss": False, "ours": True}), (2, {"loss": False})],
+)
+def test_one_optimizer_over_two_models(runs, ranks, options):  # noqa: F811
+    """With one norm over both; DDP averages the gradients of two models, not those of a loss."""
+    plain = runs("several", ranks, plain=True, loss=options["loss"])
+    ours = runs("several", ranks, **options)
+    for own, theirs in zip(ours.ranks, plain.ranks):
+        for name in ("losses", "norms"):
+            assert_same_numbers(own[name], theirs[name])
+        assert own["named"] == [["exp_avg", "exp_avg_sq", "step"]] * 2
+        assert own["buffers"] == [f"0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert_same_training(ours, plain, 8)

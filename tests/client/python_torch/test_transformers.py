@@ -168,6 +168,16 @@ def test_a_trainer_of_another_library_with_a_loss_of_its_own(runs, ranks):  # no
     assert_is_as(runs("trainer", ranks, trainer="theirs"), plain)
 
 
+def test_a_loss_with_parameters_trains_with_the_model(runs):  # noqa: F811
+    """Clipped and cleared with it too, which the plain Trainer of the test does by methods of its own."""
+    for clip in (0.0, 0.5):
+        options = {"model": "bert", "trainer": "lossy", "arguments": {"max_grad_norm": clip}}
+        whole = runs("trainer", **options)
+        assert_is_as(whole, runs("trainer", plain=True, **options))
+    kill = {"rank": 0, "step": 5, "event": "on_optimizer_step"}
+    assert_goes_on(runs("trainer", kill=kill, **options), whole)
+
+
 def test_examples_run(runs):  # noqa: F811
     (found,) = runs("examples").ranks
     found.pop("attempt")
@@ -185,9 +195,9 @@ def test_what_would_train_on_another_trainings_state_is_refused(runs):  # noqa: 
         "a job of a loop": ("E_JOB_EXISTS", "1 committed steps that no Trainer has made"),
         "model_init again": ("E_UNSUPPORTED", "model_init"),
         "another transformers": ("E_UNSUPPORTED", "_run_epoch()"),
-        "no model": ("E_UNSUPPORTED", "0 models"),
+        "no model": ("E_UNSUPPORTED", "prepare(model, optimizer)"),
         "no rule": ("E_UNSUPPORTED", "RMSprop"),
-        "second model": ("E_UNSUPPORTED", "a second one"),
+        "second model": ("E_UNSUPPORTED", "beside another optimizer"),
         "two pairs": ("E_UNSUPPORTED", 'forebay.attach(model, optimizer, job="...") for each'),
         "load_state": ("E_UNSUPPORTED", "load before forebay.attach"),
     }.items():

@@ -20,13 +20,13 @@ from ..errors import unsupported
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate.Accelerator on attached models. prepare() attaches the model that an optimizer was made for, keeps DDP
-    away from it (the daemon averages the gradients of all ranks) and splits the data as ever. An optimizer is one of
-    torch's, one of forebay.optimizers, or what forebay.attach has returned.
+    """accelerate.Accelerator on attached models. prepare() attaches the models that an optimizer was made for, as one
+    job, keeps DDP away from them (the daemon averages the gradients of all ranks) and splits the data as ever. An
+    optimizer is one of torch's, one of forebay.optimizers, or what forebay.attach has returned.
 
     forebay  Further arguments of forebay.attach: {"durability": "step", "job": "bert"}.
 
-    Errors  E_UNSUPPORTED  a second trained model, or an optimizer that the daemon has no rule for.
+    Errors  E_UNSUPPORTED  a second optimizer, or one that the daemon has no rule for.
 
     >>> from forebay.integrations.accelerate import Accelerator
     >>> accelerator = Accelerator(cpu=True, forebay={"durability": "memory"})
@@ -100,19 +100,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return one
         if not isinstance(one, (torch.optim.Optimizer, optimizers.Optimizer)):
             return one
-        models = [model for model in (*prepared, *self._models) if isinstance(model, nn.Module)]
-        if isinstance(one, torch.optim.Optimizer):
-            own = {id(tensor) for group in one.param_groups for tensor in group["params"]}
-            models = [model for model in models if any(id(tensor) in own for tensor in model.parameters())]
         rivals = [other for other in prepared if isinstance(other, (torch.optim.Optimizer, optimizers.Optimizer))]
         attached = any(_is_forebay(other) for other in (*prepared, *self._optimizers))
-        if len(set(map(id, models))) != 1 or len(rivals) > 1 or attached:
+        if len(rivals) > 1 or attached:
             raise unsupported(
-                f"prepare() of {type(one).__name__} with {len(models)} models that it may train, or of a second one: "
-                "this Accelerator attaches one model to one optimizer",
+                f"prepare() of {type(one).__name__} beside another optimizer: this Accelerator attaches one",
                 'forebay.attach(model, optimizer, job="...") for each, then prepare() with what it returns',
             )
-        return attach(models[0], one, **self._options())
+        models = _trained_by(one, [model for model in (*prepared, *self._models) if isinstance(model, nn.Module)])
+        if not models:
+            raise unsupported(
+                f"prepare() of {type(one).__name__} without a model that it trains",
+                "prepare(model, optimizer): both in one call",
+            )
+        return attach(_joined(models), one, **self._options())
 
     def _options(self) -> dict[str, Any]:
         count = self.gradient_accumulation_steps
@@ -136,6 +137,26 @@ def attach(model: nn.Module, optimizer: Any, **options: Any) -> ForebayOptimizer
             dist.broadcast(values.view(-1).view(torch.uint8), 0)
             tensor.detach().copy_(values)
     return api.attach(model, optimizer, **options)
+
+
+def _trained_by(optimizer: Any, models: list[nn.Module]) -> list[nn.Module]:
+    """Each model once that has a parameter of torch's optimizer; with one of Forebay's each that takes gradients."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    else:
+        own = {id(tensor) for model in models for tensor in model.parameters() if tensor.requires_grad}
+    found = {id(model): model for model in models if any(id(tensor) in own for tensor in model.parameters())}
+    return list(found.values())
+
+
+def _joined(models: list[nn.Module]) -> nn.Module:
+    """Several models as one, whose parameters are called "0.weight", "1.weight"; it is not kept."""
+    if len(models) == 1:
+        return models[0]
+    joined = nn.Module()
+    for number, model in enumerate(models):
+        joined.add_module(str(number), model)
+    return joined
 
 
 def is_attached(model: nn.Module) -> bool:

@@ -48,6 +48,7 @@ STATE_FIELDS = (
 )
 # What Forebay's Trainer overrides or calls that is not documented.
 PRIVATE = (
+    "_clip_grad_norm",
     "_get_grad_norm",
     "_init_training_state",
     "_load_best_model",
@@ -195,6 +196,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
 
     # ------------------------------------------------------------------------------- what commits
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """One norm over the model and what else the optimizer has (a loss): the daemon scales the whole gradient."""
+        own = {id(tensor) for tensor in model.parameters()}
+        others = [one.tensor for one in self.optimizer.optimizer._members if id(one.tensor) not in own]
+        if not others:
+            return super()._clip_grad_norm(model)
+        return self.accelerator.clip_grad_norm_([*model.parameters(), *others], self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The Trainer's last call before it steps: what it knows commits with the step."""
