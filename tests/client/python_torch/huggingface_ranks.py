@@ -214,10 +214,25 @@ class LossyAttached(forebay_transformers.Trainer, Lossy):
     pass
 
 
+class Narrow(transformers.Trainer):
+    """Memory for batches of three alone, from the third step on."""
+
+    def training_step(self, model, inputs, *args):
+        if self.state.global_step >= 2 and len(inputs["input_ids"]) > 3:
+            super().training_step(model, inputs, *args)  # the error comes behind gradients
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().training_step(model, inputs, *args)
+
+
+class NarrowAttached(forebay_transformers.Trainer, Narrow):
+    pass
+
+
 TRAINERS = {
     "plain": (transformers.Trainer, forebay_transformers.Trainer),
     "theirs": (Theirs, TheirsAttached),
     "lossy": (Lossy, LossyAttached),
+    "narrow": (Narrow, NarrowAttached),
 }
 
 

@@ -178,6 +178,18 @@ def test_a_loss_with_parameters_trains_with_the_model(runs):  # noqa: F811
     assert_goes_on(runs("trainer", kill=kill, **options), whole)
 
 
+def test_a_batch_that_shrinks_after_a_memory_error(runs):  # noqa: F811
+    """Of 44 sentences 22 steps with four of them, 30 with three: two steps are taken, then all of the smaller ones."""
+    options = {"trainer": "narrow", "arguments": {"auto_find_batch_size": True}}
+    plain = runs("trainer", plain=True, **options)
+    whole = runs("trainer", **options)
+    assert_is_as(whole, plain)
+    assert [steps for steps, _ in whole.ranks[0]["outputs"]] == [30] and whole.ranks[0]["committed"] == 32
+    for event, step in (("on_optimizer_step", 5), ("on_step_begin", 1), ("on_evaluate", 15), ("on_train_end", 0)):
+        kill = {"rank": 0, "step": step, "event": event}
+        assert_goes_on(runs("trainer", kill=kill, **options), whole)
+
+
 def test_examples_run(runs):  # noqa: F811
     (found,) = runs("examples").ranks
     found.pop("attempt")

@@ -51,6 +51,7 @@ PRIVATE = (
     "_clip_grad_norm",
     "_get_grad_norm",
     "_init_training_state",
+    "_inner_training_loop",
     "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
@@ -104,6 +105,8 @@ class Position:
     flos: float
     epoch_began: RandomNumbers
     random_numbers: RandomNumbers
+    tries: int = 1  # of this call of train(): one more after each memory error (auto_find_batch_size)
+    batch_size: int = 0  # of this try
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -136,7 +139,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._options, self._room_bytes = dict(forebay or {}), STATE_BYTES
         self._claim = object()
         self._position: Position | None = None  # to go on from
-        self._call, self._epoch, self._updates = 0, 0, 0
+        self._call, self._tries, self._epoch, self._updates = 0, 0, 0, 0
         self._epoch_began = self._random_numbers = RandomNumbers.now()
         super().__init__(*args, **kwargs)
 
@@ -234,6 +237,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             flos=self.current_flos,
             epoch_began=self._epoch_began,
             random_numbers=RandomNumbers.now(),
+            tries=self._tries,
+            batch_size=self._train_batch_size,
         )
 
     def _exportable(self) -> list[Any]:
@@ -241,17 +246,39 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------- going on
 
-    def _init_training_state(
-        self, max_steps: int, updates_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
-    ) -> tuple[int, int]:
-        """Attaches, so that the job says whether there is something to go on with."""
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers.Trainer.train. Attaches the model, and goes on behind the step with which a killed run ended.
+
+        Errors  E_UNSUPPORTED  a second model in one Trainer.
+
+        >>> from forebay.integrations import transformers as ours
+        >>> arguments = transformers.TrainingArguments(folder, use_cpu=True)
+        >>> ours.Trainer(model, arguments, train_dataset=[]).train()
+        Traceback (most recent call last):
+        ValueError: num_samples should be a positive integer value, but got num_samples=0
+        """
         if trial is not None or (self.model_init is not None and self._call > 0):
             raise unsupported(
                 "a second model in one Trainer (hyperparameter_search, or model_init and train() again): it would go "
                 "on with the job of the first",
                 'one Trainer for each, with a job of its own: Trainer(..., forebay={"job": "trial 2"})',
             )
-        self._call += 1
+        self._call, self._tries = self._call + 1, 0
+        return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+
+    def _inner_training_loop(self, batch_size: int | None = None, args: Any = None, **loop: Any) -> Any:
+        """train() calls it, and again with a smaller batch after a memory error (auto_find_batch_size)."""
+        self._tries += 1
+        if args.auto_find_batch_size and self._tries == 1:
+            self.create_optimizer()
+            if (position := self._committed()) is not None:
+                self._tries, batch_size = position.tries, position.batch_size
+        return super()._inner_training_loop(batch_size, args, **loop)
+
+    def _init_training_state(
+        self, max_steps: int, updates_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Attaches, so that the job says whether there is something to go on with."""
         self.create_optimizer()
         self._position = position = self._committed()
         if position is None:
@@ -283,7 +310,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 )
             return None
         position: Position = pickle.loads(committed[len(MAGIC) :])
-        if position.call < self._call:
+        if (position.call, position.tries) < (self._call, self._tries):
             return None
         if position.call > self._call:
             raise unsupported(
