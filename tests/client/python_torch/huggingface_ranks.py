@@ -116,7 +116,8 @@ def trainer(rank, attempt, folder, options):
     if options.get("lora"):
         model = with_lora(model, options["lora"])
     kill = options.get("kill")
-    callbacks = [Killer(**kill)] if kill and attempt == 0 else []
+    killers = [Killer(**kill)] if kill and attempt == 0 else []
+    callbacks = killers if options.get("trainers", 1) == 1 else []
     if "patience" in options:
         callbacks.append(transformers.EarlyStoppingCallback(options["patience"]))
     if options.get("by_hand"):
@@ -135,6 +136,10 @@ def trainer(rank, attempt, folder, options):
         **own,
     )
     outputs = [one.train(resume_from_checkpoint=options.get("resume"))]
+    for _ in range(options.get("trainers", 1) - 1):  # of the same model, which each begins with
+        data = {"train_dataset": Sentences(30, kind), "eval_dataset": Sentences(10, kind)}
+        one = maker(model, one.args, callbacks=killers, **data, **own)
+        outputs.append(one.train())
     outputs += [one.train() for _ in range(options.get("calls", 1) - 1)]
     found = {
         "logged": [without_times(entry) for entry in one.state.log_history],
@@ -357,7 +362,7 @@ def refused(rank, attempt, folder, options):
         values = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", **more.pop("arguments", {})}
         data = {"train_dataset": Sentences(8, "gpt2"), "forebay": {"job": job, "timeout": 60}}
         return forebay_transformers.Trainer(
-            None if "model_init" in more else gpt2(), arguments_of(folder, values), **data, **more
+            None if "model_init" in more else more.pop("model", None) or gpt2(), arguments_of(folder, values), **data, **more
         )
 
     first = make("first")
@@ -369,6 +374,15 @@ def refused(rank, attempt, folder, options):
     opt = forebay.attach(gpt2(), forebay.AdamW(), job="loop", timeout=60, extra_state_bytes=256 << 10)
     opt.step(extra_state=b"epoch 3")
     opt.detach()
+    opt = forebay.attach(model := gpt2(), forebay.AdamW(), job="by-hand", extra_state_bytes=1 << 20)
+    for name in ("optimizer of a script", "an optimizer of another Trainer"):
+        expect(name, make("other", model=model, optimizers=(opt, None)).train)
+    opt.detach()
+    model = gpt2()
+    first = make("of-two", model=model)
+    first.train()
+    make("of-two.2", model=model).train()
+    expect("train of the first", first.train)
     expect("a job of a loop", make("loop", optimizers=(forebay.AdamW(), None)).train)
     again = make("third", model_init=lambda: gpt2())
     again.train()

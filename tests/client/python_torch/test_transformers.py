@@ -190,6 +190,17 @@ def test_a_batch_that_shrinks_after_a_memory_error(runs):  # noqa: F811
         assert_goes_on(runs("trainer", kill=kill, **options), whole)
 
 
+def test_a_second_trainer_on_one_model(runs):  # noqa: F811
+    """With states, data and a job of its own."""
+    plain = runs("trainer", trainers=2, plain=True)
+    whole = runs("trainer", trainers=2)
+    assert_is_as(whole, plain)
+    assert whole.ranks[0]["committed"] == whole.ranks[0]["outputs"][1][0]
+    for event, step in (("on_step_begin", 0), ("on_optimizer_step", 5), ("on_train_end", 0)):
+        kill = {"rank": 0, "step": step, "event": event}  # in the second one
+        assert_goes_on(runs("trainer", trainers=2, kill=kill), whole)
+
+
 def test_examples_run(runs):  # noqa: F811
     (found,) = runs("examples").ranks
     found.pop("attempt")
@@ -201,9 +212,11 @@ def test_what_would_train_on_another_trainings_state_is_refused(runs):  # noqa: 
     (found,) = runs("refused").ranks
     assert found["two models"] == 1
     for name, (code, text) in {
-        "another Trainer": ("E_BUSY", 'forebay={"job": "another name"}'),
+        "another Trainer": ("E_BUSY", 'forebay={"job": "second"}'),
         "resume after train": ("E_UNSUPPORTED", "train(resume_from_checkpoint="),
         "adafactor": ("E_UNSUPPORTED", "Adafactor"),
+        "an optimizer of another Trainer": ("E_BUSY", 'forebay.attach(model, ..., job="second")'),
+        "train of the first": ("E_UNSUPPORTED", "a new Trainer with the same model"),
         "a job of a loop": ("E_JOB_EXISTS", "1 committed steps that no Trainer has made"),
         "model_init again": ("E_UNSUPPORTED", "model_init"),
         "another transformers": ("E_UNSUPPORTED", "_run_epoch()"),

@@ -14,6 +14,7 @@ import dataclasses
 import os
 import pickle
 import random
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,7 @@ PRIVATE = (
 )
 
 _claims: dict[str, object] = {}  # by job: that of the Trainer that has trained it in this process
+_attached: weakref.WeakSet[ForebayOptimizer] = weakref.WeakSet()  # by Trainers
 
 logger = logging.get_logger(__name__)
 
@@ -171,18 +173,29 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         'shared'
         """
         if self._is_prepared():
+            if self.optimizer.optimizer._engine.attachment is None:
+                raise unsupported(
+                    "train() of a Trainer whose model was detached (load_best_model_at_end, or another Trainer has it): "
+                    "its states are those of other weights",
+                    "a new Trainer with the same model and arguments",
+                )
             return self.optimizer
         model = self.model if model is None else model
         buffers_bytes = Buffers(model).size_bytes()
         opt = self.optimizer
-        if not isinstance(opt, ForebayOptimizer):  # which the script has attached
+        if isinstance(opt, ForebayOptimizer):  # which the script has attached
+            if opt._engine.node is not None:
+                self._claim_job(opt._engine.node.job)
+        else:
             options = {"extra_state_bytes": buffers_bytes + STATE_BYTES, **self._options}
             if self.args.gradient_accumulation_steps > 1:
                 options.setdefault("accumulate", self.args.gradient_accumulation_steps)
             if not isinstance(opt, optimizers.Optimizer):
                 opt = super().create_optimizer(model)
-            self._claim_job(api._job_name(options.get("job")))
+            options["job"] = self._claim_job(options.get("job"))
+            _release(model)
             opt = accelerate.attach(model, opt, **options)
+            _attached.add(opt)
         self._room_bytes = opt._extra_state_bytes - buffers_bytes
         self.optimizer = self.accelerator.prepare(opt)
         return self.optimizer
@@ -190,13 +203,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _is_prepared(self) -> bool:
         return isinstance(getattr(self.optimizer, "optimizer", None), ForebayOptimizer)
 
-    def _claim_job(self, job: str) -> None:
-        if _claims.setdefault(job, self._claim) is not self._claim:
-            raise usage_error(
-                "E_BUSY",
-                f"job {job} is that of another Trainer of this process: this one would go on with its weights and step",
-                'Trainer(..., forebay={"job": "another name"})',
-            )
+    def _claim_job(self, job: str | None) -> str:
+        """The job of this Trainer: the one that the script names, or a numbered one where an earlier Trainer has it."""
+        first = name = api._job_name(job)
+        number = 1
+        while _claims.setdefault(name, self._claim) is not self._claim:
+            if job:
+                raise usage_error(
+                    "E_BUSY",
+                    f"job {job} is that of another Trainer of this process: this one would go on with its weights and step",
+                    'another name: Trainer(..., forebay={"job": "second"}), or forebay.attach(model, ..., job="second") '
+                    "of what optimizers= has",
+                )
+            number += 1
+            name = f"{first}-{number}"
+        if number > 1:
+            logger.warning(f"Job {first} is an earlier Trainer's: this one trains job {name}.")
+        return name
 
     # ------------------------------------------------------------------------------- what commits
 
@@ -261,7 +284,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise unsupported(
                 "a second model in one Trainer (hyperparameter_search, or model_init and train() again): it would go "
                 "on with the job of the first",
-                'one Trainer for each, with a job of its own: Trainer(..., forebay={"job": "trial 2"})',
+                'one Trainer for each, with a job of its own: Trainer(..., forebay={"job": "second"})',
             )
         self._call, self._tries = self._call + 1, 0
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)
@@ -306,7 +329,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     "E_JOB_EXISTS",
                     f"the job has {opt.committed_step} committed steps that no Trainer has made: this one would begin "
                     "its schedule anew on their weights",
-                    'a job of its own: FOREBAY_JOB, or Trainer(..., forebay={"job": "another name"})',
+                    'a job of its own: FOREBAY_JOB, or Trainer(..., forebay={"job": "second"})',
                 )
             return None
         position: Position = pickle.loads(committed[len(MAGIC) :])
@@ -416,6 +439,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._is_prepared():
             self.optimizer.optimizer.detach()
         super()._load_best_model()
+
+
+def _release(model: Any) -> None:
+    """An earlier Trainer's optimizer gives the model back, with the weights of its last step."""
+    own = {id(tensor) for tensor in model.parameters()}
+    for opt in list(_attached):
+        if opt._engine.attachment is not None and any(id(member.tensor) in own for member in opt._members):
+            opt.detach()
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
