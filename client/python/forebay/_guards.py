@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ._plan import Parameter, Plan
-from .errors import UsageError, unsupported
+from .errors import DETACH, UsageError, unsupported
 
 _owners: dict[int, str] = {}  # id of an attached parameter: its name
 _windows: set[int] = set()  # addresses of those that are the daemon's memory themselves
@@ -70,7 +70,7 @@ class LoadGuard(InertOnCopy):
         raise unsupported(
             f"load_state_dict on {self.name}: its parameters are attached",
             "load before forebay.attach, or before prepare() of Accelerate (a new job begins with the "
-            "model's values), or opt.detach() first",
+            f"model's values), or {DETACH}",
         )
 
 
@@ -98,7 +98,7 @@ class ApplyGuard:
                     f"half(), to() or the like on {self.name}: parameter {_owners[id(tensor)]} is "
                     "attached and cannot change its type, device or memory (it is "
                     f"{_kind(tensor)}, wanted is {_kind(wanted)})",
-                    "convert before forebay.attach, or opt.detach() first",
+                    f"convert before forebay.attach, or {DETACH}",
                 )
 
         # A function that keeps every attached parameter as it is may still copy it (.to("cpu:0")).
@@ -208,7 +208,7 @@ class Guards:
             if slot.was_changed():
                 raise unsupported(
                     f"parameter {slot.name} was replaced or removed after attach",
-                    "put it back, or opt.detach() first and attach again as another job",
+                    f"put it back, or {DETACH} and attach again as another job",
                 )
 
     def give_private_copies(self) -> None:
@@ -245,7 +245,7 @@ def refuse_unsupported_modules(
     """
     for name, tensor in (*model.named_parameters(), *others.items()):
         if id(tensor) in _owners:
-            raise unsupported(f"parameter {name} is attached already", "opt.detach() first")
+            raise unsupported(f"parameter {name} is attached already", DETACH)
     for name, module in model.named_modules():
         wrapper = _wrapper_name(module)
         if wrapper:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._gradient import GradientProxy
 from ._guards import InertOnCopy, late_gradient
-from .errors import ForebayError, unsupported, usage_error
+from .errors import DETACH, ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
     from ._activations import Activations
@@ -214,7 +214,7 @@ class WindowMember(Member):
             raise unsupported(
                 f"parameter {self.name} no longer uses the daemon's memory: it was moved (half(), "
                 "to(), .data = ...)",
-                "opt.detach() first; an attached parameter keeps its type, device and memory",
+                f"{DETACH}; an attached parameter keeps its type, device and memory",
             )
 
     def make_private(self) -> None:

@@ -34,7 +34,7 @@ from ._plan import DTYPE_NAMES, Parameter
 from ._report import say, size
 from ._shard_plan import ShardedPlan
 from ._shard_tensor import ShardTensor
-from .errors import ForebayError, unsupported, usage_error
+from .errors import DETACH, ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
     from ._core import Attachment
@@ -111,7 +111,7 @@ class ShardMember(Member):
             raise unsupported(
                 f"parameter {self.name} no longer is the daemon's: it was replaced or moved, or "
                 "p.data was set",
-                "opt.detach() first; an attached parameter keeps its type, device and memory; "
+                f"{DETACH}; an attached parameter keeps its type, device and memory; "
                 "p.copy_(values) sets its values",
             )
 
@@ -740,7 +740,7 @@ class ShardedGuards(Guards):
             if not member.shard.is_in_place:
                 raise unsupported(
                     f"parameter {member.name} was replaced or removed after attach",
-                    "put it back, or opt.detach() first and attach again as another job",
+                    f"put it back, or {DETACH} and attach again as another job",
                 )
 
     def give_private_copies(self) -> None:

@@ -370,6 +370,9 @@ def refused(rank, attempt, folder, options):
     expect("resume after train", lambda: first.train(resume_from_checkpoint=os.path.join(folder, "out")))
     del first
     expect("another Trainer", make("first").train)
+    model = gpt2()
+    model.register_buffer("table", torch.zeros(5_000_000))
+    expect("large buffers", make("large", model=model).train)
     expect("adafactor", make("second", arguments={"optim": "adafactor"}).train)
     opt = forebay.attach(gpt2(), forebay.AdamW(), job="loop", timeout=60, extra_state_bytes=256 << 10)
     opt.step(extra_state=b"epoch 3")
@@ -406,6 +409,9 @@ def refused(rank, attempt, folder, options):
     optimizer.step()
     found["two models"] = optimizer.optimizer.committed_step
     expect("load_state", lambda: own.load_state(own.save_state(folder)))
+    expect("half", other.half)
+    optimizer.optimizer.detach()  # what the text says to write
+    other.half()
     return found, None
 
 

@@ -214,6 +214,7 @@ def test_what_would_train_on_another_trainings_state_is_refused(runs):  # noqa: 
     for name, (code, text) in {
         "another Trainer": ("E_BUSY", 'forebay={"job": "second"}'),
         "resume after train": ("E_UNSUPPORTED", "train(resume_from_checkpoint="),
+        "large buffers": ("E_EXTRA_STATE", "hint: register_buffer(..., persistent=False)"),
         "adafactor": ("E_UNSUPPORTED", "Adafactor"),
         "an optimizer of another Trainer": ("E_BUSY", 'forebay.attach(model, ..., job="second")'),
         "train of the first": ("E_UNSUPPORTED", "a new Trainer with the same model"),
@@ -224,6 +225,7 @@ def test_what_would_train_on_another_trainings_state_is_refused(runs):  # noqa: 
         "no rule": ("E_UNSUPPORTED", "RMSprop"),
         "second model": ("E_UNSUPPORTED", "beside another optimizer"),
         "two pairs": ("E_UNSUPPORTED", 'forebay.attach(model, optimizer, job="...") for each'),
+        "half": ("E_UNSUPPORTED", "optimizer.optimizer.detach() of Accelerate"),
         "load_state": ("E_UNSUPPORTED", "load before forebay.attach"),
     }.items():
         assert found[name] is not None, name

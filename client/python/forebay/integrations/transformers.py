@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from .. import api, optimizers
-from .._buffers import Buffers
+from .._buffers import EXTRA_STATE_BYTES_MAX, Buffers
 from .._optimizer import ForebayOptimizer
 from ..errors import unsupported, usage_error
 from . import accelerate
@@ -187,7 +187,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if opt._engine.node is not None:
                 self._claim_job(opt._engine.node.job)
         else:
-            options = {"extra_state_bytes": buffers_bytes + STATE_BYTES, **self._options}
+            room_bytes = min(buffers_bytes + STATE_BYTES, EXTRA_STATE_BYTES_MAX)
+            options = {"extra_state_bytes": room_bytes, **self._options}
             if self.args.gradient_accumulation_steps > 1:
                 options.setdefault("accumulate", self.args.gradient_accumulation_steps)
             if not isinstance(opt, optimizers.Optimizer):
