@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <thread>
@@ -90,6 +91,14 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
   ASSIGN_OR_RETURN(parts.grad,
                    Mapping::MapFile(granted.grad_arena.get(), granted.terms.grad_arena_bytes,
                                     MapAccess::kReadWrite));
+  if (parts.layout->is_shared() && !parts.reader) {
+    parts.weights_file = protocol::DuplicateFd(granted.weights.get());
+    if (!parts.weights_file.valid()) {
+      return MakeError(ErrorId::kLimit,
+                       protocol::ErrnoText("another descriptor of the weights", errno),
+                       "raise ulimit -n");
+    }
+  }
   return control.Mapped(limits);
 }
 

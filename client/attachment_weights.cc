@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
+#include "client/internal/written_pages.h"
 #include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
@@ -269,6 +270,44 @@ absl::Status Attachment::WriteUpdates(uint32_t param, uint64_t updates, Timeout 
   protocol::Command command = internal::MakeCommand(Op::kWriteUpdates, param);
   command.step = updates;
   return s.Call(command, nullptr, s.Limits(timeout)).status();
+}
+
+absl::Status Attachment::AllowWeightWrites() {
+  State& s = *state_;
+  if (!s.parts.weights_file.valid()) {
+    return MakeError(ErrorId::kUnsupported, "writes into weights that are no views of this rank's",
+                     "WriteState");
+  }
+  if (s.window->written() != nullptr) return absl::OkStatus();
+  if (s.window->AllowWrites(s.parts.weights_file.get())) return absl::OkStatus();
+  return MakeError(ErrorId::kLimit, absl::StrCat("this process has ", kWindowsMax, " attachments"),
+                   "detach those that are not needed");
+}
+
+bool Attachment::has_written_weights() const {
+  const internal::WrittenPages* const written = state_->window->written();
+  return written != nullptr && !written->empty();
+}
+
+std::vector<WeightsRange> Attachment::WrittenWeights() const {
+  std::vector<WeightsRange> ranges;
+  if (!has_written_weights()) return ranges;
+  for (const internal::WindowRange& range : state_->window->written()->Ranges()) {
+    ranges.push_back({.begin_bytes = range.begin_bytes,
+                      .end_bytes = std::min<uint64_t>(range.end_bytes, weights().size())});
+  }
+  return ranges;
+}
+
+absl::StatusOr<std::shared_ptr<const std::byte>> Attachment::DaemonWeights() const {
+  ASSIGN_OR_RETURN(const std::shared_ptr<internal::Mapping> mapping,
+                   internal::Mapping::MapFile(state_->parts.weights_file.get(), weights().size(),
+                                              internal::MapAccess::kRead));
+  return std::shared_ptr<const std::byte>(mapping, mapping->bytes().data());
+}
+
+void Attachment::DropWrittenWeights() {
+  if (has_written_weights()) state_->window->written()->GiveBack();
 }
 
 absl::StatusOr<size_t> Attachment::GiveBackCopied() {

@@ -44,6 +44,12 @@ using InterruptCheck = std::function<bool()>;
 // for it.
 using AllGather = std::function<absl::StatusOr<std::vector<std::string>>(const std::string& bytes)>;
 
+// Bytes of the window of weights.
+struct WeightsRange {
+  uint64_t begin_bytes = 0;
+  uint64_t end_bytes = 0;
+};
+
 // A job over several nodes. Its ranks on one node follow each other; each node's daemon holds what its ranks own.
 struct Nodes {
   uint32_t world_ranks = 0;  // of all nodes; 0: the job is on one node
@@ -242,6 +248,19 @@ class Attachment {
   std::span<const std::byte> weights() const;                // the whole window, read-only
   std::span<const std::byte> weights(uint32_t group) const;  // one group of it; shared alone
   std::shared_ptr<const void> weights_owner() const;         // keeps the window mapped
+  // From now on this process may write into weights(), if InstallSegvHandler (client/window_registry.h) was called: the
+  // pages around a write become its own, and show what was written to this process alone until DropWrittenWeights.
+  // read(2) and other system calls that would write there fail (EFAULT) where the pages are not its own yet.
+  //
+  // Errors  E_UNSUPPORTED  sharded, or a reader. E_LIMIT  kWindowsMax.
+  absl::Status AllowWeightWrites();
+  bool has_written_weights() const;
+  // What is this process's own, at least 2 MiB around each write.
+  std::vector<WeightsRange> WrittenWeights() const;
+  // The daemon's bytes behind all of weights(), mapped once more; as long as weights().
+  absl::StatusOr<std::shared_ptr<const std::byte>> DaemonWeights() const;
+  // No other thread writes meanwhile.
+  void DropWrittenWeights();
   // AttachOptions::activation_bytes; none once detached.
   std::span<std::byte> activation_room() const;
   std::shared_ptr<const void> activation_owner() const;  // keeps it mapped and registered

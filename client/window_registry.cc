@@ -12,6 +12,8 @@
 #include <string_view>
 #include <utility>
 
+#include "client/internal/written_pages.h"
+
 namespace forebay::client {
 namespace {
 
@@ -20,9 +22,14 @@ struct Window {
   uintptr_t end = 0;
   std::string job;
   std::vector<WindowPart> parts;
+  std::unique_ptr<internal::WrittenPages> own_pages = nullptr;
+  // Those of own_pages: a signal handler sees all of it or nothing.
+  std::atomic<internal::WrittenPages*> pages = nullptr;
+
+  bool Has(uintptr_t address) const { return begin <= address && address < end; }
 };
 
-std::array<std::atomic<const Window*>, kWindowsMax> windows;
+std::array<std::atomic<Window*>, kWindowsMax> windows;
 std::atomic<int> readers{0};  // signal handlers that look at the table now
 struct sigaction previous_action;
 
@@ -63,6 +70,32 @@ const WindowPart* FindPart(const Window& window, uint64_t offset) {
   return part != window.parts.end() && part->begin_bytes <= offset ? &*part : nullptr;
 }
 
+// Calls `use` for the window that has the address; false where none has.
+template <typename Use>
+bool UseWindowOf(const void* address, const Use& use) {
+  const auto number = reinterpret_cast<uintptr_t>(address);
+  ++readers;
+  Window* window = nullptr;
+  for (const std::atomic<Window*>& entry : windows) {
+    window = entry.load();
+    if (window != nullptr && window->Has(number)) break;
+    window = nullptr;
+  }
+  if (window != nullptr) use(*window, number);
+  --readers;
+  return window != nullptr;
+}
+
+// Whether the write goes on in pages of this process's own.
+bool MakePagesOwn(const void* address) {
+  bool taken = false;
+  UseWindowOf(address, [&taken](Window& window, uintptr_t number) {
+    internal::WrittenPages* const pages = window.pages;
+    taken = pages != nullptr && pages->MakeOwn(number);
+  });
+  return taken;
+}
+
 void Explain(const Window& window, uintptr_t address, int fd) {
   const uint64_t offset = address - window.begin;
   const WindowPart* part = FindPart(window, offset);
@@ -75,6 +108,13 @@ void Explain(const Window& window, uintptr_t address, int fd) {
     text.Add((offset - part->begin_bytes) / part->elem_bytes);
     text.Add(" (group ").Add(uint64_t{part->group}).Add(", ").Add(part->group_name).Add(")");
   }
+  if (window.pages != nullptr) {
+    text.Add(
+        "\nhint: the system gives this process no mapping for the pages that it writes: raise "
+        "ulimit -v and "
+        "vm.max_map_count, or opt.detach() first\n");
+    return text.WriteTo(fd);
+  }
   text.Add(
       "\nhint: parameters of an attached model change in the optimizer's step alone; load or "
       "initialise weights before attach, or write to a clone()\n");
@@ -83,6 +123,10 @@ void Explain(const Window& window, uintptr_t address, int fd) {
 
 void OnSegv(int signal_number, siginfo_t* info, void* context) {
   const int saved_errno = errno;
+  if (info->si_code == SEGV_ACCERR && MakePagesOwn(info->si_addr)) {
+    errno = saved_errno;
+    return;
+  }
   if (info->si_code > 0) ExplainWrite(info->si_addr, STDERR_FILENO);
   errno = saved_errno;
   if ((previous_action.sa_flags & SA_SIGINFO) != 0) {
@@ -122,21 +166,21 @@ std::vector<WindowPart> WindowParts(const protocol::Layout& layout) {
 
 WindowRegistration::~WindowRegistration() {
   if (index_ < 0) return;
-  std::unique_ptr<const Window> window(windows[static_cast<size_t>(index_)].exchange(nullptr));
-  // A handler that began before the exchange may still read it: then it is leaked, since the process
-  // is about to end.
+  std::unique_ptr<Window> window(windows[static_cast<size_t>(index_)].exchange(nullptr));
+  // A handler that began before the exchange may still read it: then it is leaked.
   if (readers != 0) window.release();
 }
 
 std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> window,
                                                    std::string job, std::vector<WindowPart> parts) {
   const auto begin = reinterpret_cast<uintptr_t>(window.data());
-  auto entry = std::make_unique<Window>(Window{.begin = begin,
-                                               .end = begin + window.size(),
-                                               .job = std::move(job),
-                                               .parts = std::move(parts)});
+  auto entry = std::make_unique<Window>();
+  entry->begin = begin;
+  entry->end = begin + window.size();
+  entry->job = std::move(job);
+  entry->parts = std::move(parts);
   for (int i = 0; i < kWindowsMax; ++i) {
-    const Window* none = nullptr;
+    Window* none = nullptr;
     if (windows[static_cast<size_t>(i)].compare_exchange_strong(none, entry.get())) {
       entry.release();  // the table owns it until the registration dies
       return std::unique_ptr<WindowRegistration>(new WindowRegistration(i));
@@ -145,22 +189,26 @@ std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> wi
   return std::unique_ptr<WindowRegistration>(new WindowRegistration(-1));
 }
 
-bool ExplainWrite(const void* address, int fd) {
-  const auto number = reinterpret_cast<uintptr_t>(address);
-  ++readers;
-  bool found = false;
-  for (const std::atomic<const Window*>& entry : windows) {
-    const Window* window = entry.load();
-    if (window == nullptr || number < window->begin || number >= window->end) continue;
-    Explain(*window, number, fd);
-    found = true;
-    break;
-  }
-  --readers;
-  return found;
+bool WindowRegistration::AllowWrites(int file) {
+  if (index_ < 0) return false;
+  Window& window = *windows[static_cast<size_t>(index_)].load();
+  const std::span bytes(reinterpret_cast<const std::byte*>(window.begin),
+                        window.end - window.begin);
+  window.own_pages = std::make_unique<internal::WrittenPages>(bytes, file);
+  window.pages = window.own_pages.get();
+  return true;
 }
 
-void InstallSegvExplainer() {
+internal::WrittenPages* WindowRegistration::written() const {
+  return index_ < 0 ? nullptr : windows[static_cast<size_t>(index_)].load()->pages.load();
+}
+
+bool ExplainWrite(const void* address, int fd) {
+  return UseWindowOf(address,
+                     [fd](const Window& window, uintptr_t number) { Explain(window, number, fd); });
+}
+
+void InstallSegvHandler() {
   static std::once_flag installed;
   std::call_once(installed, [] {
     struct sigaction action {};

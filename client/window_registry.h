@@ -1,4 +1,5 @@
-// Which parameter an address of a job's weights belongs to; can be asked from a signal handler.
+// What becomes of a write into a job's weights: the pages become the writer's own where that is allowed, else it is
+// explained which parameter was meant.
 //
 // A signal handler has no argument of ours, so this table and the handler are the process's own:
 // the one place of the client with global state.
@@ -11,12 +12,15 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
 #include "protocol/layout.h"
 
 namespace forebay::client {
 
-inline constexpr int kWindowsMax = 64;  // more are not explained
+namespace internal {
+class WrittenPages;
+}  // namespace internal
+
+inline constexpr int kWindowsMax = 1024;  // of more, a write ends the process without a word
 
 struct WindowPart {
   uint64_t begin_bytes = 0;  // into the window
@@ -37,6 +41,12 @@ class WindowRegistration {
   WindowRegistration& operator=(const WindowRegistration&) = delete;
   ~WindowRegistration();
 
+  // From now on what this process writes into the window is its own. `file`: the window is a shared mapping of it, from
+  // the first byte on; outlives the registration. False where the table was full. At most once.
+  bool AllowWrites(int file);
+  // Null before AllowWrites.
+  internal::WrittenPages* written() const;
+
  private:
   friend std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte>, std::string,
                                                             std::vector<WindowPart>);
@@ -53,8 +63,9 @@ std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> wi
 // false, and nothing written, where it lies in no window. Async-signal-safe.
 bool ExplainWrite(const void* address, int fd);
 
-// From now on a SIGSEGV within a window is explained on stderr before the handler that was there
-// runs (or the process dies, as it would have). A second call does nothing.
-void InstallSegvExplainer();
+// From now on a write into a window that allows it goes on in pages of this process's own. Any other SIGSEGV within a window
+// is explained on stderr before the handler that was there runs (or the process dies, as it would have). A second call does
+// nothing.
+void InstallSegvHandler();
 
 }  // namespace forebay::client

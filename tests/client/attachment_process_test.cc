@@ -193,7 +193,7 @@ TEST_F(AttachmentProcessDeathTest, AWriteIntoTheWeightsIsExplained) {
   EXPECT_DEATH(
       {
         const auto session = AttachFirst("job", 1);
-        InstallSegvExplainer();
+        InstallSegvHandler();
         auto* weights =
             reinterpret_cast<volatile char*>(const_cast<std::byte*>(session->weights().data()));
         *weights = 1;

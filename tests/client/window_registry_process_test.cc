@@ -87,8 +87,8 @@ TEST_F(WindowRegistryDeathTest, AWriteIsExplainedBeforeTheProcessDies) {
   auto* first = reinterpret_cast<volatile char*>(window_->bytes().data());
   EXPECT_DEATH(
       {
-        InstallSegvExplainer();
-        InstallSegvExplainer();
+        InstallSegvHandler();
+        InstallSegvHandler();
         *first = 1;
       },
       "parameter embed.weight, element 0 .group 0, embed.*");
@@ -101,7 +101,7 @@ TEST_F(WindowRegistryDeathTest, TheHandlerThatWasThereTakesOver) {
         struct sigaction before {};
         before.sa_handler = [](int) { ::_exit(7); };
         ::sigaction(SIGSEGV, &before, nullptr);
-        InstallSegvExplainer();
+        InstallSegvHandler();
         *first = 1;
       },
       ::testing::ExitedWithCode(7), "embed.weight");
@@ -115,7 +115,7 @@ TEST_F(WindowRegistryDeathTest, AFaultElsewhereSaysNothingOfOurs) {
         struct sigaction before {};
         before.sa_handler = [](int) { ::_exit(7); };
         ::sigaction(SIGSEGV, &before, nullptr);
-        InstallSegvExplainer();
+        InstallSegvHandler();
         *static_cast<volatile char*>(elsewhere) = 1;
       },
       ::testing::ExitedWithCode(7), "^$");

@@ -106,9 +106,11 @@ def attach(
         groups = _groups(plan, attachment)
         if attachment.writes_initial:
             _write_initial(plan, attachment, groups, request.timeout)
-        windows = _windows(plan, attachment, groups)
+        windows = windows_of(plan, attachment)
+        attachment.allow_weight_writes()
         _bind(plan, groups, windows, undo)
         engine = Engine(attachment, groups, request.timeout)
+        engine.world_size = request.world_size
         engine.node = Node(request.socket, request.job, request.rank)
         undo.guards = Guards(model, plan)
         undo.handles = install(engine, plan.hook_points) + drop_empty_gradients(plan.named)
@@ -644,11 +646,11 @@ def _write_initial(
     attachment.initial_done(timeout)
 
 
-def _windows(plan: Plan, attachment: Attachment, groups: Sequence[Group]) -> list[torch.Tensor]:
+def windows_of(plan: Plan, attachment: Attachment) -> list[torch.Tensor]:
     """One tensor per parameter, each with a storage of its own that starts and ends with it: saving
     one parameter saves no more than it."""
     windows = []
-    weights = [_from_dlpack(attachment.weights(group.number)) for group in groups]
+    weights = [_from_dlpack(attachment.weights(number)) for number in range(len(plan.group_names))]
     for parameter in plan.parameters:
         view = part_of(weights[parameter.group], parameter)
         windows.append(_from_dlpack(torch.utils.dlpack.to_dlpack(view)))  # type: ignore[attr-defined]

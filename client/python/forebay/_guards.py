@@ -166,6 +166,10 @@ class Guards:
     are_windows = True
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.put(model, plan)
+
+    def put(self, model: nn.Module, plan: Plan) -> None:
+        """Guards the model, at first or after remove()."""
         self._parameter_ids = [id(parameter.tensor) for parameter in plan.parameters]
         self._handles: list[RemovableHandle] = []
         self._modules: list[weakref.ref[nn.Module]] = []
@@ -200,6 +204,11 @@ class Guards:
             for key, tensor in module._parameters.items()
             if tensor is not None and id(tensor) in _owners
         ]
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What is or was guarded, while it lives."""
+        return self._model()
 
     def check_parameters(self) -> None:
         """Errors: E_UNSUPPORTED where a module has another parameter than was attached, which would

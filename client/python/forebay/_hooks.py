@@ -208,6 +208,7 @@ class WindowMember(Member):
     ) -> None:
         super().__init__(parameter, index, group)
         self.address = window.data_ptr()
+        self._kind = window.dtype, window.shape, window.device
 
     def check(self) -> None:
         if self.tensor.data_ptr() != self.address:
@@ -221,6 +222,17 @@ class WindowMember(Member):
         self.tensor.grad = None
         self.tensor.data = self.tensor.detach().clone()
 
+    def fits(self) -> bool:
+        """Whether the parameter is as it was attached, but for its values and their memory."""
+        return (self.tensor.dtype, self.tensor.shape, self.tensor.device) == self._kind
+
+    def bind(self, window: torch.Tensor) -> None:
+        """The parameter is a view of the daemon's memory again; other values than the daemon's are writes."""
+        values, self.tensor.data, self.address = self.tensor.data, window, window.data_ptr()
+        self.tensor.grad = None
+        if not torch.equal(values, window):
+            window.copy_(values)
+
 
 class Engine:
     """What the hooks share. One thread trains; autograd runs a CPU backward on the thread that
@@ -232,6 +244,7 @@ class Engine:
     def __init__(self, attachment: Attachment, groups: list[Group], timeout: float) -> None:
         self.attachment: Attachment | None = attachment
         self.groups, self.timeout, self.rank = groups, timeout, attachment.rank
+        self.world_size = 1  # ranks of the job
         self.activations: Activations | None = None  # where attach was given room for them
         self.clock = Clock()
         self.under_way: StepCall | None = None  # a step that was asked for and whose outcome is unknown

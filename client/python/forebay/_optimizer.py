@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from . import _writes
 from ._buffers import Buffers, users_part
-from ._hooks import UNBOUNDED, Backward, StepCall, profiled
+from ._hooks import UNBOUNDED, Backward, StepCall, WindowMember, install, profiled
 from ._progress import metrics_of
 from ._reader import parameter_named, read_states, state_names
 from ._state_dict import DaemonState, StateDicts
@@ -46,6 +47,7 @@ class Phase(enum.Enum):
     CONSTRUCTING = enum.auto()
     TRAINING = enum.auto()
     STEPPING = enum.auto()  # within step(), perhaps on another thread
+    RESTING = enum.auto()  # between rest() and resume()
     DETACHED = enum.auto()
 
 
@@ -86,7 +88,7 @@ class ForebayOptimizer(StateDicts):
         self._phase = Phase.CONSTRUCTING
         super().__init__(param_groups, defaults)
         self.state = DaemonState(self)  # type: ignore[assignment]
-        self._plan, self._engine, self._guards = plan, engine, guards
+        self._plan, self._engine, self._guards, self._handles = plan, engine, guards, handles
         self._rule = rule  # one of forebay.optimizers
         self._max_grad_norm = float(rule.max_grad_norm or 0.0)
         self._grad_norm: float | None = None
@@ -200,6 +202,8 @@ class ForebayOptimizer(StateDicts):
                 E_STEP         the step under way has other scalars (lr, ...) or extra_state.
                 E_EXTRA_STATE  extra_state has no room (extra_state_bytes of attach).
                 E_NOT_READY    a load of states did not end: load again.
+                and, shared, of writes into parameters since the step before (docs/calls.md): E_NONFINITE,
+                E_UNSUPPORTED, E_OPTION, where the parameters are as they were before the writes.
 
         >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
         >>> model(inputs).sum().backward()
@@ -215,6 +219,7 @@ class ForebayOptimizer(StateDicts):
             if self._engine.is_cleared(zeros=False):
                 self._engine.begin_attempt(attachment)
             self._engine.collect_assigned()
+        self._send_writes()
         began = time.monotonic_ns()
         before = self._engine.under_way
         call = self._step_call(attachment, extra_state)
@@ -259,6 +264,7 @@ class ForebayOptimizer(StateDicts):
             self._engine.clock.add("step", "", began)
         self._extra_state, self._pending_state = call.extra_state or None, None
         self._engine.clock.end_step()
+        _writes.refuse_within_step(self)
         loss, self._loss = self._loss, None
         return loss
 
@@ -300,6 +306,11 @@ class ForebayOptimizer(StateDicts):
                 stacklevel=2,
             )
         self._engine.begin_attempt(attachment)
+
+    def _send_writes(self, *, alone: bool = False) -> None:
+        engine = self._engine
+        if not alone or (engine.world_size == 1 and engine.under_way is None):
+            _writes.send(self)
 
     def _check_backward(self, attachment: Attachment) -> None:
         self._engine.check_reduced(attachment)
@@ -389,6 +400,7 @@ class ForebayOptimizer(StateDicts):
         """
         parameter = parameter_named(self._plan, name)
         engine = self._engine
+        self._send_writes(alone=True)
         return read_states(
             self._live(),
             parameter,
@@ -410,6 +422,7 @@ class ForebayOptimizer(StateDicts):
         """
         digest = hashlib.sha256()
         attachment = self._live()
+        self._send_writes(alone=True)
         for parameter in self._plan.named:
             digest.update(parameter.name.encode() + b"\0")
             _hash(digest, self._engine.values_of(parameter))
@@ -508,6 +521,47 @@ class ForebayOptimizer(StateDicts):
                 "forebay.attach(..., activation_bytes=2 << 30)",
             )
         return self._engine.activations.offload()
+
+    # ----------------------------------------------------------------------- a pause in training
+
+    def _rest(self) -> None:
+        """Makes the model a plain one until _resume(): it can be merged, converted, loaded. Its parameters are a copy
+        in this process's memory meanwhile; the session goes on. Shared attachment alone."""
+        if self._phase != Phase.TRAINING:
+            return
+        with torch.inference_mode(False):
+            for member in self._members:
+                member.make_private()
+        while self._handles:
+            self._handles.pop().remove()
+        self._guards.remove()
+        self._phase = Phase.RESTING
+
+    def _resume(self) -> None:
+        """After _rest(): the job goes on with the values that the model has now, on each rank the same.
+
+        Errors  E_UNSUPPORTED  a parameter was replaced or converted meanwhile.
+        """
+        if self._phase != Phase.RESTING:
+            return
+        from ._attach import windows_of
+
+        attachment, model = self._live(), self._guards.model
+        now = set() if model is None else {id(tensor) for tensor in model.parameters()}
+        members = [member for member in self._members if isinstance(member, WindowMember)]
+        for member in members:
+            if id(member.tensor) not in now or not member.fits():
+                raise unsupported(
+                    f"parameter {member.name} was replaced, or has another type, shape or device than at attach",
+                    "opt.detach(), then attach the model as another job",
+                )
+        assert model is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for member, window in zip(members, windows_of(self._plan, attachment)):
+                member.bind(window)
+        self._guards.put(model, self._plan)
+        self._handles += install(self._engine, self._plan.hook_points)
+        self._phase = Phase.TRAINING
 
     # ----------------------------------------------------------------------------------- the end
 

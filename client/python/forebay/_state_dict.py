@@ -208,13 +208,14 @@ class StateDicts(torch.optim.Optimizer):
         ...     opt.load_state(f"{folder}/optimizer.safetensors")
         """
         attachment = self._live()
+        self._send_writes()
 
         def write() -> None:
             self._refuse_half_loaded("save_state()")
             if self._engine.rank == 0 or self._engine.is_over_nodes:  # all bring what is on their nodes
                 _write_file(self, attachment, os.fsdecode(path))
 
-        _together(self, write, "save_state()")
+        together(self, write, "save_state()")
 
     def load_state(self, path: str | PathLike[str]) -> None:
         """As load_state_dict(), of a regular file of save_state(), which is read piece by piece, once to check
@@ -231,6 +232,10 @@ class StateDicts(torch.optim.Optimizer):
         """
         with ExitStack() as stack:
             _load(self, lambda: _Loaded(self, _read_file(self, os.fsdecode(path), stack)))
+
+    def _send_writes(self, *, alone: bool = False) -> None:
+        """Makes what this process has written into the parameters the job's: on every rank, or where it is alone."""
+        raise NotImplementedError
 
     def _refuse_half_loaded(self, call: str) -> None:
         """Errors: E_NOT_READY where a load of states did not end, in whichever process; what _live() raises."""
@@ -281,6 +286,7 @@ def _is_half_loaded(opt: StateDicts) -> bool:
 def _torch_state(opt: StateDicts, member: Member) -> dict[str, Any]:
     """As torch's optimizer has it. Before its first update the moments are 0: nothing is read."""
     opt._refuse_half_loaded("state_dict() and opt.state")
+    opt._send_writes(alone=True)
     attachment, parameter, timeout = opt._live(), _parameter(opt, member), opt._engine.timeout
     updates = _updates(opt, member)
     moments = _names(opt, attachment, parameter, master=False)
@@ -566,13 +572,14 @@ def _write(
 
 def _load(opt: StateDicts, make: Callable[[], _Loaded]) -> None:
     """Errors: of any rank, on all of them; before the first write, but for what the daemon meets."""
-    loaded = _together(opt, make, "load_state_dict()", lambda one: one.digest())
+    opt._send_writes()
+    loaded = together(opt, make, "load_state_dict()", lambda one: one.digest())
     engine = opt._engine
     if engine.mode == "shared":
         engine.release_all()  # of a forward whose backward has not come: a write waits for leases
-    with _without_interrupts():
+    with without_interrupts():
         opt._may_be_half_loaded = True
-        _together(opt, loaded.write, "load_state_dict()")
+        together(opt, loaded.write, "load_state_dict()")
         if engine.mode == "sharded":  # every rank has written its part
             loaded.end()
         opt._may_be_half_loaded = False
@@ -585,7 +592,7 @@ def _load(opt: StateDicts, make: Callable[[], _Loaded]) -> None:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """SIGINT that comes meanwhile comes at its end. Other threads than the main one get none."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is None or threading.current_thread() is not threading.main_thread():
@@ -604,12 +611,17 @@ def _without_interrupts() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- the ranks
 
 
-def _together(
-    opt: StateDicts, work: Callable[[], T], call: str, digest: Callable[[T], str] = lambda done: ""
+def together(
+    opt: StateDicts,
+    work: Callable[[], T],
+    call: str,
+    digest: Callable[[T], str] = lambda done: "",
+    differ: tuple[str, str] = ("pass different steps or parameter groups", "load the same on every rank"),
 ) -> T:
     """Calls work() on every rank of the job; what one of them raises all do.
 
     digest  Of what it returned: the same on every rank.
+    differ  What the ranks do where it is not, and a hint.
 
     Errors  E_TIMEOUT where a rank does not call it; E_OPTION where the digests differ.
     """
@@ -631,8 +643,8 @@ def _together(
         if text != reports[0]:
             raise usage_error(
                 "E_OPTION",
-                f"{call}: ranks 0 and {rank} pass different steps or parameter groups",
-                "load the same on every rank",
+                f"{call}: ranks 0 and {rank} {differ[0]}",
+                differ[1],
             )
     return done
 

@@ -313,7 +313,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
     options.nodes = {.world_ranks = world_ranks,
                      .all_gather = AllGatherBy(EndedObjects::Keep(ended, all_gather))};
   }
-  client::InstallSegvExplainer();
+  client::InstallSegvHandler();
   std::shared_ptr<gpu::Device> device = options.device;
   return {ValueOrThrow(WithoutGil([&] { return Attachment::Attach(std::move(options)); })),
           std::move(device), std::move(ended)};
@@ -365,6 +365,17 @@ View Weights(PyAttachment& self, uint32_t group) {
 
 View Window(PyAttachment& self) {
   return MakeView(self->weights(), DType::kUInt8, self->weights_owner());
+}
+
+View DaemonWindow(PyAttachment& self) {
+  const std::shared_ptr<const std::byte> bytes = ValueOrThrow(self->DaemonWeights());
+  return MakeView({bytes.get(), self->weights().size()}, DType::kUInt8, bytes);
+}
+
+std::vector<std::tuple<uint64_t, uint64_t>> WrittenWeights(PyAttachment& self) {
+  std::vector<std::tuple<uint64_t, uint64_t>> ranges;
+  for (const auto& [begin, end] : self->WrittenWeights()) ranges.emplace_back(begin, end);
+  return ranges;
 }
 
 std::vector<uint64_t> Locate(PyAttachment& self, const std::vector<uint32_t>& partitions,
@@ -622,6 +633,12 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("states", &States)
       .def("weights", &Weights, nb::arg("group"))
       .def("window", &Window)
+      .def("allow_weight_writes", [](PyAttachment& self) { Check(self->AllowWeightWrites()); })
+      .def_prop_ro("has_written_weights",
+                   [](PyAttachment& self) { return self->has_written_weights(); })
+      .def("written_weights", &WrittenWeights)
+      .def("daemon_window", &DaemonWindow)
+      .def("drop_written_weights", [](PyAttachment& self) { self->DropWrittenWeights(); })
       .def("locate", &Locate, nb::arg("partitions"), nb::arg("timeout") = kTimeout)
       .def("locate_ahead", &LocateAhead, nb::arg("partitions"), nb::arg("timeout") = kTimeout)
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),

@@ -155,6 +155,11 @@ class Attachment:
         if call:
             self.calls[call] += 1
 
+    has_written_weights = False  # its memory is the job's: no page becomes a rank's own
+
+    def allow_weight_writes(self):
+        pass
+
     def weights(self, group):
         return self.job.weights[group]
 

@@ -197,12 +197,13 @@ import torch, forebay
 from models import net
 model = net()
 opt = forebay.attach(model, forebay.AdamW())
-with torch.no_grad():
-    model.layers[1].up.weight.add_(1.0)
+reader = forebay.attach_reader(net())  # a rank's own writes go on (test_writes.py)
+window, theirs = (torch.from_dlpack(one.window()) for one in (opt._engine.attachment, reader._attachment))
+theirs[model.layers[1].up.weight.data_ptr() - window.data_ptr()] = 1
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == -11
     assert "layers.1.up.weight" in done.stderr, done.stderr
-    assert 'File "<string>", line 7 in <module>' in done.stderr, done.stderr
+    assert 'File "<string>", line 8 in <module>' in done.stderr, done.stderr

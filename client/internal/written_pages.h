@@ -1,0 +1,61 @@
+// Pages of a read-only window of shared memory that this process has written: they are its own then, at the same addresses.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace forebay::client::internal {
+
+// Into a window.
+struct WindowRange {
+  uint64_t begin_bytes = 0;
+  uint64_t end_bytes = 0;
+
+  bool operator==(const WindowRange&) const = default;
+};
+
+// The window is cut into chunks. A chunk is in one of three states:
+//
+//   shared   a read-only mapping of the shared file, in which others' writes show
+//   changing a thread that has met a fault there maps the file privately; other threads wait for it
+//   own      a private mapping of the file that can be written: the kernel copies each page at its first write
+//
+// Threads  MakeOwn: any, also in a signal handler. Ranges and GiveBack: while no other thread writes into the window.
+class WrittenPages {
+ public:
+  static constexpr uint64_t kChunkBytesMin = uint64_t{2} << 20;
+  // Two mappings a chunk at most: far below what the kernel allows a process (vm.max_map_count, 65530).
+  static constexpr uint64_t kChunksMax = uint64_t{1} << 13;
+
+  // `window` begins at a page, and is a mapping of `file`, which outlives this, from its first byte on.
+  WrittenPages(std::span<const std::byte> window, int file);
+
+  // Makes the chunk of an address within the window this process's own. False where the system gives no mapping.
+  // Async-signal-safe.
+  bool MakeOwn(uintptr_t address);
+
+  bool empty() const { return !has_own_; }
+  std::vector<WindowRange> Ranges() const;  // ascending; neighbours are joined
+
+  // What was written is lost: the window shows the file's bytes again.
+  void GiveBack();
+
+ private:
+  enum class Chunk : uint8_t { kShared, kChanging, kOwn };
+
+  bool Map(const WindowRange& range, int protection, int kind) const;
+
+  const uintptr_t begin_;
+  const uint64_t size_bytes_;
+  const uint64_t chunk_bytes_;
+  const uint64_t chunk_count_;
+  const int file_;
+  const std::unique_ptr<std::atomic<Chunk>[]> chunks_;
+  std::atomic<bool> has_own_{false};
+};
+
+}  // namespace forebay::client::internal
