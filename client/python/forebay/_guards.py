@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -158,6 +159,21 @@ class _Slot:
         return self._module() is not None and self.tensor() is None
 
 
+class _ParametrizationSlot(_Slot):
+    """The same within a parametrization (weight_norm), which remove_parametrizations() takes out of its module with its
+    parameters."""
+
+    def __init__(self, owner: nn.Module, module: nn.Module, key: str, name: str, tensor: torch.Tensor) -> None:
+        super().__init__(module, key, name, tensor)
+        self._owner = weakref.ref(owner)
+
+    def was_changed(self) -> bool:
+        owner = self._owner()
+        kept = () if owner is None else getattr(owner, "parametrizations", nn.ModuleDict()).values()
+        is_there = any(module is self._module() for module in kept)
+        return owner is not None and (not is_there or super().was_changed())
+
+
 class Guards:
     """The guards of one attached model; remove() takes every one of them away. Keeps nothing of it
     alive."""
@@ -184,26 +200,31 @@ class Guards:
         try:
             for parameter in plan.parameters:
                 _own(parameter)
+            owners = {
+                id(one): module
+                for module in model.modules()
+                if parametrize.is_parametrized(module)
+                for one in module.parametrizations.values()  # type: ignore[operator]
+            }
             for name, module in model.named_modules():
                 if any(id(tensor) in _owners for tensor in module.parameters()):
-                    self._guard(name, module)
+                    self._guard(name, module, owners.get(id(module)))
             held = {id(tensor) for tensor in model.parameters()}
             self._others = [weakref.ref(p.tensor) for p in plan.parameters if id(p.tensor) not in held]
         except BaseException:
             self.remove()
             raise
 
-    def _guard(self, name: str, module: nn.Module) -> None:
+    def _guard(self, name: str, module: nn.Module, owner: nn.Module | None) -> None:
         label = f"{type(module).__name__} {name}".rstrip()
         if self.refuses_load:
             self._handles.append(module._register_load_state_dict_pre_hook(LoadGuard(label)))  # type: ignore[no-untyped-call]
         module.__dict__["_apply"] = ApplyGuard(module, label)
         self._modules.append(weakref.ref(module))
-        self._slots += [
-            _Slot(module, key, f"{name}.{key}".lstrip("."), tensor)
-            for key, tensor in module._parameters.items()
-            if tensor is not None and id(tensor) in _owners
-        ]
+        for key, tensor in module._parameters.items():
+            if tensor is not None and id(tensor) in _owners:
+                place = module, key, f"{name}.{key}".lstrip("."), tensor
+                self._slots.append(_Slot(*place) if owner is None else _ParametrizationSlot(owner, *place))
 
     @property
     def model(self) -> nn.Module | None:

@@ -731,8 +731,8 @@ class ShardedGuards(Guards):
         self._engine = weakref.ref(engine)
         super().__init__(model, plan)
 
-    def _guard(self, name: str, module: nn.Module) -> None:
-        super()._guard(name, module)
+    def _guard(self, name: str, module: nn.Module, owner: nn.Module | None) -> None:
+        super()._guard(name, module, owner)
         self._handles.append(module._register_load_state_dict_pre_hook(AssignGuard(name or "the model")))  # type: ignore[no-untyped-call]
 
     def check_parameters(self) -> None:

@@ -15,7 +15,7 @@ from daemon_process import on_the_daemon
 from models import Net, assert_close, batch, loss_of, net, pair, train
 from test_two_ranks import attach, both
 from torch import nn
-from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils import parametrizations, parameters_to_vector, prune, vector_to_parameters
 
 pytestmark = on_the_daemon
 LR = 1e-2
@@ -303,11 +303,13 @@ def test_values_that_are_not_finite(node, dtype):
         lambda m: vector_to_parameters(parameters_to_vector(m.parameters()) * 0.5, m.parameters()),
         lambda m: prune.l1_unstructured(m.layers[0].up, "weight", 0.5),
         lambda m: m.half(),
+        lambda m: torch.nn.utils.parametrize.remove_parametrizations(m.layers[1].up, "weight"),
         lambda m: up(m).__setattr__("data", up(m).data.clone()),
     ],
 )
 def test_calls_that_replace_a_parameter_name_detach(node, replace):
     model = net()
+    parametrizations.weight_norm(model.layers[1].up)
     opt = forebay.attach(model, forebay.AdamW(lr=LR))
     with pytest.raises(forebay.ForebayError) as error:
         replace(model)
