@@ -231,6 +231,10 @@ class Guards:
         """What is or was guarded, while it lives."""
         return self._model()
 
+    def outside_ids(self) -> set[int]:
+        """Those of the attached parameters that no module of the model has."""
+        return {id(tensor) for one in self._others if (tensor := one()) is not None}
+
     def check_parameters(self) -> None:
         """Errors: E_UNSUPPORTED where a module has another parameter than was attached, which would
         train without the daemon, or not at all."""

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _writes
 from ._buffers import Buffers, users_part
-from ._hooks import UNBOUNDED, Backward, StepCall, WindowMember, install, profiled
+from ._hooks import UNBOUNDED, Backward, StepCall, WindowMember, drop_empty_gradients, install, profiled
 from ._progress import metrics_of
 from ._reader import parameter_named, read_states, state_names
 from ._state_dict import DaemonState, StateDicts
@@ -547,7 +547,7 @@ class ForebayOptimizer(StateDicts):
         from ._attach import windows_of
 
         attachment, model = self._live(), self._guards.model
-        now = set() if model is None else {id(tensor) for tensor in model.parameters()}
+        now = self._guards.outside_ids() | {id(tensor) for tensor in (model.parameters() if model is not None else ())}
         members = [member for member in self._members if isinstance(member, WindowMember)]
         for member in members:
             if id(member.tensor) not in now or not member.fits():
@@ -560,7 +560,7 @@ class ForebayOptimizer(StateDicts):
             for member, window in zip(members, windows_of(self._plan, attachment)):
                 member.bind(window)
         self._guards.put(model, self._plan)
-        self._handles += install(self._engine, self._plan.hook_points)
+        self._handles += install(self._engine, self._plan.hook_points) + drop_empty_gradients(self._plan.named)
         self._phase = Phase.TRAINING
 
     # ----------------------------------------------------------------------------------- the end

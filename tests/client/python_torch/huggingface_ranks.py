@@ -91,6 +91,20 @@ class Killer(transformers.TrainerCallback):
         setattr(self, event, die)
 
 
+class Merger(transformers.TrainerCallback):
+    """What hands the merged weights to a server now and then does in the middle of a training."""
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step % 5 == 0:
+            model.merge_adapter()
+            model.unmerge_adapter()
+
+
+def scale(model, factor):
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), factor)
+
+
 def arguments_of(folder, options):
     values = {
         "per_device_train_batch_size": 4,
@@ -118,6 +132,7 @@ def trainer(rank, attempt, folder, options):
     kill = options.get("kill")
     killers = [Killer(**kill)] if kill and attempt == 0 else []
     callbacks = killers if options.get("trainers", 1) == 1 else []
+    callbacks = callbacks + [Merger()] * options.get("merge_within", False)
     if "patience" in options:
         callbacks.append(transformers.EarlyStoppingCallback(options["patience"]))
     if options.get("by_hand"):
@@ -140,7 +155,9 @@ def trainer(rank, attempt, folder, options):
         data = {"train_dataset": Sentences(30, kind), "eval_dataset": Sentences(10, kind)}
         one = maker(model, one.args, callbacks=killers, **data, **own)
         outputs.append(one.train())
-    outputs += [one.train() for _ in range(options.get("calls", 1) - 1)]
+    for _ in range(options.get("calls", 1) - 1):
+        scale(model, options.get("scale", 1.0))
+        outputs.append(one.train())
     found = {
         "logged": [without_times(entry) for entry in one.state.log_history],
         "outputs": [[output.global_step, output.training_loss] for output in outputs],
@@ -150,7 +167,9 @@ def trainer(rank, attempt, folder, options):
     if not options.get("plain") and one.optimizer.optimizer._engine.attachment is not None:
         opt = one.optimizer.optimizer
         found |= {"sha256": opt.state_sha256(), "committed": opt.committed_step}
-    return found, model
+    if options.get("merge"):
+        model = model.merge_and_unload()
+    return found, model.to(getattr(torch, options["to"])) if "to" in options else model
 
 
 class Theirs(transformers.Trainer):

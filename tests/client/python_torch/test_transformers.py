@@ -4,6 +4,7 @@
 #         that has imported transformers (huggingface_ranks.py), on the real daemon.
 
 import pytest
+import torch
 from huggingface import (  # noqa: F401
     assert_same_numbers,
     assert_same_training,
@@ -140,6 +141,16 @@ def test_a_second_train_begins_a_schedule_on_the_same_weights(runs):  # noqa: F8
     ours = runs("trainer", calls=2)
     assert ours.ranks[0]["committed"] == sum(steps for steps, _ in ours.ranks[0]["outputs"])
     assert_is_as(ours, plain)
+
+
+def test_a_model_that_is_changed_between_two_calls_of_train(runs):  # noqa: F811
+    plain = runs("trainer", calls=2, scale=0.9, plain=True)
+    assert_is_as(runs("trainer", calls=2, scale=0.9), plain)
+
+
+def test_behind_train_a_model_can_be_converted(runs):  # noqa: F811
+    ours = runs("trainer", to="float16")
+    assert {values.dtype for values in ours.weights.values()} == {torch.float16}
 
 
 def test_optimizer_and_scheduler_of_the_script(runs):  # noqa: F811

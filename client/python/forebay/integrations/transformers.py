@@ -117,7 +117,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     forebay  Further arguments of forebay.attach: {"durability": "step", "job": "bert"}.
 
     The optimizer is that of the arguments (optim="adamw_torch" and its like, "adagrad", "sgd"), or what optimizers=
-    has: one of torch's, or of forebay.optimizers. The model is attached as training begins, and stays so.
+    has: one of torch's, or of forebay.optimizers. The model is attached while train() runs; behind it it is a plain one,
+    which can be merged, converted and saved. What the script has attached itself stays attached.
 
     Errors  E_UNSUPPORTED  what would train without the daemon, or on another training's state; names the call.
             E_BUSY         the job is another Trainer's of this process.
@@ -142,6 +143,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._claim = object()
         self._position: Position | None = None  # to go on from
         self._call, self._tries, self._epoch, self._updates = 0, 0, 0, 0
+        self._has_attached = False
         self._epoch_began = self._random_numbers = RandomNumbers.now()
         super().__init__(*args, **kwargs)
 
@@ -175,10 +177,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._is_prepared():
             if self.optimizer.optimizer._engine.attachment is None:
                 raise unsupported(
-                    "train() of a Trainer whose model was detached (load_best_model_at_end, or another Trainer has it): "
-                    "its states are those of other weights",
+                    "train() of a Trainer whose model was detached (another Trainer has it, or the script)",
                     "a new Trainer with the same model and arguments",
                 )
+            self.optimizer.optimizer._resume()
             return self.optimizer
         model = self.model if model is None else model
         buffers_bytes = Buffers(model).size_bytes()
@@ -197,9 +199,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             _release(model)
             opt = accelerate.attach(model, opt, **options)
             _attached.add(opt)
+            self._has_attached = True
         self._room_bytes = opt._extra_state_bytes - buffers_bytes
         self.optimizer = self.accelerator.prepare(opt)
         return self.optimizer
+
+    def _rest(self) -> None:
+        if self._has_attached and self._is_prepared():
+            self.optimizer.optimizer._rest()
 
     def _is_prepared(self) -> bool:
         return isinstance(getattr(self.optimizer, "optimizer", None), ForebayOptimizer)
@@ -272,14 +279,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As transformers.Trainer.train. Attaches the model, and goes on behind the step with which a killed run ended.
+        Behind it the model is a plain one, until train() is called again.
 
         Errors  E_UNSUPPORTED  a second model in one Trainer.
 
         >>> from forebay.integrations import transformers as ours
-        >>> arguments = transformers.TrainingArguments(folder, use_cpu=True)
-        >>> ours.Trainer(model, arguments, train_dataset=[]).train()
-        Traceback (most recent call last):
-        ValueError: num_samples should be a positive integer value, but got num_samples=0
+        >>> off = {"report_to": [], "disable_tqdm": True}
+        >>> arguments = transformers.TrainingArguments(folder, use_cpu=True, num_train_epochs=0, **off)
+        >>> trainer = ours.Trainer(model, arguments, train_dataset=[{"input": row} for row in inputs])
+        >>> trainer.remove_callback(transformers.PrinterCallback)
+        >>> trainer.train().global_step
+        0
+        >>> model = model.half()
         """
         if trial is not None or (self.model_init is not None and self._call > 0):
             raise unsupported(
@@ -288,7 +299,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 'one Trainer for each, with a job of its own: Trainer(..., forebay={"job": "second"})',
             )
         self._call, self._tries = self._call + 1, 0
-        return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+        finally:
+            self._rest()
 
     def _inner_training_loop(self, batch_size: int | None = None, args: Any = None, **loop: Any) -> Any:
         """train() calls it, and again with a smaller batch after a memory error (auto_find_batch_size)."""
@@ -437,8 +451,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         """The best model's weights are files; the job keeps those of the last step."""
-        if self._is_prepared():
+        if self._is_prepared() and not self._has_attached:
             self.optimizer.optimizer.detach()
+        self._rest()
         super()._load_best_model()
 
 
