@@ -6,8 +6,8 @@ Log lines (OUT/rank<R>.jsonl), all with "event" and "time" (seconds since the ep
   heldout        step, loss
   step           step, loss, tokens, began_ns, forward_done_ns, backward_done_ns, ended_ns
                  (CLOCK_MONOTONIC), step_s, rss_anon, rss_anon_peak (bytes); with Forebay also
-                 exposed_wait_s, rpc_calls, dram_used, swap_read_bytes, swap_written_bytes (the
-                 daemon's totals, a few seconds old; rank 0 only)
+                 exposed_wait_s (spent in Forebay's calls), rpc_calls, dram_used, swap_read_bytes,
+                 swap_written_bytes (the daemon's totals, a few seconds old; rank 0 only)
   timeline       step, intervals: [kind, group, began_ns, ended_ns]
   kill           step, rank, groups; of train_sharded.py gradients instead of groups
   reference      elements, mismatches

@@ -98,6 +98,8 @@ def test_the_items_about_speed_print_both_sides(unpacked):
     assert done.returncode == 0, done.stdout + done.stderr
     bare, ours = items["exposed time, small, 256 tokens"]["figures"]
     assert (bare["who"], ours["who"]) == ("compute", "forebay")
+    exposed = (ours["median_s"] - bare["median_s"]) / bare["median_s"]
+    assert f" takes {exposed:.0%} more than compute alone " in items["exposed time, small, 256 tokens"]["seen"]
     assert bare["params"] == ours["params"] and bare["tokens"] == ours["tokens"] == 256
     ours, theirs = items["beside FSDP2's offload, 256 tokens"]["figures"]
     assert theirs["who"] == "offload" and ours["tokens_per_s"] > 0

@@ -437,9 +437,9 @@ class ForebayOptimizer(StateDicts):
         return digest.hexdigest()
 
     def stats(self) -> dict[str, Any]:
-        """exposed_wait_s (wall time of the training thread inside our hooks and calls) and timeline
-        ((kind, group, began_ns, ended_ns) on CLOCK_MONOTONIC) since the last call; the client's
-        counters since attach.
+        """exposed_wait_s (seconds that the training thread spent in Forebay's calls, those of its hooks
+        among them, whether it waited there or worked) and timeline ((kind, group, began_ns, ended_ns)
+        on CLOCK_MONOTONIC) since the last call; the client's counters since attach.
 
         >>> opt = forebay.attach(model)
         >>> opt.step()
@@ -463,7 +463,7 @@ class ForebayOptimizer(StateDicts):
 
         forebay/step                    the committed step
         forebay/step_s                  wall time of the newest step, from the end of the one before
-        forebay/exposed_wait_s          of that, inside Forebay's hooks and calls
+        forebay/exposed_wait_s          of that, the seconds spent in Forebay's calls and hooks
         forebay/grad_norm               before clipping, with max_grad_norm
         forebay/activation_bytes        with activation_bytes of attach: kept by the daemon now
 
