@@ -11,13 +11,13 @@
 namespace forebay::tools {
 
 struct BenchOptions {
-  std::string what;               // one of BenchNames()
-  uint32_t samples = 0;           // per case; 0: the bench's own number
-  uint64_t params = 0;            // of the synthetic job; 0: the bench's own number
-  std::string swap_folder = ".";  // for the cases on swap
-  std::string runtime_folder;     // of the private daemon
-  std::string driver;             // copies: as dlopen(3) takes it; empty: NVIDIA's
-  std::string only;               // adam: the cases whose name contains this
+  std::string what;                          // one of BenchNames()
+  uint32_t samples = 0;                      // per case; 0: the bench's own number
+  uint64_t params = 0;                       // of the synthetic job; 0: the bench's own number
+  std::string swap_folder = ".";             // for the cases on swap
+  std::vector<std::string> runtime_folders;  // of the private daemon
+  std::string driver;                        // copies: as dlopen(3) takes it; empty: NVIDIA's
+  std::string only;                          // adam: the cases whose name contains this
   // step, update: "500MiB" or "500MiB,250MiB": bytes a second of swap at most, reads and writes together, of
   // as many paths; empty: one path and no limit. Bench() makes the numbers of it.
   std::string limit_rate;

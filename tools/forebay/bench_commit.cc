@@ -58,7 +58,7 @@ absl::StatusOr<Side> MakeSide(const BenchOptions& options, const std::string& dr
                       .params = params,
                       .group_elems = kGroupElems,
                       .durability = durability};
-  job.daemon.runtime_folder = options.runtime_folder;
+  job.daemon.runtime_folders = options.runtime_folders;
   job.daemon.dram = dram;
   job.daemon.swap_size =
       absl::StrCat(protocol::RoundUp(kSlotsAtStep * params * kBytes, 64 * kMiB) + 512 * kMiB);

@@ -169,7 +169,7 @@ absl::StatusOr<std::unique_ptr<BenchJob>> JobOnSwap(const BenchOptions& options,
                               .group_elems = std::min(kSwappedGroupElems, (params + 7) / 8),
                               .is_sharded = true,
                               .ranks = ranks};
-  job_options.daemon.runtime_folder = options.runtime_folder;
+  job_options.daemon.runtime_folders = options.runtime_folders;
   uint64_t dram_bytes = protocol::kGiB + 24 * params;
   {
     job_options.daemon.dram = absl::StrCat(dram_bytes);
@@ -238,7 +238,7 @@ absl::Status BenchFetch(const BenchOptions& options, const Report& report) {
   ASSIGN_OR_RETURN(const std::unique_ptr<EventFdEcho> echo, EventFdEcho::Create());
   const uint64_t params = options.params == 0 ? kParams : options.params;
   BenchJobOptions job_options{.params = params, .group_elems = (params + 3) / 4};
-  job_options.daemon.runtime_folder = options.runtime_folder;
+  job_options.daemon.runtime_folders = options.runtime_folders;
   job_options.daemon.dram = "1GiB";
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
   Trips fetches;

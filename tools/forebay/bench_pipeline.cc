@@ -150,7 +150,7 @@ class Rank {
 
 absl::Status BenchPipeline(const BenchOptions& options, const Report& report) {
   PrivateDaemonOptions daemon;
-  daemon.runtime_folder = options.runtime_folder;
+  daemon.runtime_folders = options.runtime_folders;
   daemon.dram = "256MiB";
   ASSIGN_OR_RETURN(const std::unique_ptr<Rank> rank,
                    Rank::Create(daemon, options.params == 0 ? kParams : options.params));

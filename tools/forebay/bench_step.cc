@@ -107,7 +107,7 @@ BenchJobOptions JobOptions(const BenchOptions& options, uint64_t dram_bytes) {
   const uint64_t params = options.params == 0 ? kParams : options.params;
   BenchJobOptions job{
       .params = params, .group_elems = (params + kGroups - 1) / kGroups, .is_sharded = true};
-  job.daemon.runtime_folder = options.runtime_folder;
+  job.daemon.runtime_folders = options.runtime_folders;
   job.daemon.dram = absl::StrCat(dram_bytes);
   return job;
 }

@@ -134,7 +134,7 @@ BenchJobOptions JobOptions(const CaseOptions& options, Format format, uint64_t d
   BenchJobOptions job{.format = format,
                       .params = options.params,
                       .group_elems = std::min(kGroupElems, (options.params + 3) / 4)};
-  job.daemon.runtime_folder = options.bench.runtime_folder;
+  job.daemon.runtime_folders = options.bench.runtime_folders;
   job.daemon.dram = absl::StrCat(dram_bytes);
   return job;
 }

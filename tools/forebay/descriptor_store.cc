@@ -84,7 +84,7 @@ absl::StatusOr<DescriptorStore> DescriptorStore::Create(const std::string& socke
   address.sun_family = AF_UNIX;
   if (socket_path.size() >= sizeof(address.sun_path)) {
     return MakeError(ErrorId::kOption, absl::StrCat("socket path is too long: ", socket_path),
-                     "set XDG_RUNTIME_DIR to a shorter path");
+                     "set XDG_RUNTIME_DIR or TMPDIR to a shorter path");
   }
   std::memcpy(address.sun_path, socket_path.c_str(), socket_path.size());
   UniqueFd socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));

@@ -370,15 +370,15 @@ std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
 }
 
 struct Environment {
-  std::string runtime_folder;          // XDG_RUNTIME_DIR
-  std::string cpu_target;              // FOREBAY_CPU_TARGET
-  std::vector<std::string> variables;  // all of them
+  std::vector<std::string> runtime_folders;  // XDG_RUNTIME_DIR, TMPDIR
+  std::string cpu_target;                    // FOREBAY_CPU_TARGET
+  std::vector<std::string> variables;        // all of them
 };
 
 int Main(std::vector<std::string> words, const Environment& environment) {
   Arguments arguments;
-  arguments.run.daemon.runtime_folder = environment.runtime_folder;
-  arguments.bench.runtime_folder = environment.runtime_folder;
+  arguments.run.daemon.runtime_folders = environment.runtime_folders;
+  arguments.bench.runtime_folders = environment.runtime_folders;
   arguments.run.command = ParseRunCommand(words);
   arguments.launch.command = arguments.run.command;
   arguments.launch.environment = environment.variables;
@@ -526,9 +526,10 @@ int main(int argc, char** argv) {
     const char* const value = std::getenv(name);
     return std::string(value == nullptr ? "" : value);
   };
-  forebay::tools::Environment environment{.runtime_folder = variable("XDG_RUNTIME_DIR"),
-                                          .cpu_target = variable("FOREBAY_CPU_TARGET"),
-                                          .variables = {}};
+  forebay::tools::Environment environment{
+      .runtime_folders = {variable("XDG_RUNTIME_DIR"), variable("TMPDIR")},
+      .cpu_target = variable("FOREBAY_CPU_TARGET"),
+      .variables = {}};
   for (char** entry = environ; *entry != nullptr; ++entry) environment.variables.push_back(*entry);
   return forebay::tools::Main(std::move(words), environment);
 }

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/un.h>
 
 #include <algorithm>
 #include <array>
@@ -25,6 +26,10 @@ using Clock = std::chrono::steady_clock;
 // Populating hundreds of GiB of staging takes a while
 constexpr std::chrono::seconds kReadyLimit(60);
 constexpr std::chrono::seconds kStopLimit(10);
+constexpr char kSocketName[] = "forebay.sock";
+// The path of the socket ends with a zero byte.
+constexpr size_t kRuntimeFolderBytesMax =
+    sizeof(sockaddr_un::sun_path) - sizeof("/forebay-run-XXXXXX") - sizeof(kSocketName);
 
 // How many descriptors of a daemon are kept, of five a job, two a rank and one for staging slots: no more than this
 // process may have, and a child that gets them has each twice for a moment.
@@ -36,12 +41,39 @@ uint32_t StoreCapacity() {
   return static_cast<uint32_t>(std::min((limit.rlim_cur - kOthers) / 2, kCapacityMax));
 }
 
-absl::StatusOr<PrivateFolder> RuntimeFolder(const std::string& wanted) {
-  if (!wanted.empty()) {
-    absl::StatusOr<PrivateFolder> folder = PrivateFolder::Create(wanted);
-    if (folder.ok()) return folder;
+// The private folder and the socket in it that the daemon's messages come to.
+struct Runtime {
+  PrivateFolder folder;
+  DescriptorStore store;
+};
+
+absl::StatusOr<Runtime> MakeRuntimeIn(const std::string& parent, uint32_t store_capacity) {
+  if (parent.size() > kRuntimeFolderBytesMax) {
+    return MakeError(ErrorId::kOption, absl::StrCat(parent, " has ", parent.size(), " bytes"));
   }
-  return PrivateFolder::Create("/tmp");
+  ASSIGN_OR_RETURN(PrivateFolder folder, PrivateFolder::Create(parent));
+  ASSIGN_OR_RETURN(DescriptorStore store,
+                   DescriptorStore::Create((folder.path() / "notify").string(), store_capacity));
+  return Runtime{.folder = std::move(folder), .store = std::move(store)};
+}
+
+// In the first of the folders that takes it, or in /tmp.
+absl::StatusOr<Runtime> MakeRuntime(std::vector<std::string> parents, uint32_t store_capacity) {
+  parents.push_back("/tmp");
+  std::vector<std::string> refused;
+  for (const std::string& parent : parents) {
+    if (parent.empty()) continue;
+    std::error_code ignored;
+    auto made = MakeRuntimeIn(fs::absolute(parent, ignored).string(), store_capacity);
+    if (made.ok()) return made;
+    refused.emplace_back(made.status().message());
+  }
+  return MakeError(
+      ErrorId::kOption,
+      absl::StrCat("no folder for the daemon's socket: ", absl::StrJoin(refused, "; ")),
+      absl::StrCat("set XDG_RUNTIME_DIR or TMPDIR to a folder that you may write, on a file system "
+                   "that takes sockets, with a path of at most ",
+                   kRuntimeFolderBytesMax, " bytes"));
 }
 
 }  // namespace
@@ -80,7 +112,7 @@ absl::StatusOr<std::string> DaemonPath() {
 
 PrivateDaemon::PrivateDaemon(PrivateFolder folder, DescriptorStore store)
     : folder_(std::move(folder)), store_(std::move(store)) {
-  socket_ = (folder_.path() / "forebay.sock").string();
+  socket_ = (folder_.path() / kSocketName).string();
 }
 
 PrivateDaemon::~PrivateDaemon() { Stop(); }
@@ -112,13 +144,12 @@ absl::Status PrivateDaemon::MakeSwapFolders(const PrivateDaemonOptions& options)
 absl::StatusOr<std::unique_ptr<PrivateDaemon>> PrivateDaemon::Start(
     const PrivateDaemonOptions& options, std::span<const int> abort_fds) {
   ASSIGN_OR_RETURN(const std::string program, DaemonPath());
-  ASSIGN_OR_RETURN(PrivateFolder folder, RuntimeFolder(options.runtime_folder));
-  if (options.folder_made) options.folder_made(folder.path());
-  ASSIGN_OR_RETURN(DescriptorStore store,
-                   DescriptorStore::Create((folder.path() / "notify").string(),
-                                           options.can_start_again ? StoreCapacity() : 0));
+  ASSIGN_OR_RETURN(Runtime made, MakeRuntime(options.runtime_folders,
+                                             options.can_start_again ? StoreCapacity() : 0));
+  if (options.folder_made) options.folder_made(made.folder.path());
   // The constructor is private: make_unique cannot reach it.
-  std::unique_ptr<PrivateDaemon> daemon(new PrivateDaemon(std::move(folder), std::move(store)));
+  std::unique_ptr<PrivateDaemon> daemon(
+      new PrivateDaemon(std::move(made.folder), std::move(made.store)));
   RETURN_IF_ERROR(daemon->MakeSwapFolders(options));
   daemon->SetCommand(program, options);
   RETURN_IF_ERROR(daemon->Launch());

@@ -32,8 +32,8 @@ std::string QuotedPath(std::string_view path);
 std::string SwapPathsSetting(const std::vector<std::string>& paths);
 
 struct PrivateDaemonOptions {
-  // Where the private folder goes: XDG_RUNTIME_DIR; empty or unusable: /tmp.
-  std::string runtime_folder;
+  // The private folder goes into the first of these that takes it, or into /tmp. Empty ones are skipped.
+  std::vector<std::string> runtime_folders;
   std::string dram;  // "2GiB"; empty: what `config` says
   // Directories (a private one is made inside each) or block devices.
   std::vector<std::string> swap;
@@ -57,7 +57,7 @@ class PrivateDaemon {
   // Starts the forebayd in this program's folder and returns once it accepts clients. Its
   // messages go to stderr. It is killed when the calling thread dies.
   //
-  // Errors  E_OPTION, E_SWAP_PATH  a folder or the program is missing.
+  // Errors  E_OPTION, E_SWAP_PATH  no folder can be made, or the program is missing.
   //         E_NO_DAEMON            it ended before it was ready; it has said why.
   //         E_TIMEOUT              it was not ready within a minute.
   //         E_INTERRUPTED          one of `abort_fds` became readable.
