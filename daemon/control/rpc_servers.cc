@@ -318,7 +318,7 @@ class SessionServer final : public schema::Session::Server {
     return MakeError(ErrorId::kNotReady, "this session has no such descriptor");
   }
 
-  void Count() { ++handle_->context.rpc_calls[handle_->job]; }
+  void Count() { ++*handle_->rpc_calls; }
 
   std::shared_ptr<SessionHandle> handle_;
   kj::ForkedPromise<void> closed_ = nullptr;
@@ -338,7 +338,7 @@ class AdminServer final : public schema::Admin::Server {
                [](Executor& executor, auto answer) mutable { answer(executor.Snapshot()); })
         .then([this, context](kj::Own<NodeSnapshot> snapshot) mutable {
           FillStatus(*snapshot, connection_->viewer, connection_->context->served_at,
-                     connection_->context->rpc_calls, context.getResults().initStatus());
+                     context.getResults().initStatus());
         });
   }
 
@@ -597,9 +597,9 @@ class NodeServer final : public schema::Node::Server {
     auto results = context.getResults();
     SetOutcome(result.answer.status, results.initOutcome());
     if (!result.answer.status.ok()) return;
-    handle->job = result.answer.job;
     handle->fds = std::move(result.fds);
-    ++handle->context.rpc_calls[handle->job];
+    handle->rpc_calls = std::move(result.rpc_calls);
+    ++*handle->rpc_calls;
     FillReply(result.answer, handle->id(), results.initReply());
     auto server = kj::heap<SessionServer>(std::move(handle));
     server->SetClosed(kj::mv(when_closed));

@@ -5,6 +5,7 @@
 #include <kj/async.h>
 #include <kj/memory.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -53,8 +54,7 @@ struct ControlContext {
   SessionId next_session = 1;
   uint64_t next_scrub = 1;
   uint64_t next_exchange = 1;
-  uint32_t sessions = 0;                     // whose end the loop has not confirmed
-  std::map<JobId, uint64_t> rpc_calls = {};  // of sessions, by job
+  uint32_t sessions = 0;  // whose end the loop has not confirmed
   std::map<uint64_t, std::unique_ptr<Waiter>> waiters = {};
   uint64_t next_waiter = 1;
 
@@ -124,8 +124,8 @@ class SessionHandle {
   kj::Maybe<schema::Descriptor::Client> Descriptor(schema::Session::Kind kind);
   void LetGo();  // of all descriptors
 
-  JobId job = 0;
   SessionFds fds;
+  std::shared_ptr<std::atomic<uint64_t>> rpc_calls;  // of its job, from the answer to attach on
 
  private:
   SessionId id_;

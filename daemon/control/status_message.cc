@@ -139,6 +139,7 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setDroppedUpdates(view.dropped_updates);
   job.setLastStepEarlyUpdates(view.last_step_early_updates);
   job.setLastStepSeconds(snapshot.last_step_seconds);
+  job.setRpcCalls(snapshot.rpc_calls);
   job.setLastDecisionSeconds(snapshot.last_decision_seconds);
   if (!view.swap_wait.ok()) job.setSwapWait(protocol::FormatError(view.swap_wait).c_str());
   job.setMadeBytes(snapshot.made_bytes);
@@ -165,7 +166,7 @@ void FillInfo(const std::string& identity, schema::NodeInfo::Builder info) {
 }
 
 void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const ServedAt& served_at,
-                const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status) {
+                schema::NodeStatus::Builder status) {
   FillInfo(served_at.identity, status.initInfo());
   status.setUptimeSeconds(snapshot.uptime_seconds);
   FillMemory(snapshot, viewer, status.initMemory());
@@ -181,8 +182,6 @@ void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const Served
   size_t names_bytes = 0;
   for (unsigned i = 0; i < jobs.size(); ++i) {
     FillJob(*shown[i], viewer, jobs[i]);
-    const auto calls = rpc_calls.find(shown[i]->view.id);
-    jobs[i].setRpcCalls(calls == rpc_calls.end() ? 0 : calls->second);
     const auto& names = shown[i]->view.layout->spec().group_names;
     for (const std::string& name : names) names_bytes += name.size() + 16;
     if (names_bytes > kGroupNamesBytesMax) continue;

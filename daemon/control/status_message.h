@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -25,7 +24,7 @@ struct Viewer {
 
 // Group names are left out of a message that would become too long (256 KiB).
 void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const ServedAt& served_at,
-                const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status);
+                schema::NodeStatus::Builder status);
 
 void FillTrace(const std::vector<ShownEvent>& events, capnp::List<schema::TraceEvent>::Builder out);
 

@@ -54,6 +54,8 @@ const char* Name(ArenaKind kind) {
 }
 
 void ArenaRegistry::Register(ArenaOwner owner, const Arena& arena) {
+  // Here, because nobody may ever ask for the totals: there are no more than were alive at the last call, and this one.
+  entries_.remove_if([](const Entry& entry) { return entry.arena.expired(); });
   entries_.push_back({.owner = std::move(owner), .arena = arena});
 }
 
@@ -91,7 +93,6 @@ uint64_t ArenaRegistry::UsedBytes(uint64_t private_bytes) const {
 void ArenaRegistry::UpdatePeak() { peak_bytes_ = std::max(peak_bytes_, UsedBytes(PrivateBytes())); }
 
 MemoryTotals ArenaRegistry::Totals() {
-  entries_.remove_if([](const Entry& entry) { return entry.arena.expired(); });
   MemoryTotals totals;
   totals.private_bytes = PrivateBytes();
   totals.used_bytes = UsedBytes(totals.private_bytes);

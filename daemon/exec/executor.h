@@ -1,6 +1,7 @@
 // Runs the state machine: turns calls and outcomes into events, and actions into work.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -39,10 +40,11 @@
 
 namespace forebay::daemon {
 
-// What attach brings back; `fds` only where answer.status is OK.
+// What attach brings back; `fds` and `rpc_calls` only if answer.status is OK.
 struct AttachResult {
   AnswerAttach answer;
   SessionFds fds;
+  std::shared_ptr<std::atomic<uint64_t>> rpc_calls = {};  // of the job's sessions
 };
 
 // Called on the loop thread, each exactly once where it is called at all.

@@ -213,6 +213,7 @@ void Executor::Run(AnswerAttach& action) {
     auto fds = FdsFor(session, result.answer);
     if (fds.ok()) {
       result.fds = *std::move(fds);
+      result.rpc_calls = jobs_.at(session.job_id).rpc_calls;
     } else {
       result.answer.status = fds.status();
       if (is_back) {

@@ -71,6 +71,8 @@ struct JobMemory {
   uint64_t making_bytes = 0;
   uint64_t next_log_ns = 0;
   Timeline timeline;
+  // Control-plane calls of its sessions, which the control thread counts.
+  std::shared_ptr<std::atomic<uint64_t>> rpc_calls = std::make_shared<std::atomic<uint64_t>>(0);
 };
 
 // Threads  The loop thread. Arenas are made and freed on the pool that may block.

@@ -37,6 +37,7 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
     if (memory == nullptr) continue;
     job.last_step_seconds = memory->timeline.newest_seconds();
     job.last_decision_seconds = memory->timeline.newest_decision_seconds();
+    job.rpc_calls = *memory->rpc_calls;
     const auto zeroing = from.swap == nullptr ? std::nullopt : from.swap->Zeroing(job.view.id);
     const bool is_restoring = job.view.restored_bytes < job.view.to_restore_bytes;
     if (!memory->is_making && !zeroing && !is_restoring) continue;

@@ -36,6 +36,7 @@ struct JobSnapshot {
   JobView view;
   double last_step_seconds = 0;
   double last_decision_seconds = 0;
+  uint64_t rpc_calls = 0;
   // While its arenas and swap slots are made: so much of them. Both 0 afterwards.
   uint64_t made_bytes = 0;
   uint64_t making_bytes = 0;
