@@ -50,6 +50,9 @@ struct AttachRequested {
   // since a process has attached in its place.
   uint64_t grad_arena_inode = 0;
   bool is_left_behind = false;
+  // Another process of the same launch that has a session of this rank, and runs: its number. 0: there is none, or nobody
+  // can say.
+  int32_t rival_pid = 0;
   // That it had then, of a job with weights on swap.
   std::vector<uint64_t> held_leases = {};
   // Tag of the newest command that it has sent: one that is not newer is sent again.

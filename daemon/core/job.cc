@@ -215,7 +215,8 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
   }
   status = members_.CheckRun(request, step_.committed_step(),
                              initial_.ready() ? Membership::Ready::kYes : Membership::Ready::kNo);
-  return status.ok() && request.reattach ? CheckReattach(request) : status;
+  if (!status.ok()) return status;
+  return request.reattach ? CheckReattach(request) : members_.CheckRival(request);
 }
 
 void Job::Attach(const AttachRequested& request) {

@@ -124,6 +124,26 @@ absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t commi
   return JobExistsError(spec_.name, committed_step, run_);
 }
 
+absl::Status Membership::CheckRival(const AttachRequested& request) const {
+  if (request.reader || request.reattach || request.rival_pid == 0) return absl::OkStatus();
+  const auto trains = [&](const auto& entry) {
+    const Session& session = entry.second;
+    return session.IsOf(request.rank) && session.state != Session::State::kEnded &&
+           session.fence.ok() && !session.is_away;
+  };
+  if (std::none_of(sessions_.begin(), sessions_.end(), trains)) return absl::OkStatus();
+  const uint32_t rank = spec_.layout->WorldRank(request.rank);
+  return MakeError(ErrorId::kRank,
+                   absl::StrCat("process ", request.rival_pid, " of the same launch trains rank ",
+                                rank, " of job ", spec_.name, "; this process wants rank ", rank,
+                                " of ", request.world_size, " too"),
+                   absl::StrCat("give each process a rank of its own: init_process_group() before "
+                                "attach, RANK and WORLD_SIZE, or "
+                                "rank= and world_size= of attach; for a training of its own "
+                                "another job name. To replace process ",
+                                request.rival_pid, ", end it first"));
+}
+
 void Membership::Add(const AttachRequested& request) {
   if (!request.reader) run_ = request.run;
   if (!request.reader && !request.reattach) {

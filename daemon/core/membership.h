@@ -58,6 +58,11 @@ class Membership {
   // Errors  E_BUSY        processes of another run are attached.
   //         E_JOB_EXISTS  another run has trained the job, and this one does not ask to resume it.
   absl::Status CheckRun(const AttachRequested& request, uint64_t committed_step, Ready ready) const;
+  // Whether the client may have the rank that it asks for. A rank's session is replaced unless another process of the
+  // same launch trains with it: that one runs and no fence concerns it.
+  //
+  // Errors  E_RANK  both processes were taken for this rank.
+  absl::Status CheckRival(const AttachRequested& request) const;
   // The request's run becomes the job's.
   void Add(const AttachRequested& request);
   void OnMapped(SessionId id);

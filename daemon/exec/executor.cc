@@ -11,6 +11,7 @@
 #include "daemon/exec/path_wear.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/pidfd.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/trace.h"
 #include "spdlog/spdlog.h"
@@ -41,6 +42,14 @@ TimedSubject SubjectOf(BlockPart part) {
 
 absl::Status SessionOver() {
   return MakeError(ErrorId::kFenced, "the session is over", "attach again");
+}
+
+// Whether one launcher has started both. Process 1 adopts the processes of many launches, and 0 stands for a process of
+// another pid namespace.
+bool IsSameLaunch(const protocol::ProcessInfo& one, const protocol::ProcessInfo& other) {
+  constexpr pid_t kInit = 1;
+  return (one.parent == other.parent && one.parent > kInit) ||
+         (one.group == other.group && one.group != 0);
 }
 
 }  // namespace
@@ -127,8 +136,22 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
     if (sessions_.contains(before)) return Reconnect(before, std::move(session));
   }
   request.is_left_behind = IsLeftBehind(session);
+  request.rival_pid = RivalOf(session);
   FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
   Raise(std::move(request));
+}
+
+int32_t Executor::RivalOf(const Session& session) const {
+  if (session.request.reader) return 0;
+  const Session* newest = nullptr;  // older sessions of the rank have ended
+  for (const auto& [id, other] : sessions_) {
+    if (other.IsOf(session.job, session.request.rank)) newest = &other;
+  }
+  if (newest == nullptr || !newest->process.valid() || !session.process.valid()) return 0;
+  const auto own = protocol::ReadProcess(session.process.get());
+  const auto rival = protocol::ReadProcess(newest->process.get());
+  const bool is_rival = own && rival && own->pid != rival->pid && rival->is_running;
+  return is_rival && IsSameLaunch(*own, *rival) ? rival->pid : 0;
 }
 
 absl::Status Executor::Mapped(SessionId number) {

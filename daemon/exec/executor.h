@@ -175,6 +175,8 @@ class Executor {
     }
   };
 
+  // AttachRequested::rival_pid of a session that is about to attach.
+  int32_t RivalOf(const Session& session) const;
   static int32_t RankOf(const AttachRequested& request) {  // -1: a reader
     return request.reader ? -1 : static_cast<int32_t>(request.rank);
   }

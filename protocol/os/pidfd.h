@@ -3,6 +3,8 @@
 
 #include <sys/types.h>
 
+#include <optional>
+
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::protocol {
@@ -22,5 +24,19 @@ enum class PeerPidfdSource { kKernel, kPidOnly };
 //
 // Source  unix(7), SO_PEERPIDFD.
 UniqueFd PeerPidfd(int socket, pid_t pid, PeerPidfdSource source = PeerPidfdSource::kKernel);
+
+// A process as /proc shows it.
+struct ProcessInfo {
+  pid_t pid = 0;
+  pid_t parent = 0;
+  pid_t group = 0;
+  bool is_running = false;  // neither stopped (SIGSTOP, a debugger) nor about to end
+};
+
+// The process that `pidfd` stands for. Nothing if the process has ended, belongs to another pid namespace, or is not
+// shown by /proc.
+//
+// Source  proc_pid_fdinfo(5), proc_pid_stat(5).
+std::optional<ProcessInfo> ReadProcess(int pidfd);
 
 }  // namespace forebay::protocol

@@ -93,6 +93,32 @@ TEST_F(NodeStateAttach, AnotherRunNeverEvictsALiveSession) {
   EXPECT_TRUE(node_.is_closed(live));
 }
 
+TEST_F(NodeStateAttach, AProcessOfTheSameLaunchDoesNotTakeARankThatIsTrained) {
+  AttachBoth();
+  const absl::Status refused = StatusOf(node_.Attach(layout_, {.rank = 1, .rival_pid = 4711}));
+  EXPECT_THAT(refused, HasError(ErrorId::kRank));
+  EXPECT_THAT(
+      std::string(refused.message()),
+      AllOf(HasSubstr("process 4711"), HasSubstr("rank 1 of job job"), HasSubstr("rank 1 of 2")));
+  EXPECT_THAT(protocol::HintOf(refused),
+              AllOf(HasSubstr("init_process_group()"), HasSubstr("end it first")));
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(second_, 0)), ErrorId::kNone) << "it has noticed nothing";
+
+  // A rank is lost: the other session is fenced, and whoever attaches first has its rank.
+  node_.End(first_, EndCause::kLost);
+  const uint64_t again = node_.Attach(layout_, {.rank = 1, .rival_pid = 4711});
+  EXPECT_TRUE(StatusOf(again).ok());
+  EXPECT_TRUE(node_.is_closed(second_));
+}
+
+TEST_F(NodeStateAttach, ASessionThatHasEndedOrHasNoRankIsNoRival) {
+  AttachBoth();
+  EXPECT_TRUE(StatusOf(node_.Attach(layout_, {.reader = true, .rival_pid = 4711})).ok());
+  node_.End(second_, EndCause::kDetached);
+  node_.RunTasks();
+  EXPECT_TRUE(StatusOf(node_.Attach(layout_, {.rank = 1, .rival_pid = 4711})).ok());
+}
+
 TEST_F(NodeStateAttach, ARunTokenIsShortAndPrintable) {
   for (const std::string& run : {std::string(201, 'x'), std::string("a b"), std::string("a\n")}) {
     EXPECT_THAT(StatusOf(node_.Attach(layout_, {.run = run})), HasError(ErrorId::kOption));

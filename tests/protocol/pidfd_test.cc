@@ -1,6 +1,8 @@
 // Goal    The descriptor of a peer stands for the process that connected, never for another that got
-//         its number: where that process has ended there is none.
-// Method  A child connects and ends, with the kernel's own descriptor and with the number alone.
+//         its number: where that process has ended there is none. A descriptor finds what /proc shows
+//         of its process.
+// Method  A child connects and ends, with the kernel's own descriptor and with the number alone. A
+//         child is stopped, goes on, and is killed.
 
 #include "protocol/os/pidfd.h"
 
@@ -10,6 +12,8 @@
 #include <unistd.h>
 
 #include <array>
+#include <csignal>
+#include <optional>
 
 #include "gtest/gtest.h"
 
@@ -53,6 +57,68 @@ INSTANTIATE_TEST_SUITE_P(Both, Peer,
                          [](const ::testing::TestParamInfo<PeerPidfdSource>& one) {
                            return one.param == PeerPidfdSource::kKernel ? "Kernel" : "PidOnly";
                          });
+
+// A child that waits for a signal, in a process group of its own.
+class ShownProcess : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    child_ = ::fork();
+    ASSERT_GE(child_, 0);
+    if (child_ == 0) {
+      for (;;) ::pause();
+    }
+    ASSERT_EQ(::setpgid(child_, child_), 0);
+    pidfd_ = OpenPidfd(child_);
+    ASSERT_TRUE(pidfd_.valid());
+  }
+  void TearDown() override {
+    if (child_ <= 0) return;
+    ::kill(child_, SIGKILL);
+    ::waitpid(child_, nullptr, 0);
+  }
+  // Sends a signal and waits until the kernel reports what it has done.
+  void Signal(int number, int event) const {
+    ASSERT_EQ(::kill(child_, number), 0);
+    siginfo_t info{};
+    ASSERT_EQ(::waitid(P_PID, static_cast<id_t>(child_), &info, event | WNOWAIT), 0);
+  }
+
+  pid_t child_ = 0;
+  UniqueFd pidfd_;
+};
+
+TEST_F(ShownProcess, HasItsNumberItsParentAndItsGroup) {
+  const std::optional<ProcessInfo> info = ReadProcess(pidfd_.get());
+  ASSERT_TRUE(info.has_value());
+  EXPECT_EQ(info->pid, child_);
+  EXPECT_EQ(info->parent, ::getpid());
+  EXPECT_EQ(info->group, child_);
+  EXPECT_TRUE(info->is_running);
+}
+
+TEST_F(ShownProcess, DoesNotRunWhileItIsStopped) {
+  Signal(SIGSTOP, WSTOPPED);
+  const std::optional<ProcessInfo> stopped = ReadProcess(pidfd_.get());
+  ASSERT_TRUE(stopped.has_value());
+  EXPECT_FALSE(stopped->is_running);
+  Signal(SIGCONT, WCONTINUED);
+  const std::optional<ProcessInfo> again = ReadProcess(pidfd_.get());
+  ASSERT_TRUE(again.has_value());
+  EXPECT_TRUE(again->is_running);
+}
+
+TEST_F(ShownProcess, IsNoneOnceItHasEnded) {
+  Signal(SIGKILL, WEXITED);  // nobody has reaped it yet
+  EXPECT_FALSE(ReadProcess(pidfd_.get()).has_value());
+  ASSERT_EQ(::waitpid(child_, nullptr, 0), child_);
+  child_ = 0;
+  EXPECT_FALSE(ReadProcess(pidfd_.get()).has_value());
+}
+
+TEST_F(ShownProcess, IsNotReadByAnotherDescriptor) {
+  EXPECT_FALSE(ReadProcess(-1).has_value());
+  EXPECT_FALSE(ReadProcess(STDIN_FILENO).has_value());
+}
 
 }  // namespace
 }  // namespace forebay::protocol

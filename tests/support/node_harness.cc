@@ -217,6 +217,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .resume = request.resume,
                        .reattach = request.reattach,
                        .is_left_behind = request.is_left_behind,
+                       .rival_pid = request.rival_pid,
                        .held_leases = request.held_leases,
                        .accumulate = request.accumulate,
                        .early_updates = request.early_updates,

@@ -43,6 +43,7 @@ struct AttachRequest {
   bool resume = false;
   bool reattach = false;
   bool is_left_behind = false;
+  int32_t rival_pid = 0;
   std::vector<uint64_t> held_leases = {};
   bool accumulate = false;
   bool early_updates = false;
