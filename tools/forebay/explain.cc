@@ -138,8 +138,11 @@ constexpr std::array kExplanations = {
                 "lr is -1, not a number from 0 on"},
     Explanation{
         ErrorId::kRank,
-        "Rank or world size is wrong, or not the one that the job's other ranks gave.",
-        "Start all ranks with one launcher, which sets RANK and WORLD_SIZE; alone leave both out.",
+        "Rank or world size is wrong, is not the one that the job's other ranks gave, or cannot be "
+        "known; or another process of the same launch trains this rank.",
+        "Start all ranks with one launcher, which sets RANK and WORLD_SIZE, or call "
+        "torch.distributed.init_process_group() before attach; alone leave all of it out. "
+        "docs/from-pytorch.md says which numbers count.",
         "there is no rank 2 in a world of size 2"},
     Explanation{ErrorId::kRankLost,
                 "Another rank of the job ended or failed. What all ranks had called step for is "

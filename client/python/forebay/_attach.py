@@ -21,6 +21,7 @@ from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
 from ._progress import Node
 from ._reader import Reader
+from ._world import World
 from .errors import ForebayError, ForebayTimeoutError, UnavailableError, unsupported, usage_error
 from .optimizers import RULE_OPTIONS, TORCH_IMPLEMENTATIONS, TORCH_OPTIONS, Optimizer
 
@@ -49,8 +50,7 @@ class Request:
     """What forebay.attach was asked for, in either mode."""
 
     job: str
-    rank: int
-    world_size: int
+    world: World
     socket: str
     param_groups: Iterable[Any] | None
     extra_state_bytes: int | None
@@ -60,6 +60,10 @@ class Request:
     resume: bool
     durability: str  # empty: the job's, of a new one the daemon's default
     daemon_wait: float | None  # None: FOREBAY_DAEMON_WAIT, else 60
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
 
     def send(
         self,
@@ -72,7 +76,7 @@ class Request:
         """room_bytes  Of extra_state. others: what not every attachment asks for."""
         from . import _core
 
-        own = range(self.world_size) if nodes is None else nodes.own
+        own = range(self.world.world_size) if nodes is None else nodes.own
         if nodes is not None:
             others["nodes"] = nodes.world_ranks, own.start, has_replicas, nodes.all_gather
         return _core.attach(
@@ -112,6 +116,7 @@ def attach(
         engine = Engine(attachment, groups, request.timeout)
         engine.world_size = request.world_size
         engine.node = Node(request.socket, request.job, request.rank)
+        engine.world = request.world
         undo.guards = Guards(model, plan)
         undo.handles = install(engine, plan.hook_points) + drop_empty_gradients(plan.named)
         opt = prepared.optimizer(plan, engine, attachment, undo)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._core import Attachment
     from ._plan import Parameter
     from ._progress import Node
+    from ._world import World
 
 TIMELINE_ENTRIES = 4096
 UNBOUNDED = (-math.inf, math.inf)
@@ -249,6 +250,7 @@ class Engine:
         self.clock = Clock()
         self.under_way: StepCall | None = None  # a step that was asked for and whose outcome is unknown
         self.node: Node | None = None
+        self.world: World | None = None  # shared attachment: its process group is looked at in each step
         self._backward = Backward.NONE
         # Autograd owns the callback at the end of a backward: it dies with a backward that fails.
         self._end_of_backward: Callable[[], EndOfBackward | None] = lambda: None

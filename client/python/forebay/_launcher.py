@@ -3,10 +3,12 @@ there, else those of srun and of mpirun (Open MPI, MPICH and Intel MPI, Cray PAL
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import zlib
 from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 from .errors import usage_error
 
@@ -75,6 +77,16 @@ def set_launcher_environment(environ: MutableMapping[str, str] = os.environ) -> 
         )
     environ.update(found)
     return found
+
+
+def whole_number(value: Any) -> int | None:
+    """None for what is no whole number, 1.5 and True among it; a string as of an environment variable."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _of_mpirun(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

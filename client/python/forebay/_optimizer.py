@@ -334,6 +334,8 @@ class ForebayOptimizer(StateDicts):
         return StepCall(number, own, self._buffers.pack(own or b"", self._extra_state_bytes))
 
     def _check_members(self) -> None:
+        if self._engine.world is not None:
+            self._engine.world.check_group()
         self._guards.check_parameters()
         for member in self._members:
             member.check()

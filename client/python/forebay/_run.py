@@ -11,6 +11,7 @@ from ._launcher import run_of
 
 # What begins the tokens of launches that may say nothing of themselves: another one on each node.
 LAUNCHERS = ("launcher.", "mpirun.")
+PROCESS = "process."  # begins the token of a process that is a run of its own
 
 
 def run_token(environ: Mapping[str, str] = os.environ) -> str:
@@ -30,7 +31,7 @@ def run_token(environ: Mapping[str, str] = os.environ) -> str:
         return f"{LAUNCHERS[0]}{_process(os.getppid())}"
     if launch := run_of(environ, _process(os.getppid())):
         return launch
-    return f"process.{_process(os.getpid())}"
+    return f"{PROCESS}{_process(os.getpid())}"
 
 
 def _process(pid: int) -> str:

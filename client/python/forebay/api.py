@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._launcher import environment_of
-from ._run import run_token
+from ._launcher import environment_of, whole_number
 from .errors import unsupported, usage_error
 from .optimizers import AdamW, Optimizer
 
@@ -63,8 +61,10 @@ def attach(
                        Adagrad and SGD, whose groups it takes over, and whose states, where it has
                        stepped and the job has not; None: AdamW(). Parameters in it that the model does not
                        have (a loss's) train too, as "optimizer[GROUP][INDEX]"; mode="sharded" refuses them.
-    job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
-    world_size         RANK and WORLD_SIZE, else what srun or mpirun say, else 0 and 1.
+    job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default"; the
+    world_size         numbers of the process group, else RANK and WORLD_SIZE, else what srun or mpirun
+                       say, else 0 and 1. Beside a process group: those that it, another group of this
+                       process (torch.distributed.new_group) or its node has.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
     param_groups       As the optimizer's params.
     extra_state_bytes  Room for what step(extra_state=...) commits with a step and for the model's
@@ -75,9 +75,9 @@ def attach(
     timeout            Seconds that this call and each later one may wait; float("inf"): no limit.
     run                The run that this process belongs to: its processes replace each other and
                        continue its job. At most 200 printable ASCII characters without spaces.
-                       Default: FOREBAY_RUN, else the run of torchrun, srun or mpirun, else this process
-                       alone. All ranks of a job need the same: set FOREBAY_RUN where none of them has
-                       started the ranks.
+                       Default: FOREBAY_RUN, else the run of torchrun, srun or mpirun, else that of the
+                       process group, else this process alone. All ranks of a job need the same: set
+                       FOREBAY_RUN if there is none of these.
     resume             Continues a job that another run has left.
     durability         What the death of the daemon, or a power cut, can undo of the training; that of a
                        trainer undoes nothing. "memory": all of it. "epoch=10": at most 10 steps; every
@@ -146,6 +146,9 @@ def attach(
             for a plain one that attach was to shard: fully_shard() stays.
             E_JOB_EXISTS  another run has made the job (its initial parameters are written):
                           resume=True, another name, or `forebay jobs --delete`.
+            E_RANK        arguments, process group and RANK and WORLD_SIZE contradict each other, or
+                          do not say which rank this is; or another process of the same launch trains
+                          this rank.
             E_OPTION      an argument makes no sense, or the job has another durability; names both.
             E_BUSY        processes of another run are attached, or the job is being deleted:
                           attach again once that is over.
@@ -157,7 +160,7 @@ def attach(
     >>> opt.committed_step
     3
     """
-    from . import _adopt, _attach
+    from . import _adopt, _attach, _world
 
     _attach.refuse_inference_mode()
     rule, param_groups, states = _adopt.adopt(optimizer, param_groups)
@@ -179,22 +182,21 @@ def attach(
     if is_sharded:
         from . import _shard_plan
 
-        rank, world_size = _shard_plan.world(rank, world_size)
-    world_size = _rank_number("world_size", world_size, 1)
-    if not is_sharded:
-        _refuse_several_nodes(world_size, _socket_path(socket))
+        world = _world.World(*_shard_plan.world(rank, world_size), is_given=False)
+    else:
+        world = _world.find(rank, world_size)
+        _refuse_several_nodes(world.world_size, _socket_path(socket))
     if extra_state_bytes is not None:
         extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
     request = _attach.Request(
         job=_job_name(job),
-        rank=_rank_number("rank", rank, 0),
-        world_size=world_size,
+        world=world,
         socket=_socket_path(socket),
         param_groups=param_groups,
         extra_state_bytes=extra_state_bytes,
         grad_arena_bytes=_size_bytes("grad_arena_bytes", grad_arena_bytes),
         timeout=_seconds("timeout", timeout),
-        run=run or run_token(),
+        run=run or _world.run_of_process(),
         resume=resume,
         durability=_durability(durability),
         daemon_wait=None if daemon_wait is None else _seconds("daemon_wait", daemon_wait),
@@ -263,8 +265,10 @@ def attach_reader(
 
 def _refuse_several_nodes(world_size: int, socket: str) -> None:
     """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: its
-    daemon would wait for the others at every step. One behind a gateway may have those of all nodes."""
-    if socket.startswith("ucx://"):
+    daemon would wait for the others at every step. One behind a gateway may have those of all nodes. A process of
+    a smaller launch has started ranks itself, of which the launcher's numbers say nothing."""
+    launched = _launched_with("WORLD_SIZE", "")
+    if socket.startswith("ucx://") or (launched.isdigit() and int(launched) < world_size):
         return
     for variable in LOCAL_WORLD_SIZES:
         local = _launched_with(variable, "")
@@ -282,22 +286,8 @@ def _launched_with(variable: str, default: str) -> str:
     return {**environment_of(), **os.environ}.get(variable, default)
 
 
-def _rank_number(name: str, value: Any, least: int) -> int:
-    """The argument, else the launcher's variable, as a number that the wire has room for."""
-    variable = name.upper()
-    given = _launched_with(variable, str(least)) if value is None else value
-    number = _whole(given)
-    if number is None or not least <= number < 1 << 32:
-        raise usage_error(
-            "E_RANK",
-            f"{name} ({variable}) is {given!r}, not a whole number from {least} on",
-            "torchrun sets RANK and WORLD_SIZE; alone leave them out",
-        )
-    return number
-
-
 def _passes(accumulate: Any) -> int:
-    number = _whole(accumulate)
+    number = whole_number(accumulate)
     if number is None or number < 1:
         raise usage_error(
             "E_OPTION",
@@ -308,22 +298,12 @@ def _passes(accumulate: Any) -> int:
 
 
 def _size_bytes(name: str, value: Any) -> int:
-    number = _whole(value)
+    number = whole_number(value)
     if number is None or not 0 <= number < 1 << 63:
         raise usage_error(
             "E_OPTION", f"{name} is {value!r}, not a whole number of bytes", f"{name}=1 << 20"
         )
     return number
-
-
-def _whole(value: Any) -> int | None:
-    """None for what is no whole number, 1.5 and True among it; a string as of an environment variable."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return int(value) if isinstance(value, str) else operator.index(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _durability(level: Any) -> str:
