@@ -4,7 +4,9 @@ daemon's memory."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ._plan import Parameter, Plan
 from .errors import DETACH, UsageError, unsupported
 
+OWN_METHODS = ("_apply", "__deepcopy__", "__prepare_scriptable__")  # of a guarded module, in its __dict__
 _owners: dict[int, str] = {}  # id of an attached parameter: its name
 _windows: set[int] = set()  # addresses of those that are the daemon's memory themselves
 _global_hooks: list[Removable] = []
@@ -34,8 +37,8 @@ class Removable(Protocol):
 
 
 class InertOnCopy:
-    """A hook whose copies do nothing: deepcopy and pickle of an attached module give a module of
-    its own."""
+    """A hook whose copies do nothing: a pickled attached module is a module of its own. CopyGuard leaves
+    the hook out of a deepcopy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return do_nothing
@@ -50,6 +53,18 @@ def do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _make_nothing() -> Callable[..., None]:
     return do_nothing
+
+
+def outside_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """Keeps torch.compile out of a hook. If the graph may not be broken there, torch's error has the hint."""
+    options = {}
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:  # torch 2.7
+        options["reason"] = (
+            "the model is attached by forebay; hint: torch.export.export with strict=False, or of "
+            "copy.deepcopy(model); torch.compile without fullgraph=True"
+        )
+    disabled: Callable[..., None] = torch.compiler.disable(function, **options)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def late_gradient(name: str, after: str) -> UsageError:
@@ -117,6 +132,66 @@ class ApplyGuard:
         return (functools.partial, (type(module)._apply, module))
 
 
+class CopyGuard:
+    """Replaces module.__deepcopy__: the copy has no hooks and guards. Does not keep the module alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a method of a module runs while it lives"
+        return _copy_without_hooks(module, memo)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[dict[int, Any]], nn.Module]:
+        return functools.partial(_copy_without_hooks, memo[id(self._module())])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (functools.partial, (_copy_without_hooks, self._module()))
+
+
+def _copy_without_hooks(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """As copy.deepcopy does it, or the class has its own way."""
+    own: Callable[..., nn.Module] | None = getattr(type(module), "__deepcopy__", None)
+    if own is not None:
+        twin = own(module, memo)
+        if twin is not module:
+            state = _without_hooks(vars(twin))
+            vars(twin).clear()
+            vars(twin).update(state)
+        return twin
+    reduced: Any = module.__reduce_ex__(4)
+    make, args, state, *rest = reduced
+    if isinstance(state, dict):
+        state = _without_hooks(state)
+    return copy._reconstruct(module, memo, make, args, state, *rest)  # type: ignore[attr-defined, no-any-return]
+
+
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """The __dict__ of a module without what Forebay put into it."""
+    tables = {name: value for name, value in state.items() if "_hooks" in name and isinstance(value, dict)}
+    ours = {number for table in tables.values() for number, hook in table.items() if _is_ours(hook)}
+    for name, table in tables.items():
+        tables[name] = type(table)((number, hook) for number, hook in table.items() if number not in ours)
+    return {name: value for name, value in {**state, **tables}.items() if name not in OWN_METHODS}
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether Forebay registered it, or it is the copy of such a hook."""
+    hook = getattr(hook, "hook", hook)  # torch wraps those of load_state_dict()
+    return isinstance(hook, InertOnCopy) or hook is do_nothing
+
+
+class ScriptGuard:
+    """Replaces module.__prepare_scriptable__, which torch.jit.script calls: it cannot compile hooks."""
+
+    def __init__(self, name: str, hint: str) -> None:
+        self.name, self.hint = name, hint
+
+    def __call__(self) -> nn.Module:
+        raise unsupported(f"torch.jit.script of {self.name}: it has the hooks of an attached model", self.hint)
+
+
 def _keeps(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:
     """Whether the function gives each tensor back as it was: its type, kind of memory and values."""
     own = torch.Generator("cpu")  # the script's random numbers go on as if nothing was asked
@@ -180,6 +255,10 @@ class Guards:
 
     refuses_load = True
     are_windows = True
+    script_hint = (
+        "torch.jit.script(copy.deepcopy(model)) compiles a copy with the present values; torch.jit.trace and "
+        "torch.export take the attached model"
+    )
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.put(model, plan)
@@ -219,7 +298,8 @@ class Guards:
         label = f"{type(module).__name__} {name}".rstrip()
         if self.refuses_load:
             self._handles.append(module._register_load_state_dict_pre_hook(LoadGuard(label)))  # type: ignore[no-untyped-call]
-        module.__dict__["_apply"] = ApplyGuard(module, label)
+        methods = ApplyGuard(module, label), CopyGuard(module), ScriptGuard(label, self.script_hint)
+        module.__dict__.update(zip(OWN_METHODS, methods))
         self._modules.append(weakref.ref(module))
         for key, tensor in module._parameters.items():
             if tensor is not None and id(tensor) in _owners:
@@ -260,7 +340,8 @@ class Guards:
         for reference in self._modules:
             module = reference()
             if module is not None:
-                module.__dict__.pop("_apply", None)
+                for method in OWN_METHODS:
+                    module.__dict__.pop(method, None)
         model = self._model()
         if model is not None and model.__dict__.get("no_sync") is contextlib.nullcontext:
             del model.__dict__["no_sync"]

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ._gradient import GradientProxy
-from ._guards import InertOnCopy, late_gradient
+from ._guards import InertOnCopy, late_gradient, outside_graphs
 from .errors import DETACH, ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
@@ -605,7 +605,7 @@ class BeforeForward(InertOnCopy):
     def __init__(self, engine: Engine, numbers: Sequence[int]) -> None:
         self._engine, self._numbers = weakref.ref(engine), numbers
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         engine = self._engine()
         if engine is None:
@@ -636,7 +636,7 @@ class AfterForward(InertOnCopy):
     def __init__(self, engine: Engine, numbers: Sequence[int]) -> None:
         self._engine, self._numbers = weakref.ref(engine), numbers
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
         engine = self._engine()
         if engine is None:

@@ -726,6 +726,10 @@ class ShardedGuards(Guards):
 
     refuses_load = False
     are_windows = False
+    script_hint = (
+        "compile a plain model: plain.load_state_dict(get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True))), of torch.distributed.checkpoint.state_dict"
+    )
 
     def __init__(self, model: nn.Module, plan: ShardedPlan, engine: ShardedEngine) -> None:
         self._engine = weakref.ref(engine)

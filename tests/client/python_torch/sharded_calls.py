@@ -1,9 +1,13 @@
 """Cases of sharded_ranks.py: the calls of a script that was written for torch's optimizer."""
 
+import copy
+import pickle
+
 import forebay
 import torch
 from models import batch, loss_of
-from sharded_ranks import LR, Twins, assert_same, case, full, small_net
+from sharded_ranks import LR, Twins, assert_same, case, full, refused, small_net
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 
@@ -133,5 +137,28 @@ def gradients_that_are_set_by_hand(ranks):
             for parameter in model.parameters():
                 parameter.grad = parameter.detach().clone()
         twins.step()
+    twins.train(1).assert_close()
+    twins.opt.detach()
+
+
+@case(1, 2)
+def copies_and_scripts(ranks):
+    """FSDP2 refuses copies of its modules. A plain model that loads the state dict can be copied and compiled."""
+    twins = Twins(ranks).attach().train(1)
+    for model in (twins.ours, twins.theirs):
+        for make in (copy.deepcopy, pickle.dumps):
+            try:
+                make(model)
+            except (AssertionError, pickle.PicklingError, AttributeError):
+                continue
+            raise AssertionError(f"{make.__name__} of an FSDP2 model: docs/calls.md says that torch refuses it")
+    for module in (twins.ours, twins.ours.layers[0].up):
+        with refused("E_UNSUPPORTED", "torch.jit.script of", "get_model_state_dict"):
+            torch.jit.script(module)
+    plain = small_net()
+    plain.load_state_dict(get_model_state_dict(twins.ours, options=StateDictOptions(full_state_dict=True)))
+    assert_same(dict(plain.named_parameters()), full(twins.ours))
+    tokens = ranks.batch(1)
+    torch.testing.assert_close(torch.jit.script(plain)(tokens), plain(tokens))
     twins.train(1).assert_close()
     twins.opt.detach()
