@@ -12,8 +12,10 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <iostream>
 #include <optional>
 #include <set>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,6 +34,7 @@
 #include "protocol/json.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
+#include "protocol/standard_output.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 
@@ -58,6 +61,13 @@ struct CommandLine {
   bool adopt = false;
   bool scrub = false;
 };
+
+int Fail(const absl::Status& status) {
+  if (!absl::IsCancelled(status)) {  // the reader of the output has gone
+    std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
+  }
+  return kExitError;
+}
 
 std::string KeysHelp() {
   std::string help = "keys:\n";
@@ -91,7 +101,10 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kExitUsage;
+    std::ostringstream text;
+    const int code = app.exit(error, text, std::cerr) == 0 ? 0 : kExitUsage;
+    const absl::Status written = forebay::protocol::WriteOutput(text.str());
+    return written.ok() ? code : Fail(written);
   }
   if (line.adopt && line.reclaim) {
     std::fprintf(stderr, "--adopt keeps the jobs that --reclaim gives up: give one of them\n");
@@ -131,11 +144,6 @@ void SetUpLog(LogLevel level) {
   }
 }
 
-int Fail(const absl::Status& status) {
-  std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
-  return kExitError;
-}
-
 // On a terminal the person there says whether durable jobs may go; elsewhere --reclaim has said so.
 bool MayReclaim(const absl::StatusOr<std::string>& jobs) {
   if (jobs.ok() && jobs->empty()) return true;
@@ -159,7 +167,9 @@ int Scrub(const Config& config) {
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<forebay::schema::ScrubReport>();
   forebay::daemon::FillScrubReport(*report, {}, out);
-  std::printf("%s\n", forebay::protocol::JsonOf(out.asReader()).c_str());
+  const absl::Status written =
+      forebay::protocol::WriteOutput(forebay::protocol::JsonOf(out.asReader()) + "\n");
+  if (!written.ok()) return Fail(written);
   return report->is_clean() ? 0 : kExitError;
 }
 

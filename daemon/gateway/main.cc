@@ -6,6 +6,8 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <iostream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -14,6 +16,7 @@
 #include "daemon/gateway/gateway_config.h"
 #include "daemon/gateway/gateway_server.h"
 #include "protocol/error.h"
+#include "protocol/standard_output.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 
@@ -26,7 +29,9 @@ using forebay::protocol::UniqueFd;
 constexpr int kExitError = 1;
 
 int Fail(const absl::Status& status) {
-  std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
+  if (!absl::IsCancelled(status)) {  // the reader of the output has gone
+    std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
+  }
   return kExitError;
 }
 
@@ -64,7 +69,14 @@ int main(int argc, char** argv) {
   int grad_arena_fd = -1;
   connect->add_option("--weights-fd", weights_fd, "the window of a rank that comes back");
   connect->add_option("--grad-arena-fd", grad_arena_fd, "and its gradient arena");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::ostringstream text;
+    const int code = app.exit(error, text, std::cerr);
+    const absl::Status written = forebay::protocol::WriteOutput(text.str());
+    return written.ok() ? code : Fail(written);
+  }
 
   ::signal(SIGPIPE, SIG_IGN);
   spdlog::set_default_logger(spdlog::stderr_logger_mt("forebay-gateway"));

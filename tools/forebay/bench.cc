@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/standard_output.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench_harness.h"
 
@@ -98,12 +99,11 @@ absl::Status Bench(const BenchOptions& options, bool as_json) {
     }
     std::vector<BenchResult> results;
     RETURN_IF_ERROR(entry.run(parsed, [&](const BenchResult& result) {
-      if (!as_json) return results.push_back(result);
-      std::printf("%s\n", ToJson(result).dump().c_str());
-      std::fflush(stdout);
+      if (as_json) return protocol::WriteOutput(ToJson(result).dump() + "\n");
+      results.push_back(result);
+      return absl::OkStatus();
     }));
-    if (!results.empty()) std::printf("%s", ResultsText(results).c_str());
-    return absl::OkStatus();
+    return results.empty() ? absl::OkStatus() : protocol::WriteOutput(ResultsText(results));
   }
   return protocol::MakeError(protocol::ErrorId::kOption,
                              absl::StrCat("no bench is called ", options.what),

@@ -13,6 +13,7 @@
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/standard_output.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_adam_fixture.h"
 #include "tools/forebay/bench_adam_gradients.h"
@@ -167,8 +168,9 @@ absl::Status BenchAdam(const BenchOptions& options, const Report& report) {
                                "forebay bench adam --list");
   }
   if (options.list == BenchOptions::List::kNames) {
-    for (const Case& one : cases) std::printf("%s\n", one.name.c_str());
-    return absl::OkStatus();
+    std::string names;
+    for (const Case& one : cases) absl::StrAppend(&names, one.name, "\n");
+    return protocol::WriteOutput(names);
   }
   fixture.pools.clear();
   uint64_t memory_bytes = 0;
@@ -182,7 +184,7 @@ absl::Status BenchAdam(const BenchOptions& options, const Report& report) {
   }
   for (const Case& one : cases) {
     ASSIGN_OR_RETURN(const BenchResult result, MeasureOne(fixture, one));
-    report(result);
+    RETURN_IF_ERROR(report(result));
   }
   return absl::OkStatus();
 }

@@ -98,7 +98,7 @@ absl::Status BenchCluster(const BenchOptions& options, const Report& report) {
       {"block_elems", node.block_elems},
       {"weights_on_swap", steps.weights_on_swap_bytes},
       {"events", steps.events}};
-  report(result);
+  RETURN_IF_ERROR(report(result));
   return absl::OkStatus();
 }
 

@@ -115,12 +115,12 @@ absl::Status BenchCommit(const BenchOptions& options, const Report& report) {
   }
   ASSIGN_OR_RETURN(const BenchResult in_dram,
                    TimePlace(options, "dram", absl::StrCat(room), *disk));
-  report(in_dram);
+  RETURN_IF_ERROR(report(in_dram));
   // Tables of a durable job are larger: a few blocks may stay in DRAM at level memory.
   const uint64_t small = beside_states + 64 * kMiB + 8 * kMiB;
   ASSIGN_OR_RETURN(const BenchResult on_swap,
                    TimePlace(options, "nvme", absl::StrCat(small), *disk));
-  report(on_swap);
+  RETURN_IF_ERROR(report(on_swap));
   return absl::OkStatus();
 }
 

@@ -265,8 +265,7 @@ class CopiesBench {
                          samples_, [&] { return TimeRegistration(device_, way); },
                          [&] { return TimeRegistration(device_, own); }));
     result.more["huge_page_share"] = huge_share_;
-    report_(result);
-    return absl::OkStatus();
+    return report_(result);
   }
 
   absl::Status Rates(Pages pages, const Way& way, const Arenas& arenas, const Way& own_weights,
@@ -295,7 +294,7 @@ class CopiesBench {
                 return copies->Time(direction, own.weights->bytes(), own.gradients->bytes());
               }));
       result.more["huge_page_share"] = huge_share_;
-      report_(result);
+      RETURN_IF_ERROR(report_(result));
     }
     return absl::OkStatus();
   }

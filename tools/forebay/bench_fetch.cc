@@ -209,7 +209,7 @@ absl::Status OnSwap(const BenchOptions& options, const Report& report) {
                                   .limit_what = "bare loop of reads of 1 MiB",
                                   .measure = Measure::kRate},
                                  samples, forward, [&] { return limit->RunReads(); }));
-    report(result);
+    RETURN_IF_ERROR(report(result));
   }
   ASSIGN_OR_RETURN(const BenchResult result,
                    MeasureCase(
@@ -219,7 +219,7 @@ absl::Status OnSwap(const BenchOptions& options, const Report& report) {
                         .limit_what = "the same with one rank",
                         .measure = Measure::kRate},
                        samples, [&] { return TimeForward(*of_ranks); }, forward));
-  report(result);
+  RETURN_IF_ERROR(report(result));
   return absl::OkStatus();
 }
 
@@ -255,7 +255,7 @@ absl::Status BenchFetch(const BenchOptions& options, const Report& report) {
           [&] { return TimeFetches(*job, fetches); }, [&] { return TimeEchoes(*echo, echoes); }));
   result.more["p99"] = fetches.P99();
   result.more["limit_p99"] = echoes.P99();
-  report(result);
+  RETURN_IF_ERROR(report(result));
   return OnSwap(options, report);
 }
 

@@ -67,7 +67,7 @@ nlohmann::ordered_json ToJson(const BenchResult& result);
 std::string ResultsText(const std::vector<BenchResult>& results);
 
 // Receives a result as soon as it is there.
-using Report = std::function<void(const BenchResult& result)>;
+using Report = std::function<absl::Status(const BenchResult& result)>;
 
 // The benches; each reports its cases one by one.
 struct BenchOptions;

@@ -171,7 +171,7 @@ absl::Status BenchPipeline(const BenchOptions& options, const Report& report) {
                      .limit_what = "the same calls of the session and collectives without it",
                      .measure = Measure::kTime},
                     samples, sampler(&Rank::ThroughPipeline), sampler(&Rank::ByItself)));
-    report(result);
+    RETURN_IF_ERROR(report(result));
   }
   return absl::OkStatus();
 }

@@ -189,7 +189,7 @@ absl::Status BenchStep(const BenchOptions& options, const Report& report) {
     for (const bool drain : {true, false}) {
       ASSIGN_OR_RETURN(const BenchResult result,
                        TimeJob(options, beside_states, {.early = early, .drain = drain}));
-      report(result);
+      RETURN_IF_ERROR(report(result));
     }
   }
   return absl::OkStatus();

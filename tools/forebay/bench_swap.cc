@@ -238,7 +238,7 @@ absl::Status BenchSwap(const BenchOptions& options, const Report& report) {
                          [&] { return loop->Run(one.transfers); }, loops));
     result.more["huge_share"] = loop->huge_share();
     result.more["cpu_s_per_gb"] = loop->DrainCpuSecondsPerGb();
-    report(result);
+    RETURN_IF_ERROR(report(result));
   }
   return absl::OkStatus();
 }

@@ -247,15 +247,15 @@ absl::Status BenchUpdate(const BenchOptions& options, const Report& report) {
   uint64_t beside_states = 0;
   for (const Format format : {Format::kExact, Format::kFp32}) {
     ASSIGN_OR_RETURN(const BenchResult in_dram, InDram(case_options, format, beside_states));
-    report(in_dram);
+    RETURN_IF_ERROR(report(in_dram));
   }
   for (const Format format : {Format::kExact, Format::kFp32, Format::kBf16, Format::kInt8}) {
     ASSIGN_OR_RETURN(const BenchResult recorded, Recorded(case_options, format));
-    report(recorded);
+    RETURN_IF_ERROR(report(recorded));
   }
   for (const double in_dram : {0.0, 0.5, 0.75}) {
     ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(case_options, beside_states, in_dram));
-    report(on_swap);
+    RETURN_IF_ERROR(report(on_swap));
   }
   return absl::OkStatus();
 }

@@ -23,6 +23,7 @@
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
+#include "protocol/standard_output.h"
 #include "tools/forebay/launch_node.h"
 
 namespace forebay::tools {
@@ -66,10 +67,12 @@ struct Node {
   std::optional<int> exit_status = {};
 };
 
-void PrintLine(FILE* file, const Node& node, std::string_view line) {
-  const std::string text = absl::StrCat(node.host, ": ", std::string(line), "\n");
-  std::fwrite(text.data(), 1, text.size(), file);
-  std::fflush(file);
+std::string LineOf(const Node& node, std::string_view line) {
+  return absl::StrCat(node.host, ": ", std::string(line), "\n");
+}
+
+void PrintError(const Node& node, std::string_view line) {
+  std::fprintf(stderr, "%s", LineOf(node, line).c_str());
 }
 
 // All hosts' commands, until they have ended.
@@ -135,10 +138,13 @@ class Nodes {
 
   // Whatever the host's login shell prints before launch-node answers goes to stderr.
   void PrintOutput(Node& node, std::string_view line) {
-    if (!node.has_answered && line == kNodeAnswer) {
+    if (node.has_answered) {
+      const absl::Status written = protocol::WriteOutput(LineOf(node, line));
+      if (!written.ok() && exit_status_ == 0) OnLostOutput(written);
+    } else if (line == kNodeAnswer) {
       node.has_answered = true;
     } else {
-      PrintLine(node.has_answered ? stdout : stderr, node, line);
+      PrintError(node, line);
     }
   }
 
@@ -146,7 +152,7 @@ class Nodes {
     if (node.exit_status.has_value()) return;
     const std::optional<int> ended = node.remote.ssh.WaitFor(std::chrono::milliseconds(0));
     const auto to_stdout = [&](std::string_view line) { PrintOutput(node, line); };
-    const auto to_stderr = [&](std::string_view line) { PrintLine(stderr, node, line); };
+    const auto to_stderr = [&](std::string_view line) { PrintError(node, line); };
     Forward(node.remote.stdout_fd, node.out, to_stdout);
     Forward(node.remote.stderr_fd, node.err, to_stderr);
     if (!ended.has_value()) return;
@@ -166,6 +172,17 @@ class Nodes {
   void OnFirstFailure(const Node& node) {
     exit_status_ = *node.exit_status;
     if (!is_signalled_) Report(node);
+    EndAll();
+  }
+
+  // As a command that cannot write ends.
+  void OnLostOutput(const absl::Status& status) {
+    exit_status_ = kFailed;
+    if (!absl::IsCancelled(status)) Print(status);
+    EndAll();
+  }
+
+  void EndAll() {
     end_ = Clock::now() + kEndLimit;
     for (const auto& other : nodes_) other->remote.stdin_fd.Reset();
   }

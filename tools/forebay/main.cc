@@ -8,7 +8,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <iostream>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,6 +22,7 @@
 #include "protocol/error.h"
 #include "protocol/json.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/standard_output.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/doctor.h"
 #include "tools/forebay/explain.h"
@@ -35,6 +38,7 @@ namespace forebay::tools {
 namespace {
 
 using protocol::JsonOf;
+using protocol::WriteOutput;
 
 constexpr int kGood = 0;
 constexpr int kError = 1;
@@ -73,16 +77,21 @@ int ExitCodeOf(const absl::Status& status) {
   }
 }
 
-// Prints the error, if there is one.
+// Prints the error, if there is one that somebody may read: not that the reader of the output has gone.
 int Exit(const absl::Status& status) {
-  if (!status.ok()) std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  if (!status.ok() && !absl::IsCancelled(status)) {
+    std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  }
   return ExitCodeOf(status);
 }
 
-void Print(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+absl::Status Show(bool as_json, const std::string& json, const std::string& text) {
+  return WriteOutput(as_json ? json + "\n" : text);
+}
 
-void Show(bool as_json, const std::string& json, const std::string& text) {
-  Print(as_json ? json + "\n" : text);
+// `exit_code` if the text is written.
+int ExitShown(const absl::Status& shown, int exit_code) {
+  return shown.ok() ? exit_code : Exit(shown);
 }
 
 using View = std::function<absl::Status(client::AdminClient&)>;
@@ -94,11 +103,10 @@ int WithDaemon(const Arguments& arguments, const View& view) {
 
 // Status() shown by a function of it.
 int WithStatus(const Arguments& arguments,
-               const std::function<void(schema::NodeStatus::Reader)>& show) {
+               const std::function<absl::Status(schema::NodeStatus::Reader)>& show) {
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
     ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
-    show(*status);
-    return absl::OkStatus();
+    return show(*status);
   });
 }
 
@@ -108,41 +116,40 @@ int ShowAllHosts(const Arguments& arguments) {
   options.socket = arguments.socket;
   const auto hosts = AskAllHosts(options);
   if (!hosts.ok()) return Exit(hosts.status());
-  Show(arguments.json, StatusAllJson(*hosts).dump(2), StatusAllText(*hosts));
   const bool all_answer =
       std::ranges::all_of(*hosts, [](const HostStatus& host) { return host.error.empty(); });
-  return all_answer ? kGood : kNoDaemon;
+  return ExitShown(Show(arguments.json, StatusAllJson(*hosts).dump(2), StatusAllText(*hosts)),
+                   all_answer ? kGood : kNoDaemon);
 }
 
 int ShowStatus(const Arguments& arguments) {
   if (arguments.all_hosts) return ShowAllHosts(arguments);
   return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
-    Show(arguments.json, JsonOf(status), StatusText(status));
+    return Show(arguments.json, JsonOf(status), StatusText(status));
   });
 }
 
 int ShowMemory(const Arguments& arguments) {
   return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
-    Show(arguments.json, JsonOf(status.getMemory()), MemoryText(status.getMemory()));
+    return Show(arguments.json, JsonOf(status.getMemory()), MemoryText(status.getMemory()));
   });
 }
 
 int ShowSwap(const Arguments& arguments) {
   return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
-    Show(arguments.json, JsonOf(status.getSwap()), SwapText(status));
+    return Show(arguments.json, JsonOf(status.getSwap()), SwapText(status));
   });
 }
 
 int ShowJobs(const Arguments& arguments) {
   if (!arguments.delete_job.has_value()) {
     return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
-      Show(arguments.json, JsonOf(status.getJobs()), JobsText(status));
+      return Show(arguments.json, JsonOf(status.getJobs()), JobsText(status));
     });
   }
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
     RETURN_IF_ERROR(admin.DeleteJob(*arguments.delete_job));
-    Show(arguments.json, nlohmann::json{{"deleted", *arguments.delete_job}}.dump(2), "");
-    return absl::OkStatus();
+    return Show(arguments.json, nlohmann::json{{"deleted", *arguments.delete_job}}.dump(2), "");
   });
 }
 
@@ -150,20 +157,18 @@ int ShowTrace(const Arguments& arguments) {
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
     ASSIGN_OR_RETURN(const client::Trace trace, admin.Trace(arguments.job));
     if (arguments.perfetto) {
-      Print(TraceForPerfetto(trace->getEvents()).dump() + "\n");
-      return absl::OkStatus();
+      return WriteOutput(TraceForPerfetto(trace->getEvents()).dump() + "\n");
     }
-    Show(arguments.json, JsonOf(trace->getEvents()), TraceText(trace->getEvents()));
-    return absl::OkStatus();
+    return Show(arguments.json, JsonOf(trace->getEvents()), TraceText(trace->getEvents()));
   });
 }
 
 int ShowDoctor(const Arguments& arguments) {
   const std::vector<Finding> findings = Examine(arguments.folders);
-  Show(arguments.json, FindingsJson(findings).dump(2), FindingsText(findings));
   const bool failed = std::ranges::any_of(
       findings, [](const Finding& finding) { return finding.result == CheckResult::kFail; });
-  return failed ? kError : kGood;
+  return ExitShown(Show(arguments.json, FindingsJson(findings).dump(2), FindingsText(findings)),
+                   failed ? kError : kGood);
 }
 
 int ShowBench(const Arguments& arguments) { return Exit(Bench(arguments.bench, arguments.json)); }
@@ -181,16 +186,15 @@ int ShowScrub(const Arguments& arguments) {
   const auto report = Scrub(options);
   if (!report.ok()) return Exit(report.status());
   if (!report->has_value()) return kError;
-  Show(arguments.json, (*report)->dump(2), ScrubText(**report));
-  return (**report)["clean"] == true ? kGood : kError;
+  return ExitShown(Show(arguments.json, (*report)->dump(2), ScrubText(**report)),
+                   (**report)["clean"] == true ? kGood : kError);
 }
 
 int ShowExplain(const Arguments& arguments) {
   ExplainOptions options = arguments.explain;
   options.as_json = arguments.json;
   const auto text = Explain(options);
-  if (text.ok()) Print(*text);
-  return Exit(text.status());
+  return Exit(text.ok() ? WriteOutput(*text) : text.status());
 }
 
 CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& arguments) {
@@ -484,7 +488,9 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   try {
     app.parse(words);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kGood : kUsage;
+    std::ostringstream text;
+    const int code = app.exit(error, text, std::cerr) == 0 ? kGood : kUsage;
+    return ExitShown(WriteOutput(text.str()), code);
   }
   if (const absl::Status forced = ForceCpuTarget(environment.cpu_target); !forced.ok()) {
     return Exit(forced);

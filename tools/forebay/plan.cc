@@ -20,6 +20,7 @@
 #include "protocol/error.h"
 #include "protocol/json.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/standard_output.h"
 #include "protocol/units.h"
 #include "tools/forebay/model_shape.h"
 #include "tools/forebay/table.h"
@@ -311,15 +312,10 @@ std::string Text(const PlanOptions& options, const ModelShape& model, protocol::
                       SwapText(options, plan, rates), RanksText(plan));
 }
 
-void Print(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
-
 absl::Status PlanOfJob(const PlanOptions& options, client::AdminClient& admin,
                        const std::optional<client::AdminClient::NodeSize>& node) {
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin.PlanJob(options.job, node));
-  if (options.as_json) {
-    Print(protocol::JsonOf(*plan) + "\n");
-    return absl::OkStatus();
-  }
+  if (options.as_json) return protocol::WriteOutput(protocol::JsonOf(*plan) + "\n");
   ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
   for (const auto job : status->getJobs()) {
     if (job.getName().cStr() != options.job) continue;
@@ -327,12 +323,11 @@ absl::Status PlanOfJob(const PlanOptions& options, client::AdminClient& admin,
     of_job.is_shared = plan->getRanks().size() == 0;
     of_job.durability = job.getDurability().cStr();
     const uint32_t ranks = job.getWorldSize();
-    Print(absl::StrCat("job ", options.job, ": ", job.getParams(), " parameters, ",
-                       job.getOptimizer().cStr(), ", ", job.getFormat().cStr(), ", ", ranks,
-                       ranks == 1 ? " rank\n" : " ranks\n",
-                       DramText(*plan, job.getParams(), ranks, /*is_made=*/true),
-                       SwapText(of_job, *plan, RatesOf(options, *status)), RanksText(*plan)));
-    return absl::OkStatus();
+    return protocol::WriteOutput(absl::StrCat(
+        "job ", options.job, ": ", job.getParams(), " parameters, ", job.getOptimizer().cStr(),
+        ", ", job.getFormat().cStr(), ", ", ranks, ranks == 1 ? " rank\n" : " ranks\n",
+        DramText(*plan, job.getParams(), ranks, /*is_made=*/true),
+        SwapText(of_job, *plan, RatesOf(options, *status)), RanksText(*plan)));
   }
   return MakeError(ErrorId::kJobName, absl::StrCat("job ", options.job, " was deleted"));
 }
@@ -341,9 +336,8 @@ absl::Status PlanOfCluster(const PlanOptions& options) {
   ASSIGN_OR_RETURN(const ClusterModel model, ClusterModelOf(options));
   ASSIGN_OR_RETURN(const ClusterOptions cluster, ClusterOptionsOf(options));
   ASSIGN_OR_RETURN(const ClusterPlan plan, PlanCluster(model, cluster));
-  Print(options.as_json ? ClusterJson(model, cluster, plan).dump(2) + "\n"
-                        : ClusterText(model, cluster, plan));
-  return absl::OkStatus();
+  return protocol::WriteOutput(options.as_json ? ClusterJson(model, cluster, plan).dump(2) + "\n"
+                                               : ClusterText(model, cluster, plan));
 }
 
 }  // namespace
@@ -398,10 +392,9 @@ absl::Status Plan(const PlanOptions& options) {
   ASSIGN_OR_RETURN(const auto admin, connect());
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
   ASSIGN_OR_RETURN(const client::NodeStatus status, admin->Status());
-  Print(options.as_json
-            ? protocol::JsonOf(*plan) + "\n"
-            : Text(options, model, attach.layout.dtype, *plan, RatesOf(options, *status)));
-  return absl::OkStatus();
+  return protocol::WriteOutput(options.as_json ? protocol::JsonOf(*plan) + "\n"
+                                               : Text(options, model, attach.layout.dtype, *plan,
+                                                      RatesOf(options, *status)));
 }
 
 }  // namespace forebay::tools
