@@ -13,7 +13,7 @@ import pytest
 from forebay_command import FOREBAY, folders_of_run, forebay, run_flags
 
 MISSING = "/does/not/exist"
-BYTES_MOST = 75  # of a folder: with forebay-run-XXXXXX/forebay.sock it is the 107 bytes of a socket's path
+BYTES_MOST = 71  # of a folder: with forebay-run-XXXXXX/forebay.sock.new it is the 107 bytes of a socket's path
 
 
 @pytest.fixture

@@ -27,9 +27,10 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kReadyLimit(60);
 constexpr std::chrono::seconds kStopLimit(10);
 constexpr char kSocketName[] = "forebay.sock";
-// The path of the socket ends with a zero byte.
-constexpr size_t kRuntimeFolderBytesMax =
-    sizeof(sockaddr_un::sun_path) - sizeof("/forebay-run-XXXXXX") - sizeof(kSocketName);
+// The path of the daemon's socket ends with ".new" while it is made, and with a zero byte.
+constexpr size_t kRuntimeFolderBytesMax = sizeof(sockaddr_un::sun_path) -
+                                          sizeof("/forebay-run-XXXXXX") - sizeof(kSocketName) -
+                                          (sizeof(".new") - 1);
 
 // How many descriptors of a daemon are kept, of five a job, two a rank and one for staging slots: no more than this
 // process may have, and a child that gets them has each twice for a moment.
