@@ -70,6 +70,9 @@ constexpr std::array kKeys = {
         "jobs.durability", "memory | epoch=N | step",
         "of jobs that do not say: what a power cut or the daemon's death can undo: all steps, "
         "at most N, none that was answered; memory by default"},
+    ConfigKey{"jobs.at_stop", "free | durable",
+              "of jobs of durability memory: durable gives them the swap of level epoch, and makes "
+              "their newest step durable when the daemon stops; free by default"},
     ConfigKey{"io.engine", "auto | io_uring | threads", "how swap is read and written"},
     ConfigKey{"update.workers", "number",
               "threads of the update; one per physical core by default"},
@@ -352,6 +355,9 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
                  protocol::HintOf(durability.status()));
     }
     config.durability = *durability;
+  } else if (key == "jobs.at_stop") {
+    ASSIGN_OR_RETURN(config.durable_at_stop,
+                     WordOf<bool>(node, place, {{"free", false}, {"durable", true}}));
   } else if (key == "reader.lease_max") {
     ASSIGN_OR_RETURN(const uint64_t lease_ms, NumberOf(node, place, {1, kLeaseMsMax}));
     config.reader_lease_max = std::chrono::milliseconds(lease_ms);

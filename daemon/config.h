@@ -60,6 +60,8 @@ struct Config {
   std::string update_target = "best";
   uint64_t block_elems = uint64_t{1} << 20;
   protocol::Durability durability;  // of jobs that do not say
+  // Jobs of level memory have the room of level epoch, and are durable when the daemon stops.
+  bool durable_at_stop = false;
   std::chrono::milliseconds reader_lease_max = std::chrono::seconds(10);
   LogLevel log_level = LogLevel::kInfo;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;

@@ -33,6 +33,7 @@
 #include "daemon/exec/task_runner.h"
 #include "daemon/instance_lock.h"
 #include "daemon/swap_settings.h"
+#include "nvme/find_volume.h"
 #include "nvme/io/engine_factory.h"
 #include "nvme/io/rate_limited_engine.h"
 #include "pinned_mem/memory_limit.h"
@@ -144,9 +145,16 @@ struct Prepared {
   std::optional<SwapSpaceOptions> swap;
 };
 
+// A job that is durable when the daemon stops has the swap of one that is durable now and then.
+protocol::Durability LeastDurability(const Config& config) {
+  if (!config.durable_at_stop) return {};
+  return {.level = protocol::DurabilityLevel::kEpoch, .steps = protocol::Durability::kStepsMax};
+}
+
 absl::Status PrepareSwap(const Config& config, Prepared& prepared) {
   NodeOptions& node = prepared.executor.state;
-  node.durability = config.durability;
+  const bool is_memory = config.durability.level == protocol::DurabilityLevel::kMemory;
+  node.durability = is_memory ? LeastDurability(config) : config.durability;
   node.not_durable = WhyNotDurable(config);
   if (node.durability.level != protocol::DurabilityLevel::kMemory) {
     RETURN_IF_ERROR(node.not_durable);
@@ -190,6 +198,12 @@ absl::StatusOr<std::string> MakeIdentity() {
     return MakeError(ErrorId::kInternal, protocol::ErrnoText("getrandom", errno));
   }
   return absl::BytesToHexString(bytes);
+}
+
+absl::Status CheckHasSwap(const Config& config) {
+  if (!config.swap_paths.empty()) return absl::OkStatus();
+  return MakeError(ErrorId::kConfig, "there are no swap paths to scrub",
+                   "name them with swap.paths, or the configuration with --config");
 }
 
 absl::Status CheckPidfds(PidfdPolicy policy) {
@@ -365,7 +379,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
            .served_at = {.socket_path = config.socket_path, .identity = std::move(identity)},
            .operators = prepared.operators,
            .connections_per_uid_max = prepared.connections_per_uid_max,
-           .serves_without_pidfds = config.pidfd == PidfdPolicy::kBestEffort},
+           .serves_without_pidfds = config.pidfd == PidfdPolicy::kBestEffort,
+           .least_durability = LeastDurability(config)},
           *made.inbox, *made.replies));
   return daemon;
 }
@@ -379,12 +394,19 @@ absl::StatusOr<std::string> Daemon::DurableJobs(const Config& config) {
 }
 
 absl::StatusOr<ScrubReport> Daemon::Scrub(const Config& config) {
-  if (config.swap_paths.empty()) {
-    return MakeError(ErrorId::kConfig, "there are no swap paths to scrub",
-                     "name them with swap.paths, or the configuration with --config");
-  }
+  RETURN_IF_ERROR(CheckHasSwap(config));
   ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, MakeEngine(config));
   return ScrubPaths(SwapPathsOf(config), *chosen.engine);
+}
+
+absl::StatusOr<ScrubReport> Daemon::ListJobs(const Config& config) {
+  RETURN_IF_ERROR(CheckHasSwap(config));
+  ASSIGN_OR_RETURN(const std::vector<nvme::PathOptions> paths,
+                   nvme::WithSizes(SwapPathsOf(config)));
+  ASSIGN_OR_RETURN(const DurableNode node, FindDurableJobs(paths));
+  ScrubReport report;
+  for (const auto& job : node.jobs) report.jobs.push_back({.job = job, .damaged = {}});
+  return report;
 }
 
 Daemon::Daemon(std::unique_ptr<State> state) : state_(std::move(state)) {}

@@ -60,6 +60,11 @@ class Daemon {
   // Errors  of ScrubPaths. E_CONFIG: there are no swap paths.
   static absl::StatusOr<ScrubReport> Scrub(const Config& config);
 
+  // The jobs of such a report with their durable steps; no slot is read.
+  //
+  // Errors  of WithSizes and FindDurableJobs. E_CONFIG: there are no swap paths.
+  static absl::StatusOr<ScrubReport> ListJobs(const Config& config);
+
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
   ~Daemon();  // Stop()

@@ -51,6 +51,8 @@ constexpr int kExitUsage = 2;
 // Within TimeoutStopSec= of the unit, with what comes after.
 constexpr std::chrono::seconds kHandOverLimit(45);
 constexpr std::chrono::seconds kMakeDurableLimit(10);
+// By SIGINT, which comes from a person or from `forebay run`: a second one ends it.
+constexpr std::chrono::seconds kInterruptedLimit(3600);
 constexpr std::chrono::seconds kStoreLimit(5);
 
 struct CommandLine {
@@ -60,6 +62,7 @@ struct CommandLine {
   bool reclaim = false;
   bool adopt = false;
   bool scrub = false;
+  bool jobs = false;
 };
 
 int Fail(const absl::Status& status) {
@@ -98,6 +101,10 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
       "--scrub", line.scrub,
       "only reads and verifies what durable jobs have on swap.paths, and prints a report in JSON: "
       "forebay scrub shows it; status 0: clean, 1: damage");
+  app.add_flag(
+      "--jobs", line.jobs,
+      "only lists the jobs that are durable on swap.paths, with their steps: the report of "
+      "--scrub, without reading what they have there");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -161,8 +168,7 @@ bool MayReclaim(const absl::StatusOr<std::string>& jobs) {
   return false;
 }
 
-int Scrub(const Config& config) {
-  const auto report = Daemon::Scrub(config);
+int Print(const absl::StatusOr<forebay::daemon::ScrubReport>& report) {
   if (!report.ok()) return Fail(report.status());
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<forebay::schema::ScrubReport>();
@@ -254,9 +260,9 @@ void HandOver(Daemon& daemon, Service& service, int signals_fd) {
 
 // Nobody keeps memory for the next daemon: it finds what is on swap, which is to be the newest step. A second signal ends
 // the wait.
-void MakeDurable(Daemon& daemon, const Service& service, int signals_fd) {
-  const absl::Status status =
-      daemon.HandOver(nullptr, kMakeDurableLimit, OnWait(daemon, service, signals_fd));
+void MakeDurable(Daemon& daemon, const Service& service, std::chrono::seconds limit,
+                 int signals_fd) {
+  const absl::Status status = daemon.HandOver(nullptr, limit, OnWait(daemon, service, signals_fd));
   if (!status.ok()) spdlog::warn("{}", forebay::protocol::FormatError(status));
 }
 
@@ -294,7 +300,8 @@ int Serve(const Config& config, Service& service) {
   if (signal == SIGTERM && store.is_available()) {
     HandOver(**daemon, service, signals_fd.get());
   } else {
-    MakeDurable(**daemon, service, signals_fd.get());
+    MakeDurable(**daemon, service, signal == SIGINT ? kInterruptedLimit : kMakeDurableLimit,
+                signals_fd.get());
   }
   (*daemon)->Stop();
   spdlog::info("stopped");
@@ -329,7 +336,8 @@ int main(int argc, char** argv) {
     const absl::Status status = Daemon::Check(*config);
     return status.ok() ? 0 : Fail(status);
   }
-  if (line.scrub) return Scrub(*config);
+  if (line.scrub) return Print(Daemon::Scrub(*config));
+  if (line.jobs) return Print(Daemon::ListJobs(*config));
   if (line.reclaim) {
     const absl::StatusOr<std::string> jobs = Daemon::DurableJobs(*config);
     if (forebay::protocol::IdOf(jobs.status()) == forebay::protocol::ErrorId::kBusy) {

@@ -110,7 +110,8 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
                  .replies = replies,
                  .tasks = closings_,
                  .served_at = options.served_at,
-                 .stop = kj::mv(stop)},
+                 .stop = kj::mv(stop),
+                 .least_durability = options.least_durability},
         answers_(port_, replies.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
         listening_(port_, listener_.fd.get(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
         connections_(*this) {

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/exec/loop_queue.h"
 #include "daemon/exec/reactor.h"
+#include "protocol/durability.h"
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
@@ -54,6 +55,8 @@ struct ControlPlaneOptions {
   // A kernel without pidfd_open(2): whether it is served all the same. A session then lasts until its
   // socket is closed, which a fork of the client's keeps open.
   bool serves_without_pidfds = false;
+  // In the place of level memory, where an attach names that one.
+  protocol::Durability least_durability = {};
 };
 
 // kConnectionsPerUidMax, or fewer where the daemon may have only `descriptors_max`: the connections of

@@ -104,11 +104,14 @@ int FdOf(const SessionFds& fds, schema::Session::Kind kind) {
 }
 
 // Errors  E_OPTION; of the layout.
-absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request, uint32_t uid,
-                                          int layout_fd) {
+absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
+                                          const Connection& connection, int layout_fd) {
   std::optional<protocol::Durability> durability;
   if (const std::string text = TextOf(request.getDurability()); !text.empty()) {
     ASSIGN_OR_RETURN(durability, protocol::ParseDurability(text));
+    if (durability->level == protocol::DurabilityLevel::kMemory) {
+      durability = connection.context->least_durability;
+    }
   }
   ASSIGN_OR_RETURN(auto layout, ReadLayout(layout_fd, request.getLayoutBytes()));
   std::vector<uint64_t> held_leases;
@@ -130,7 +133,7 @@ absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
     }
     exchanged.emplace_back(answer[i].begin(), answer[i].end());
   }
-  return AttachRequested{.uid = uid,
+  return AttachRequested{.uid = connection.viewer.uid,
                          .job = TextOf(request.getJob()),
                          .reader = request.getReader(),
                          .rank = request.getRank(),
@@ -417,7 +420,7 @@ class AdminServer final : public schema::Admin::Server {
  private:
   kj::Promise<void> PlanWith(PlanContext context, int layout_fd) {
     const auto params = context.getParams();
-    auto request = RequestOf(params.getRequest(), connection_->viewer.uid, layout_fd);
+    auto request = RequestOf(params.getRequest(), *connection_, layout_fd);
     if (!request.ok()) {
       SetOutcome(request.status(), context.getResults().initOutcome());
       return kj::READY_NOW;
@@ -529,7 +532,7 @@ class NodeServer final : public schema::Node::Server {
   }
 
   kj::Promise<void> AttachWith(AttachContext context, int layout_fd) {
-    auto request = RequestOf(context.getParams().getRequest(), connection_->viewer.uid, layout_fd);
+    auto request = RequestOf(context.getParams().getRequest(), *connection_, layout_fd);
     if (!request.ok()) return Refuse(context, request.status());
     // Here, after the last wait: a descriptor may have been promised and come late.
     if (connection_->context->sessions >= kSessionsMax) {

@@ -51,6 +51,7 @@ struct ControlContext {
   kj::TaskSet& tasks;
   ServedAt served_at;
   kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
+  protocol::Durability least_durability;     // as ControlPlaneOptions has it
   SessionId next_session = 1;
   uint64_t next_scrub = 1;
   uint64_t next_exchange = 1;

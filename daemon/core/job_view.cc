@@ -94,7 +94,11 @@ JobView ViewOf(const DurableJob& job) {
   view.uid = job.uid;
   view.layout = job.layout;
   view.committed_step = view.published_step = job.step;
-  if (job.durability.level != protocol::DurabilityLevel::kMemory) view.durable_step = job.step;
+  if (job.durability.level != protocol::DurabilityLevel::kMemory) {
+    const bool is_killed = job.kept && job.kept->was_killed;
+    const DurableJob* const durable = is_killed ? job.kept->durable.get() : &job;
+    if (durable != nullptr) view.durable_step = durable->step;
+  }
   view.world_size = job.world_size;
   view.durability = job.durability;
   view.params = layout.total_elems();

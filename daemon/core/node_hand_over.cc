@@ -46,11 +46,14 @@ void NodeState::Impl::TryHandOver() {
   actions.Emit(std::move(result));
 }
 
-// Without sessions: ranks that attach meanwhile wait until the step is published.
+// Without sessions: ranks that attach meanwhile wait until the step is published. Jobs that are to be durable go on too: this
+// daemon may end before a rank is back.
 Job* NodeState::Impl::On(const UpdatesResumed&) {
   const NodeLedger::Parked parked = ledger.parked();
   for (const auto& [name, job] : parked) {
-    if (job->kept == std::nullopt || job->kept->update == nullptr) continue;
+    if (!job->kept) continue;
+    const bool is_in_update = job->kept->update != nullptr;
+    if (!is_in_update && job->durability.level == protocol::DurabilityLevel::kMemory) continue;
     const AttachRequested request{.uid = job->uid,
                                   .job = JobNameFor(/*uid=*/0, name),
                                   .world_size = job->world_size,
@@ -59,7 +62,8 @@ Job* NodeState::Impl::On(const UpdatesResumed&) {
                                   .durability = job->durability,
                                   .layout = job->layout};
     const absl::Status status = MakeJob(request, name).status();
-    if (status.ok()) continue;
+    // Between two steps it loses nothing: the attach of its ranks meets the same error.
+    if (status.ok() || !is_in_update) continue;
     ledger.Unpark(name);
     freed_weights_bytes.emplace(job->id, job->kept->weights_bytes);
     actions.Emit(FreeJob{.job = job->id});

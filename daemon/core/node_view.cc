@@ -108,10 +108,16 @@ absl::StatusOr<JobPlan> NodeState::PlanOfJob(const JobName& name,
 }
 
 bool NodeState::HasStepsToMakeDurable() const {
-  return std::ranges::any_of(impl_->jobs, [](const auto& entry) {
-    const JobView view = entry.second->View();
-    return entry.second->plan().has_durable_steps() && view.durable_step < view.committed_step;
+  const bool is_parked = std::ranges::any_of(impl_->ledger.parked(), [](const auto& entry) {
+    const JobView view = ViewOf(*entry.second);
+    return view.durability.level != protocol::DurabilityLevel::kMemory &&
+           view.durable_step < view.committed_step;
   });
+  return is_parked || std::ranges::any_of(impl_->jobs, [](const auto& entry) {
+           const JobView view = entry.second->View();
+           return entry.second->plan().has_durable_steps() &&
+                  view.durable_step < view.committed_step;
+         });
 }
 
 std::vector<JobView> NodeState::Jobs() const {

@@ -26,6 +26,7 @@ void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl
   if (keep == nullptr && !state_.HasStepsToMakeDurable()) return done(absl::OkStatus());
   keep_ = std::move(keep);
   handed_over_ = std::move(done);
+  if (keep_ == nullptr) Raise(UpdatesResumed{});  // nobody else goes on with what is in memory
   Raise(HandOverRequested{});
 }
 

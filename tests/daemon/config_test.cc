@@ -238,6 +238,17 @@ TEST(Config, ReadsAndNamesLevelsOfDurability) {
   EXPECT_THAT(protocol::HintOf(status), HasSubstr("use memory, step, or epoch=N"));
 }
 
+TEST(Config, ReadsWhatIsLeftOfAJobAtStop) {
+  Config config;
+  EXPECT_FALSE(config.durable_at_stop);
+  EXPECT_OK(ApplySetting("jobs.at_stop=durable", config));
+  EXPECT_TRUE(config.durable_at_stop);
+  EXPECT_OK(ApplySetting("jobs.at_stop=free", config));
+  EXPECT_FALSE(config.durable_at_stop);
+  EXPECT_EQ(ApplySetting("jobs.at_stop=kept", config).message(),
+            "--set: jobs.at_stop: \"kept\" is none of free, durable");
+}
+
 TEST(Config, SaysHowASizeIsWritten) {
   for (const char* setting :
        {"dram.limit=true", "dram.limit=much", "swap.staging=1.5", "swap.capacity=[[1]]"}) {
