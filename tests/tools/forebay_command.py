@@ -76,14 +76,20 @@ def take_signals():
 
 class Started:
     """A `forebay run` whose command has begun: it prints its own pid, then runs permanently. `flags` are for run,
-    the other options for Popen."""
+    on top of `run` (run_flags' by default), the other options for Popen."""
 
     def __init__(
-        self, folders, script="echo $$; while :; do read -r line || exit 5; done", flags=(), **options
+        self,
+        folders,
+        script="echo $$; while :; do read -r line || exit 5; done",
+        flags=(),
+        run=None,
+        **options,
     ):
         environment, _, swap = folders
+        usual = run_flags(swap)[1:-1] if run is None else run
         self.process = subprocess.Popen(
-            [FOREBAY, *map(str, (*run_flags(swap)[:-1], *flags, "--")), "sh", "-c", script],
+            [FOREBAY, "run", *map(str, (*usual, *flags, "--")), "sh", "-c", script],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

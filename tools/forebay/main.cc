@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <iostream>
 #include <optional>
@@ -26,6 +27,7 @@
 #include "tools/forebay/bench.h"
 #include "tools/forebay/doctor.h"
 #include "tools/forebay/explain.h"
+#include "tools/forebay/keep.h"
 #include "tools/forebay/launch.h"
 #include "tools/forebay/launch_node.h"
 #include "tools/forebay/node_view.h"
@@ -55,6 +57,8 @@ struct Arguments {
   std::optional<std::string> delete_job;
   std::vector<std::string> folders = {"."};
   RunOptions run;
+  bool kept = false;   // --kept
+  std::string forget;  // --forget
   LaunchOptions launch;
   StatusAllOptions status_all;
   PlanOptions plan;
@@ -194,6 +198,17 @@ int ShowExplain(const Arguments& arguments) {
   ExplainOptions options = arguments.explain;
   options.as_json = arguments.json;
   const auto text = Explain(options);
+  return Exit(text.ok() ? WriteOutput(*text) : text.status());
+}
+
+int ShowKept(const Arguments& arguments) {
+  const auto runs = ListKept(arguments.run.keep.state_folder);
+  if (!runs.ok()) return Exit(runs.status());
+  return Exit(Show(arguments.json, runs->dump(2), KeptText(*runs)));
+}
+
+int Forget(const Arguments& arguments) {
+  const auto text = ForgetKept(arguments.run.keep.state_folder, arguments.forget);
   return Exit(text.ok() ? WriteOutput(*text) : text.status());
 }
 
@@ -364,6 +379,41 @@ CLI::App* AddLaunch(CLI::App& app, LaunchOptions& launch) {
   return command;
 }
 
+CLI::App* AddRun(CLI::App& app, Arguments& arguments) {
+  CLI::App* run =
+      app.add_subcommand("run", "a private daemon for one command: run [OPTIONS] -- COMMAND");
+  PrivateDaemonOptions& daemon = arguments.run.daemon;
+  AddDaemonOptions(run, daemon);
+  run->add_option("--config", daemon.config, "a TOML file for the daemon");
+  run->add_option("--set", daemon.settings, "KEY=VALUE on top of the file; may be repeated")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  run->add_flag("--verbose", daemon.verbose, "show the daemon's log");
+  CLI::Option* keep = run->add_option(
+      "--keep", arguments.run.keep.keep,
+      "a name for the run, whose trainings stay on --swap when it ends, each at its newest step");
+  keep->needs(run->get_option("--swap"));
+  CLI::Option* resume = run->add_option(
+      "--resume", arguments.run.keep.resume,
+      "a run that was kept: the command goes on with its trainings; swap, DRAM and settings are "
+      "those that it had, --dram may give more");
+  CLI::Option* kept = run->add_flag("--kept", arguments.kept, "list the runs that are kept");
+  CLI::Option* forget = run->add_option("--forget", arguments.forget,
+                                        "a kept run to give up: its swap and its name are free");
+  run->add_flag("--json", arguments.json, "of --kept: JSON instead of a table")->needs(kept);
+  const std::function<std::string(const std::string&)> refuse_empty = [](const std::string& name) {
+    return name.empty() ? "the name is empty" : "";
+  };
+  for (CLI::Option* named : {keep, resume, forget}) named->check(refuse_empty, "");
+  const std::vector<CLI::Option*> exclusive = {keep, resume, kept, forget};
+  for (CLI::Option* one : exclusive) {
+    for (CLI::Option* other : exclusive) {
+      if (one != other) one->excludes(other);
+    }
+  }
+  return run;
+}
+
 // The command follows "--"; its own options are not parsed.
 std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
   const auto dashes = std::find(words.begin(), words.end(), "--");
@@ -374,6 +424,8 @@ std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
 }
 
 struct Environment {
+  std::filesystem::path state_folder;        // of this user; empty: there is none
+  std::string run;                           // FOREBAY_RUN
   std::vector<std::string> runtime_folders;  // XDG_RUNTIME_DIR, TMPDIR
   std::string cpu_target;                    // FOREBAY_CPU_TARGET
   std::vector<std::string> variables;        // all of them
@@ -382,6 +434,8 @@ struct Environment {
 int Main(std::vector<std::string> words, const Environment& environment) {
   Arguments arguments;
   arguments.run.daemon.runtime_folders = environment.runtime_folders;
+  arguments.run.keep.state_folder = environment.state_folder;
+  arguments.run.keep.run_variable = environment.run;
   arguments.bench.runtime_folders = environment.runtime_folders;
   arguments.run.command = ParseRunCommand(words);
   arguments.launch.command = arguments.run.command;
@@ -400,16 +454,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
            "\n";
   });
 
-  CLI::App* run =
-      app.add_subcommand("run", "a private daemon for one command: run [OPTIONS] -- COMMAND");
-  PrivateDaemonOptions& daemon = arguments.run.daemon;
-  AddDaemonOptions(run, daemon);
-  run->add_option("--config", daemon.config, "a TOML file for the daemon");
-  run->add_option("--set", daemon.settings, "KEY=VALUE on top of the file; may be repeated")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  run->add_flag("--verbose", daemon.verbose, "show the daemon's log");
-
+  CLI::App* run = AddRun(app, arguments);
   CLI::App* launch = AddLaunch(app, arguments.launch);
   CLI::App* launch_node = app.add_subcommand(std::string(kNodeCommand))->group("");  // hidden
   CLI::App* status = AddView(app, "status", "the node at a glance", arguments);
@@ -496,12 +541,16 @@ int Main(std::vector<std::string> words, const Environment& environment) {
     return Exit(forced);
   }
   if (run->parsed()) {
+    if (arguments.kept) return ShowKept(arguments);
+    if (!arguments.forget.empty()) return Forget(arguments);
     if (arguments.run.command.empty()) {
       std::fprintf(stderr, "usage: forebay run [OPTIONS] -- COMMAND [ARGUMENT]...\n");
       return kUsage;
     }
-    if (daemon.dram.empty() && daemon.config.empty()) daemon.dram = "2GiB";
-    if (daemon.swap_size.empty()) daemon.swap_size = "4GiB";
+    PrivateDaemonOptions& daemon = arguments.run.daemon;
+    const bool is_new = arguments.run.keep.resume.empty();
+    if (is_new && daemon.dram.empty() && daemon.config.empty()) daemon.dram = "2GiB";
+    if (is_new && daemon.swap_size.empty()) daemon.swap_size = "4GiB";
     return Run(arguments.run);
   }
   if (launch->parsed()) {
@@ -532,7 +581,17 @@ int main(int argc, char** argv) {
     const char* const value = std::getenv(name);
     return std::string(value == nullptr ? "" : value);
   };
+  const std::string state_home = variable("XDG_STATE_HOME");
+  const std::string home = variable("HOME");
+  std::filesystem::path state_folder;
+  if (state_home.starts_with('/')) {
+    state_folder = std::filesystem::path(state_home) / "forebay";
+  } else if (home.starts_with('/')) {
+    state_folder = std::filesystem::path(home) / ".local/state/forebay";
+  }
   forebay::tools::Environment environment{
+      .state_folder = state_folder,
+      .run = variable("FOREBAY_RUN"),
       .runtime_folders = {variable("XDG_RUNTIME_DIR"), variable("TMPDIR")},
       .cpu_target = variable("FOREBAY_CPU_TARGET"),
       .variables = {}};

@@ -3,7 +3,9 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/signalfd.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -31,6 +33,8 @@ constexpr char kSocketName[] = "forebay.sock";
 constexpr size_t kRuntimeFolderBytesMax = sizeof(sockaddr_un::sun_path) -
                                           sizeof("/forebay-run-XXXXXX") - sizeof(kSocketName) -
                                           (sizeof(".new") - 1);
+// Longer than the daemon waits for its disk.
+constexpr std::chrono::minutes kStopDurablyLimit(65);
 
 // How many descriptors of a daemon are kept, of five a job, two a rank and one for staging slots: no more than this
 // process may have, and a child that gets them has each twice for a moment.
@@ -119,6 +123,10 @@ PrivateDaemon::PrivateDaemon(PrivateFolder folder, DescriptorStore store)
 PrivateDaemon::~PrivateDaemon() { Stop(); }
 
 absl::Status PrivateDaemon::MakeSwapFolders(const PrivateDaemonOptions& options) {
+  if (options.is_kept) {
+    swap_paths_ = options.swap;
+    return absl::OkStatus();
+  }
   for (const std::string& place : options.swap) {
     std::error_code error;
     if (place.empty()) {
@@ -182,6 +190,7 @@ void PrivateDaemon::SetCommand(const std::string& program, const PrivateDaemonOp
       settings.push_back("swap.life=unlinked");  // the space is free however the daemon ends
     }
   }
+  if (options.is_kept) settings.push_back("jobs.at_stop=durable");
   settings.insert(settings.end(), options.settings.begin(), options.settings.end());
   for (const std::string& setting : settings) {
     command_.arguments.insert(command_.arguments.end(), {"--set", setting});
@@ -201,6 +210,7 @@ absl::Status PrivateDaemon::StartAgain() {
 }
 
 absl::Status PrivateDaemon::AwaitReady(std::span<const int> abort_fds) {
+  if (is_ready()) return absl::OkStatus();
   std::vector<pollfd> watched = {{.fd = store_.socket_fd(), .events = POLLIN, .revents = 0},
                                  {.fd = process_->pidfd(), .events = POLLIN, .revents = 0}};
   for (const int fd : abort_fds) watched.push_back({.fd = fd, .events = POLLIN, .revents = 0});
@@ -239,6 +249,23 @@ std::optional<int> PrivateDaemon::AwaitEnd(std::chrono::milliseconds limit) {
     left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
   }
   return process_->WaitFor(std::chrono::milliseconds(0));
+}
+
+int PrivateDaemon::StopDurably(int signal_fd) {
+  std::array<pollfd, 3> watched = {{{.fd = store_.socket_fd(), .events = POLLIN, .revents = 0},
+                                    {.fd = process_->pidfd(), .events = POLLIN, .revents = 0},
+                                    {.fd = signal_fd, .events = POLLIN, .revents = 0}}};
+  process_->Signal(is_ready() ? SIGINT : SIGTERM);
+  const Clock::time_point end = Clock::now() + kStopDurablyLimit;
+  while (watched[1].revents == 0 && Clock::now() < end) {
+    ::poll(watched.data(), watched.size(), 1000);
+    store_.Drain();
+    signalfd_siginfo info;
+    while (watched[2].revents != 0 && ::read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
+      process_->Signal(SIGINT);
+    }
+  }
+  return Stop();
 }
 
 int PrivateDaemon::Stop() {

@@ -37,7 +37,9 @@ struct PrivateDaemonOptions {
   std::string dram;  // "2GiB"; empty: what `config` says
   // Directories (a private one is made inside each) or block devices.
   std::vector<std::string> swap;
-  std::string swap_size;              // of each
+  std::string swap_size;  // of each
+  // The daemon makes each job durable when it ends, on `swap` as it is: nothing is made inside it, or removed.
+  bool is_kept = false;
   std::string config;                 // a TOML file, or empty
   std::vector<std::string> settings;  // "key=value", on top of everything
   bool verbose = false;               // its log at level info; else warnings alone
@@ -82,6 +84,15 @@ class PrivateDaemon {
   // Errors  of Process::Start().
   absl::Status StartAgain();
 
+  // Returns once it accepts clients, at once where it does.
+  //
+  // Errors  E_NO_DAEMON, E_TIMEOUT, E_INTERRUPTED  of Start().
+  absl::Status AwaitReady(std::span<const int> abort_fds);
+
+  // Of one that is kept: asks it to end, and waits until each job's newest step is durable, an hour at most. A signal that
+  // `signal_fd` has ends that wait. Returns the wait status.
+  int StopDurably(int signal_fd);
+
   // Asks it to end, and sends SIGKILL where it does not within ten seconds. Its jobs end with it. Returns the wait
   // status.
   int Stop();
@@ -91,7 +102,6 @@ class PrivateDaemon {
   absl::Status MakeSwapFolders(const PrivateDaemonOptions& options);
   void SetCommand(const std::string& program, const PrivateDaemonOptions& options);
   absl::Status Launch();
-  absl::Status AwaitReady(std::span<const int> abort_fds);
   std::optional<int> AwaitEnd(std::chrono::milliseconds limit);
 
   PrivateFolder folder_;

@@ -108,9 +108,9 @@ class Report {
 };
 
 // Of the command. Its daemon is started again where that dies: an attach meanwhile waits for it.
-std::vector<std::string> Environment(const std::string& socket) {
+std::vector<std::string> Environment(const std::string& socket, const std::string& run) {
   std::vector<std::string> variables = {absl::StrCat("FOREBAY_SOCKET=", socket),
-                                        absl::StrCat("FOREBAY_RUN=", client::RunToken({}))};
+                                        absl::StrCat("FOREBAY_RUN=", client::RunToken(run))};
   if (!client::SaysDaemonWait()) {
     const std::chrono::seconds wait =
         std::chrono::duration_cast<std::chrono::seconds>(client::kDaemonWait);
@@ -122,9 +122,10 @@ std::vector<std::string> Environment(const std::string& socket) {
 // The second process: parent of the daemon and of the command.
 class Supervisor {
  public:
-  Supervisor(const RunOptions& options, int signal_fd, const sigset_t& command_mask,
-             pid_t command_group, UniqueFd front_pidfd)
+  Supervisor(const RunOptions& options, KeptRunFile* kept, int signal_fd,
+             const sigset_t& command_mask, pid_t command_group, UniqueFd front_pidfd)
       : options_(options),
+        kept_(kept),
         signal_fd_(signal_fd),
         command_mask_(command_mask),
         command_group_(command_group),
@@ -134,29 +135,56 @@ class Supervisor {
   int Supervise() {
     const std::array abort_fds = {signal_fd_, front_pidfd_.get()};
     auto daemon = PrivateDaemon::Start(options_.daemon, abort_fds);
+    absl::Status started = daemon.status();
+    if (started.ok() && kept_ != nullptr) started = CheckKeptDaemon(*kept_, **daemon);
     if (const std::optional<Signal> signal = NextSignal(signal_fd_)) {
+      GiveUpNew();
       return W_EXITCODE(0, signal->number);
     }
-    if (!daemon.ok()) {
-      Print(daemon.status());
+    if (!started.ok()) {
+      Print(started);
+      GiveUpNew();
       return ExitStatus(kFailed);
     }
+    const int status = RunCommand(**daemon);
+    if (kept_ == nullptr) return status;
+    ::signal(SIGPIPE, SIG_IGN);  // of messages, whose reader may have ended with the command
+    while (NextSignal(signal_fd_)) {
+      // The command has ended by these.
+    }
+    const absl::Status kept = EndKept(*kept_, **daemon, signal_fd_);
+    if (kept.ok()) return status;
+    Print(kept);
+    return status == 0 ? ExitStatus(kFailed) : status;
+  }
+
+ private:
+  // A kept run that has not begun leaves nothing.
+  void GiveUpNew() {
+    if (kept_ == nullptr || options_.keep.keep.empty()) return;
+    const absl::Status status = kept_->Remove();
+    if (!status.ok()) Print(status);
+  }
+
+  // Returns the wait status to pass on, once nothing is left that it has started.
+  int RunCommand(PrivateDaemon& daemon) {
     auto command = Process::Start({.arguments = options_.command,
-                                   .environment = Environment((*daemon)->socket()),
+                                   .environment = Environment(daemon.socket(), Token()),
                                    .group = command_group_,
                                    .signal_mask = command_mask_});
     if (!command.ok()) {
       Print(command.status());
       return ExitStatus(kNotFound);
     }
-    const std::optional<int> status = Watch(**daemon, *command);
-    EndDescendants((*daemon)->process().pid(),
+    const std::optional<int> status = Watch(daemon, *command);
+    EndDescendants(daemon.process().pid(),
                    status.has_value() ? kGrace : std::chrono::milliseconds(0),
-                   [&daemon] { (*daemon)->HandleMessages(); });
+                   [&daemon] { daemon.HandleMessages(); });
     return status.value_or(ExitStatus(kFailed));
   }
 
- private:
+  std::string Token() const { return kept_ == nullptr ? std::string() : kept_->run().run; }
+
   // Until the command has ended: its wait status; absent when the first process has died.
   std::optional<int> Watch(PrivateDaemon& daemon, Process& command) {
     std::array<pollfd, 5> watched = {{{signal_fd_, POLLIN, 0},
@@ -206,6 +234,7 @@ class Supervisor {
   }
 
   const RunOptions& options_;
+  KeptRunFile* kept_;  // null: nothing of the run outlives it
   int signal_fd_;
   sigset_t command_mask_;
   pid_t command_group_;
@@ -215,7 +244,7 @@ class Supervisor {
 
 // The first process: passes signals on, waits for the second one's report, and cleans up where that
 // one could not.
-int PassOn(pid_t supervisor, int signal_fd, int report_fd) {
+int PassOn(pid_t supervisor, int signal_fd, int report_fd, const KeptRunFile* kept) {
   std::array<pollfd, 2> watched = {{{signal_fd, POLLIN, 0}, {report_fd, POLLIN, 0}}};
   Report report;
   for (bool more = true; more;) {
@@ -229,8 +258,10 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd) {
   Print(MakeError(
       ErrorId::kInternal,
       absl::StrCat("the supervising process ended: ", DescribeWaitStatus(supervisor_status)),
-      "see who ended it (dmesg, where memory was short), then run the command again: it begins "
-      "anew, since its daemon and swap are removed"));
+      absl::StrCat("see who ended it (dmesg, where memory was short), then run the command again: ",
+                   kept == nullptr ? "it begins anew, since its daemon and swap are removed"
+                                   : "--resume goes on from the newest durable step, which forebay "
+                                     "run --kept shows")));
   EndDescendants(/*spared=*/0, std::chrono::milliseconds(0));  // orphans: ours since its death
   for (const std::string& folder : report.folders()) {
     std::error_code ignored;
@@ -265,6 +296,17 @@ int Run(const RunOptions& options) {
   }
   UniqueFd report_read(report_ends[0]);
   UniqueFd report_write(report_ends[1]);
+  RunOptions wanted = options;
+  std::optional<KeptRunFile> kept;
+  if (options.keep.is_wanted()) {
+    absl::StatusOr<KeptRunFile> begun = BeginKept(options.keep, wanted.daemon);
+    if (!begun.ok()) {
+      Print(begun.status());
+      return kFailed;
+    }
+    kept.emplace(*std::move(begun));
+  }
+  KeptRunFile* const kept_run = kept.has_value() ? &*kept : nullptr;
   const pid_t group = ::getpgrp();
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   const pid_t supervisor = ::fork();
@@ -276,17 +318,17 @@ int Run(const RunOptions& options) {
     report_read.Reset();
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
     ::setpgid(0, 0);  // it clears up also after a SIGKILL of the whole group
-    RunOptions reporting = options;
-    reporting.daemon.can_start_again = true;
-    reporting.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
+    wanted.daemon.can_start_again = true;
+    wanted.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
       Report::Folder(fd, folder);
     };
     const int status =
-        Supervisor(reporting, signal_fd.get(), before, group, std::move(self_pidfd)).Supervise();
+        Supervisor(wanted, kept_run, signal_fd.get(), before, group, std::move(self_pidfd))
+            .Supervise();
     ::_exit(Report::Status(report_write.get(), status) ? 0 : kFailed);
   }
   report_write.Reset();
-  const int status = PassOn(supervisor, signal_fd.get(), report_read.get());
+  const int status = PassOn(supervisor, signal_fd.get(), report_read.get(), kept_run);
   if (WIFSIGNALED(status)) EndBySignal(WTERMSIG(status));
   return WEXITSTATUS(status);
 }

@@ -4,12 +4,14 @@
 #include <string>
 #include <vector>
 
+#include "tools/forebay/keep.h"
 #include "tools/forebay/private_daemon.h"
 
 namespace forebay::tools {
 
 struct RunOptions {
   PrivateDaemonOptions daemon;
+  KeepOptions keep;
   std::vector<std::string> command;  // not empty
 };
 
@@ -20,7 +22,7 @@ struct RunOptions {
 // Nothing is left over: a second process, which is the parent of daemon and command and outlives
 // this one, ends what still runs and removes the folders, also after a SIGKILL of this one or of
 // its process group. Should that second one be killed, this one does so; should both be killed at
-// once, the next run in the same folders removes them.
+// once, the next run in the same folders removes them. The swap of a run that is kept stays, see keep.h.
 //
 // Threads  Before the process has a second thread.
 int Run(const RunOptions& options);

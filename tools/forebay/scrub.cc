@@ -60,7 +60,7 @@ absl::StatusOr<std::string> Run(const std::vector<std::string>& arguments) {
   std::string output = ReadAll(read_end.get());
   // It has closed its output: it ends now.
   if (process.WaitFor(std::chrono::minutes(1))) return output;
-  return MakeError(ErrorId::kTimeout, "forebayd --scrub does not end");
+  return MakeError(ErrorId::kTimeout, absl::StrCat("forebayd ", arguments[1], " does not end"));
 }
 
 // "lm_head.weight, wte.weight and 3 more".
@@ -108,7 +108,9 @@ absl::StatusOr<json> AskDaemon(const ScrubOptions& options) {
 absl::StatusOr<std::optional<json>> Scrub(const ScrubOptions& options) {
   if (options.swap.empty() && options.config.empty()) return AskDaemon(options);
   ASSIGN_OR_RETURN(const std::string program, DaemonPath());
-  std::vector<std::string> arguments = {program, "--scrub", "--set", "log.level=warning"};
+  std::vector<std::string> arguments = {program};
+  arguments.emplace_back(options.extent == ScrubExtent::kSlots ? "--scrub" : "--jobs");
+  arguments.insert(arguments.end(), {"--set", "log.level=warning"});
   if (!options.config.empty()) arguments.insert(arguments.end(), {"--config", options.config});
   if (!options.swap.empty()) {
     arguments.insert(arguments.end(), {"--set", SwapPathsSetting(options.swap)});

@@ -10,12 +10,18 @@
 
 namespace forebay::tools {
 
+enum class ScrubExtent {
+  kSlots,   // all that the ledger names is read
+  kLedger,  // jobs and steps alone; of a stopped daemon
+};
+
 struct ScrubOptions {
   std::vector<std::string> swap;  // directories or block devices, in the daemon's order
   std::string config;             // or the daemon's TOML file
   // "500MiB": bytes a second at most, of a stopped daemon of each path; empty: no limit, or the daemon's choice.
   std::string rate;
   std::string socket;  // of a daemon that runs, where neither swap nor config is given
+  ScrubExtent extent = ScrubExtent::kSlots;
 };
 
 // A ScrubReport (forebay.capnp): from the daemon that runs, or from the forebayd in this program's folder, which reads
