@@ -1,5 +1,6 @@
 // Step: at most one is in flight; a repeated call waits for the same one.
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -36,6 +37,9 @@ absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
                      absl::StrCat("step got hyper-parameters of ", hyper_params.size(),
                                   " parameter groups, not 1 to ", protocol::kParamGroupsMax));
   }
+  // Groups that no parameter of the layout is in may have no room.
+  hyper_params =
+      hyper_params.first(std::min<size_t>(hyper_params.size(), parts.layout->param_group_rows()));
   protocol::StepRequest header = scalars;
   header.param_groups = static_cast<uint32_t>(hyper_params.size());
   header.extra_state_bytes = static_cast<uint32_t>(extra_state.size());

@@ -23,18 +23,35 @@ std::string Describe(const ParamSpec& param) {
 
 absl::Status BadLayout(std::string_view message) { return MakeError(ErrorId::kLayout, message); }
 
+// The begin of a long name, in whole characters of UTF-8: a message may name thousands of groups.
+std::string Shown(const std::string& name) {
+  constexpr size_t kShownBytesMax = 1024;
+  if (name.size() <= kShownBytesMax) return name;
+  size_t end = kShownBytesMax;
+  while (end > 0 && (static_cast<unsigned char>(name[end]) & 0xc0) == 0x80) --end;
+  return absl::StrCat(name.substr(0, end), "...");
+}
+
+absl::Status CheckParamGroups(const LayoutSpec& spec) {
+  const auto last = std::ranges::max_element(spec.params, {}, &ParamSpec::param_group);
+  if (last->param_group < kParamGroupsMax) return absl::OkStatus();
+  return MakeError(ErrorId::kLayout,
+                   absl::StrCat("the layout has ", uint64_t{last->param_group} + 1,
+                                " parameter groups (at most ", kParamGroupsMax, "): parameter ",
+                                last->name, " is in parameter group ", last->param_group),
+                   "join parameter groups with the same hyper-parameters");
+}
+
 absl::StatusOr<uint64_t> CheckedElems(const ParamSpec& param) {
   if (param.name.empty() || param.name.size() > kNameBytesMax) {
-    return BadLayout(absl::StrCat("a parameter's name has ", param.name.size(), " bytes, not 1 to ",
-                                  kNameBytesMax));
+    return MakeError(ErrorId::kLayout,
+                     absl::StrCat("a parameter's name has ", param.name.size(), " bytes, not 1 to ",
+                                  kNameBytesMax),
+                     "shorten the names of the modules that the parameter is in");
   }
   if (param.shape.size() > kDimsMax) {
     return BadLayout(absl::StrCat("parameter ", param.name, " has ", param.shape.size(),
                                   " dimensions (at most ", kDimsMax, ")"));
-  }
-  if (param.param_group >= kParamGroupsMax) {
-    return BadLayout(absl::StrCat("parameter ", param.name, " is in parameter group ",
-                                  param.param_group, " (at most ", kParamGroupsMax, " groups)"));
   }
   uint64_t elems = 1;
   for (const uint64_t dim : param.shape) {
@@ -81,6 +98,7 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
         "int8 or fp32");
   }
   RETURN_IF_ERROR(CheckGradDType(spec));
+  RETURN_IF_ERROR(CheckParamGroups(spec));
   if (!spec.partitions.empty() && Info(spec.optimizer).passes > 1) {
     return MakeError(ErrorId::kUnsupported,
                      absl::StrCat("optimizer ", std::string(Name(spec.optimizer)),
@@ -124,6 +142,7 @@ absl::Status Layout::PlaceParams() {
                        .offset_elems = group.elems,
                        .elems = elems,
                        .name_hash = NameHash(param.name)});
+    param_groups_ = std::max(param_groups_, param.param_group + 1);
     total_elems_ += elems;
     if (param.trainable) trainable_elems_ += elems;
     group.elems += elems;
@@ -230,7 +249,7 @@ std::span<const BoxPlace> Layout::boxes_of(uint32_t partition) const {
 
 std::string Layout::PartitionName(uint32_t partition) const {
   const PartitionPlace& place = partitions_[partition];
-  const std::string& group = spec_.group_names[place.group];
+  std::string group = Shown(spec_.group_names[place.group]);
   return is_shared() ? group : absl::StrCat(group, " of rank ", WorldRank(place.owner));
 }
 

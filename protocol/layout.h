@@ -3,6 +3,7 @@
 // has to trust the other.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -20,10 +21,13 @@ namespace forebay::protocol {
 inline constexpr uint32_t kGroupsMax = 16384;
 inline constexpr uint32_t kParamsMax = 1 << 20;
 inline constexpr uint32_t kWorldMax = 1024;
-inline constexpr uint32_t kParamGroupsMax = 64;
+inline constexpr uint32_t kParamGroupsMax = 4096;
+// Step requests and records of jobs have room for the hyper-parameters of at least this many parameter groups. The release
+// before has room for exactly this many, so the bytes of its jobs are the same.
+inline constexpr uint32_t kParamGroupRowsMin = 64;
 inline constexpr uint32_t kDimsMax = 8;
 inline constexpr uint64_t kGroupElemsMax = uint64_t{1} << 32;
-inline constexpr uint32_t kNameBytesMax = 1024;
+inline constexpr uint32_t kNameBytesMax = 64 << 10;
 
 // A box's states begin at a multiple of this many elements, so that no two share a cache line.
 inline constexpr uint64_t kStatesAlignElems = 64;
@@ -136,6 +140,10 @@ class Layout {
   const LayoutSpec& spec() const { return spec_; }
   std::span<const ParamPlace> params() const { return params_; }
   std::span<const GroupPlace> groups() const { return groups_; }
+  // Parameter groups that a step call names at least: 1 + the largest ParamSpec::param_group.
+  uint32_t param_groups() const { return param_groups_; }
+  // Parameter groups that a step call has room for.
+  uint32_t param_group_rows() const { return std::max(param_groups_, kParamGroupRowsMin); }
   // In the order of the spec; with shared attachment partition g is group g.
   std::span<const PartitionPlace> partitions() const { return partitions_; }
   std::span<const BoxPlace> boxes() const { return boxes_; }
@@ -182,6 +190,7 @@ class Layout {
   std::vector<PartitionPlace> partitions_;
   std::vector<BoxPlace> boxes_;
   std::vector<OwnerPlace> owners_;
+  uint32_t param_groups_ = 0;
   uint64_t total_elems_ = 0;
   uint64_t trainable_elems_ = 0;
   uint64_t largest_gradient_bytes_ = 0;

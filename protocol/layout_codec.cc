@@ -23,7 +23,12 @@ absl::Status TooMany(const char* what, uint64_t have, uint64_t at_most) {
 }
 
 absl::StatusOr<std::string> CheckedName(capnp::Text::Reader text) {
-  if (text.size() > kNameBytesMax) return TooMany("bytes in a name", text.size(), kNameBytesMax);
+  if (text.size() > kNameBytesMax) {
+    return MakeError(ErrorId::kLayout,
+                     absl::StrCat("a name in the layout has ", text.size(), " bytes (at most ",
+                                  kNameBytesMax, ")"),
+                     "shorten the names of the modules that the parameter is in");
+  }
   std::string name(text.begin(), text.size());
   const bool has_control = std::any_of(name.begin(), name.end(), [](char c) {
     return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;

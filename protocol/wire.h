@@ -164,7 +164,7 @@ enum CompletionFlags : uint16_t {
 // bytes, then `extra_state_bytes` bytes. length_bytes of the command is the size of all four.
 struct StepRequest {
   uint64_t step;               // t; equals Command::step
-  uint32_t param_groups;       // 1 to kParamGroupsMax; covers every param_group of the layout
+  uint32_t param_groups;       // Layout::param_groups() to Layout::param_group_rows()
   uint32_t extra_state_bytes;  // 0 to what the session took at attach
   double max_grad_norm;        // 0: no clipping
   double grad_scale = 1;  // the gradient is multiplied by it, before clipping; finite in float32

@@ -291,15 +291,12 @@ absl::Status CheckStepRequest(const Command& command, const StepRequestCopied& c
     return MakeError(ErrorId::kStep, absl::StrCat("the command says step ", command.step,
                                                   ", its request says step ", request.step));
   }
-  uint32_t groups_needed = 0;
-  for (const protocol::ParamPlace& param : layout.params()) {
-    groups_needed = std::max(groups_needed, param.param_group + 1);
-  }
-  if (request.param_groups < groups_needed || request.param_groups > protocol::kParamGroupsMax) {
+  if (request.param_groups < layout.param_groups() ||
+      request.param_groups > layout.param_group_rows()) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat("hyper-parameters for ", request.param_groups,
-                                  " parameter groups; the layout has ", groups_needed, " (at most ",
-                                  protocol::kParamGroupsMax, ")"));
+                                  " parameter groups; the layout has ", layout.param_groups(),
+                                  " (at most ", layout.param_group_rows(), ")"));
   }
   if (request.extra_state_bytes > limits.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,

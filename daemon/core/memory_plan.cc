@@ -171,12 +171,12 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
                           layout.partitions().size() * sizeof(uint32_t) +
                           plan.session.world_size * sizeof(StatePart);
   const bool has_trust = protocol::Info(layout.spec().optimizer).passes > 1;
-  const uint64_t order = protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+  const uint64_t order = layout.param_group_rows() * sizeof(protocol::HyperParams) +
                          layout.params().size() * (1 + (has_trust ? sizeof(float) : 0));
   const uint64_t of_nodes = plan.session.world_ranks == 0
                                 ? 0
                                 : 3 * protocol::NodeSummaryBytes(layout) +
-                                      protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                                      layout.param_group_rows() * sizeof(protocol::HyperParams) +
                                       plan.session.world_size * sizeof(StatePart) + kPageBytes;
   const uint64_t leases =
       plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
@@ -651,7 +651,7 @@ uint64_t PieceBytes(const Layout& layout) {
 
 uint64_t StepRegionBytes(const Layout& layout, const SessionRequest& session) {
   return RoundUp(sizeof(protocol::StepRequest) +
-                     protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                     layout.param_group_rows() * sizeof(protocol::HyperParams) +
                      protocol::PresenceBytes(layout.params().size()) + session.extra_state_bytes +
                      protocol::StepRegionTailBytes(layout, session.world_ranks > 0),
                  kPageBytes);

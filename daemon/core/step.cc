@@ -29,7 +29,7 @@ constexpr double kClipEps = 1e-6;  // as torch.nn.utils.clip_grad_norm_ has it
 
 // The request's header, hyper-parameters and presence, without its extra_state.
 uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
-  return sizeof(protocol::StepRequest) + protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+  return sizeof(protocol::StepRequest) + layout.param_group_rows() * sizeof(protocol::HyperParams) +
          protocol::PresenceBytes(layout.params().size());
 }
 

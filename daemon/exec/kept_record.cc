@@ -228,7 +228,7 @@ protocol::HyperParams* KeptRecord::prepared_hyper_params() const {
 }
 
 StatePart* KeptRecord::prepared_extra_states() const {
-  return reinterpret_cast<StatePart*>(prepared_hyper_params() + protocol::kParamGroupsMax);
+  return reinterpret_cast<StatePart*>(prepared_hyper_params() + param_group_rows());
 }
 
 std::byte* KeptRecord::prepared_summary() const {
@@ -244,12 +244,20 @@ protocol::HyperParams* KeptRecord::hyper_params() const {
                                                   kAlignment);
 }
 
+uint64_t KeptRecord::param_group_rows() const {
+  const Header& at = header();
+  const uint64_t order_bytes = at.sums_offset - at.order_offset;
+  const uint64_t rows_bytes = order_bytes - kAlignment - at.trusts * sizeof(float) - at.params;
+  static_assert(kAlignment < sizeof(protocol::HyperParams));
+  return rows_bytes / sizeof(protocol::HyperParams);
+}
+
 std::span<KeptRecord::Lease> KeptRecord::leases() const {
   return {reinterpret_cast<Lease*>(bytes_.data() + header().leases_offset), header().leases};
 }
 
 float* KeptRecord::trust() const {
-  return reinterpret_cast<float*>(hyper_params() + protocol::kParamGroupsMax);
+  return reinterpret_cast<float*>(hyper_params() + param_group_rows());
 }
 
 uint8_t* KeptRecord::params_updated() const {
@@ -308,7 +316,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   sizes.sum_pages = record.sum_pages;
   sizes.trusts = protocol::Info(job.layout->spec().optimizer).passes > 1 ? sizes.params : 0;
   sizes.sums_offset = Aligned(sizes.order_offset + kAlignment +
-                              protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                              job.layout->param_group_rows() * sizeof(protocol::HyperParams) +
                               sizes.trusts * sizeof(float) + sizes.params);
   sizes.leases_offset = Aligned(sizes.sums_offset + sizes.sum_pages * sizeof(Sums));
   sizes.leases = job.weights_on_swap.empty() ? 0 : LeasesRecordedMax(*job.layout, job.world_size);
@@ -317,7 +325,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   const uint64_t prepared_bytes =
       sizes.summary_bytes == 0
           ? 0
-          : sizeof(Prepared) + protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+          : sizeof(Prepared) + job.layout->param_group_rows() * sizeof(protocol::HyperParams) +
                 sizes.ranks * sizeof(StatePart) + sizes.summary_bytes;
   sizes.undo_offset =
       protocol::RoundUp(sizes.prepared_offset + prepared_bytes, protocol::kPageBytes);
@@ -470,7 +478,7 @@ void KeptRecord::Set(const RecordPrepared& record) {
   FOREBAY_CHECK(record.step == header().published + 1 &&
                 record.summary.size() == header().summary_bytes &&
                 record.extra_states.size() == header().ranks &&
-                record.hyper_params.size() <= protocol::kParamGroupsMax);
+                record.hyper_params.size() <= param_group_rows());
   prepared() = {.attempt = record.attempt,
                 .param_groups = record.hyper_params.size(),
                 .request = record.request,
@@ -503,7 +511,7 @@ void KeptRecord::WriteValues(const RecordDecision& record) {
 void KeptRecord::WriteOrder(const RecordDecision& record) {
   Order& to = order();
   const StepOrder& from = record.order;
-  FOREBAY_CHECK(from.hyper_params.size() <= protocol::kParamGroupsMax &&
+  FOREBAY_CHECK(from.hyper_params.size() <= param_group_rows() &&
                 from.params.size() == header().params);
   to = {.param_groups = from.hyper_params.size(),
         .grad_scale = from.grad_scale,
@@ -671,12 +679,11 @@ absl::Status KeptRecord::CheckChanging() const {
       return CorruptRecord("extra_state");
     }
   }
-  if (decided > published && order().param_groups > protocol::kParamGroupsMax) {
+  if (decided > published && order().param_groups > param_group_rows()) {
     return CorruptRecord("the order of its update");
   }
   const bool is_prepared = at.prepared == decided + 1;
-  if (is_prepared &&
-      (at.summary_bytes == 0 || prepared().param_groups > protocol::kParamGroupsMax)) {
+  if (is_prepared && (at.summary_bytes == 0 || prepared().param_groups > param_group_rows())) {
     return CorruptRecord("the step that is prepared");
   }
   for (uint64_t rank = 0; is_prepared && rank < at.ranks; ++rank) {

@@ -100,6 +100,9 @@ class KeptRecord {
   std::byte* prepared_summary() const;
   Order& order() const;
   protocol::HyperParams* hyper_params() const;
+  // Parameter groups that the record has room for, from the distance between its sections: the room behind the last one is
+  // smaller than a row.
+  uint64_t param_group_rows() const;
   struct Lease;
   std::span<Lease> leases() const;
   float* trust() const;

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -64,6 +65,9 @@ class KeptRecordTest : public ::testing::Test {
     job_.kept = kept;
     step_arena_ = UniqueFd(::memfd_create("step", MFD_CLOEXEC));
     ASSERT_EQ(::pwrite(step_arena_.get(), "zeroone.", 8, 0), 8);
+    MakeRecord();
+  }
+  void MakeRecord() {
     RecordJob record{.job = std::make_shared<const DurableJob>(job_), .extra_states = {}};
     record.extra_states = {{.offset_bytes = 0, .bytes = 4}};
     record.sum_pages = 3;
@@ -128,6 +132,34 @@ TEST_F(KeptRecordTest, SaysTheJobAsItWasMade) {
     if (!found.blocks[i]) continue;
     EXPECT_EQ(found.blocks[i]->slot, job_.blocks[i]->slot);
     EXPECT_EQ(found.blocks[i]->checksum, job_.blocks[i]->checksum);
+  }
+}
+
+TEST_F(KeptRecordTest, HasRoomForTheParameterGroupsOfItsLayout) {
+  for (const uint32_t groups : {1U, 64U, 65U, 80U, 4096U}) {
+    protocol::LayoutSpec spec = job_.layout->spec();
+    spec.params[0].param_group = groups - 1;
+    ASSERT_OK_AND_ASSIGN(protocol::Layout layout, protocol::Layout::Create(spec));
+    job_.layout = std::make_shared<const protocol::Layout>(std::move(layout));
+    MakeRecord();
+    RecordDecision decision = Decision(7);
+    // A client may send rows that no parameter needs, as far as there is room.
+    for (uint32_t row = 0; row < std::max(groups, 64U); ++row) {
+      decision.order.hyper_params.push_back({.lr = 1.0 + row, .initial_accumulator_value = -1});
+    }
+    decision.order.params[0] = false;
+    record_->Set(RecordSums{.page = 0, .step = 7, .frame = 6});
+    record_->Set(decision);
+    ASSERT_OK_AND_ASSIGN(const DurableJob found, Found());
+    const StepOrder& order = found.kept->update->order;
+    ASSERT_THAT(order.hyper_params, SizeIs(decision.order.hyper_params.size()));
+    for (uint32_t row = 0; row < order.hyper_params.size(); ++row) {
+      ASSERT_EQ(order.hyper_params[row].lr, 1.0 + row);
+      ASSERT_EQ(order.hyper_params[row].initial_accumulator_value, -1);
+    }
+    EXPECT_EQ(order.params, decision.order.params) << groups;
+    ASSERT_THAT(found.kept->update->sums, SizeIs(1)) << groups;
+    EXPECT_EQ(found.kept->update->sums[0].frame, 6U) << groups;
   }
 }
 

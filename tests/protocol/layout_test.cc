@@ -4,6 +4,7 @@
 
 #include "protocol/layout.h"
 
+#include <algorithm>
 #include <optional>
 #include <random>
 #include <string>
@@ -11,6 +12,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/error.h"
 #include "protocol/layout_codec.h"
 #include "tests/support/status_test.h"
 
@@ -105,6 +107,55 @@ TEST(Layout, RefusesEveryBrokenRuleByName) {
   EXPECT_THAT(broken([](auto& s) { s.dtype = DType::kInt16; }), HasError(ErrorId::kOption));
   EXPECT_THAT(broken([](auto& s) { s.format = Format::kInt8; }), HasError(ErrorId::kOption));
   EXPECT_THAT(broken([](auto& s) { s.format = Format::kExact; }), HasError(ErrorId::kOption));
+}
+
+TEST(Layout, TakesUpTo4096ParameterGroupsAndSaysHowManyThereAre) {
+  const auto with = [](uint32_t param_group) {
+    LayoutSpec spec = Small();
+    spec.params[1].param_group = param_group;
+    return Layout::Create(std::move(spec));
+  };
+  for (const uint32_t groups : {1U, 64U, 65U, 80U, 4096U}) {
+    ASSERT_OK_AND_ASSIGN(const Layout layout, with(groups - 1));
+    EXPECT_EQ(layout.param_groups(), groups);
+    EXPECT_EQ(layout.param_group_rows(), std::max(groups, 64U));
+  }
+  const absl::Status refused = with(4096).status();
+  EXPECT_THAT(refused, HasError(ErrorId::kLayout));
+  EXPECT_THAT(refused.message().data(), HasSubstr("4097 parameter groups (at most 4096)"));
+  EXPECT_THAT(refused.message().data(), HasSubstr(Small().params[1].name));
+  EXPECT_THAT(with(UINT32_MAX).status(), HasError(ErrorId::kLayout));
+}
+
+TEST(Layout, TakesNamesOfUpTo64KiB) {
+  const auto with = [](size_t name_bytes) {
+    LayoutSpec spec = Small();
+    spec.params[1].name = std::string(name_bytes, 'n');
+    return spec;
+  };
+  for (const size_t bytes : {1024U, 1025U, 65536U}) {
+    EXPECT_OK(Layout::Create(with(bytes)));
+    ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> encoded, EncodeLayout(with(bytes)));
+    ASSERT_OK_AND_ASSIGN(const LayoutSpec decoded, DecodeLayout(encoded));
+    EXPECT_EQ(decoded.params[1].name.size(), bytes);
+  }
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> encoded, EncodeLayout(with(65537)));
+  for (const absl::Status& refused :
+       {Layout::Create(with(65537)).status(), DecodeLayout(encoded).status()}) {
+    EXPECT_THAT(refused, HasError(ErrorId::kLayout));
+    EXPECT_THAT(refused.message().data(), HasSubstr("65537 bytes"));
+    EXPECT_THAT(refused.message().data(), HasSubstr("65536"));
+    EXPECT_THAT(HintOf(refused), HasSubstr("shorten the names of the modules"));
+  }
+}
+
+TEST(Layout, ShowsTheBeginOfALongGroupNameInWholeCharacters) {
+  LayoutSpec spec = Small();
+  spec.group_names[0] = std::string(1023, 'n') + "\u00e9" + std::string(5000, 'n');
+  spec.group_names[1] = std::string(1024, 'n');
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(spec));
+  EXPECT_EQ(layout.PartitionName(0), std::string(1023, 'n') + "...");
+  EXPECT_EQ(layout.PartitionName(1), spec.group_names[1]);
 }
 
 // Python lists frozen parameters last in their group, so it also moves others.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ._sharded import ShardMember
 
 _trained_here: set[tuple[str, str]] = set()  # socket and job
-PARAM_GROUPS_MAX = 64  # of the wire
+PARAM_GROUPS_MAX = 4096  # of the wire
 # Of a group, beside the optimizer's hyper-parameters; "initial_lr" is a scheduler's.
 KNOWN_OPTIONS = {
     *("params", "name", "initial_lr"), *TORCH_IMPLEMENTATIONS, *TORCH_OPTIONS, *RULE_OPTIONS
