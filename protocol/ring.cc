@@ -14,9 +14,9 @@ absl::Status BadRingIndex(const char* which, uint64_t own, uint64_t peer) {
       "the session has ended: look for stray writes of the process, then attach again");
 }
 
-void FormatRing(RingMemory& ring) {
+void FormatRing(RingMemory& ring, uint32_t version) {
   ring.header.magic = kRingMagic;
-  ring.header.version = kProtocolVersion;
+  ring.header.version = version;
   ring.header.entries = kRingEntries;
 }
 

@@ -22,8 +22,8 @@ namespace forebay::protocol {
 // and the other's.
 absl::Status BadRingIndex(const char* which, uint64_t own, uint64_t peer);
 
-// Writes the header of a zeroed ring; the daemon does so before it gives the memory away.
-void FormatRing(RingMemory& ring);
+// Writes the header of a zeroed ring for a client that speaks `version`; the daemon does so before it gives the memory away.
+void FormatRing(RingMemory& ring, uint32_t version = kProtocolVersion);
 
 // Errors  E_RING  another magic, version or size.
 absl::Status CheckRingHeader(const RingMemory& ring);

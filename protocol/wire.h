@@ -13,8 +13,14 @@
 namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
-// another version.
+// another version, unless it is the client of a daemon and speaks that of the release before.
 inline constexpr uint32_t kProtocolVersion = 14;
+// The version of the release before: ranks that run go on with a daemon that is upgraded under them. A session is served
+// in the form of the version that its client speaks.
+inline constexpr uint32_t kProtocolVersionBefore = 14;
+constexpr bool IsServedVersion(uint32_t version) {
+  return version >= kProtocolVersionBefore && version <= kProtocolVersion;
+}
 inline constexpr uint32_t kSessionWaitMsMax = 3'600'000;  // Node.hello, sessionWaitMs
 
 // ------------------------------------------------------------------------------------ ring entries
@@ -229,7 +235,7 @@ static_assert(sizeof(RingLine) == kCacheLineBytes);
 
 struct alignas(kCacheLineBytes) RingHeader {
   uint64_t magic;    // kRingMagic
-  uint32_t version;  // kProtocolVersion
+  uint32_t version;  // that the client speaks
   uint32_t entries;  // kRingEntries
   uint64_t reserved[6];
 };

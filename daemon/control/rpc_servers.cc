@@ -30,6 +30,16 @@ absl::Status Overloaded() {
                    "wait, then retry");
 }
 
+absl::Status OtherVersion(uint32_t version) {
+  std::string served = absl::StrCat(protocol::kProtocolVersion);
+  if (protocol::kProtocolVersionBefore < protocol::kProtocolVersion) {
+    absl::StrAppend(&served, " and ", protocol::kProtocolVersionBefore);
+  }
+  return MakeError(ErrorId::kProtocol,
+                   absl::StrCat("the client speaks protocol ", version, ", this daemon ", served),
+                   "use client and daemon of one release, or a client of the release before");
+}
+
 absl::Status HandshakeMissing() {
   return MakeError(ErrorId::kProtocol, "the first call of a connection is hello");
 }
@@ -466,14 +476,11 @@ class NodeServer final : public schema::Node::Server {
     auto results = context.getResults();
     FillInfo(connection_->context->served_at.identity, results.initInfo());
     auto outcome = results.initOutcome();
-    if (params.getProtocolVersion() != protocol::kProtocolVersion) {
-      SetOutcome(MakeError(ErrorId::kProtocol,
-                           absl::StrCat("the client speaks protocol ", params.getProtocolVersion(),
-                                        ", this daemon ", protocol::kProtocolVersion),
-                           "use client and daemon of one release"),
-                 outcome);
+    if (!protocol::IsServedVersion(params.getProtocolVersion())) {
+      SetOutcome(OtherVersion(params.getProtocolVersion()), outcome);
       return kj::READY_NOW;
     }
+    connection_->protocol_version = params.getProtocolVersion();
     if (params.getOnBehalfOf() >= 0) {
       const absl::Status status = ActAs(params.getOnBehalfOf());
       SetOutcome(status, outcome);
@@ -545,6 +552,7 @@ class NodeServer final : public schema::Node::Server {
     std::erase_if(connection_->sessions, [](const auto& weak) { return weak.expired(); });
     connection_->sessions.push_back(handle);
     request->session = handle->id();
+    request->protocol_version = connection_->protocol_version;
 
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();

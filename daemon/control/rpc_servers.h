@@ -22,6 +22,7 @@
 #include "protocol/error.h"
 #include "protocol/forebay.capnp.h"
 #include "protocol/os/check.h"
+#include "protocol/wire.h"
 
 namespace forebay::daemon {
 
@@ -100,7 +101,8 @@ struct Connection {
   bool may_act_for_others = false;  // the peer is root, or the daemon's own user
   // Where this connection is lost, so long its ranks' sessions are kept for them to attach again.
   std::chrono::milliseconds session_wait{0};
-  bool handshake_done = false;  // hello was called with our version
+  bool handshake_done = false;  // hello was called with a version that is served
+  uint32_t protocol_version = protocol::kProtocolVersion;  // of the client
   std::vector<std::weak_ptr<SessionHandle>> sessions;
   kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
 };

@@ -30,7 +30,8 @@ enum class Tier : uint8_t { kDram, kNvme };
 
 struct AttachRequested {
   SessionId session = 0;  // chosen by the executor
-  // Of the client.
+  // Of the client: the protocol that it speaks, and its user.
+  uint32_t protocol_version = protocol::kProtocolVersion;
   uint32_t uid = 0;
   // NAME or UID:NAME.
   std::string job;

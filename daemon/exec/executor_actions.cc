@@ -163,9 +163,9 @@ void Executor::Run(CreateSessionMemory& action) {
       };
       if (!made.ok()) return fail(made.status());
       const SessionMemory arenas = *made;
-      auto io = SessionIo::Create(*std::move(made));
-      if (!io.ok()) return fail(io.status());
       Session& session = sessions_.at(action.session);
+      auto io = SessionIo::Create(*std::move(made), session.request.protocol_version);
+      if (!io.ok()) return fail(io.status());
       session.io = *std::move(io);
       const int rank = RankOf(session.request);
       if (!is_registered) registry_.Register({ArenaKind::kGrad, session.job, rank}, arenas.grad);

@@ -65,6 +65,7 @@ void Executor::Reconnect(SessionId id, Session again) {
   reconnected_[session.number] = id;
   session.callbacks = std::move(again.callbacks);
   session.wait = again.wait;
+  session.request.protocol_version = again.request.protocol_version;
   const SessionMemoryOptions memory{.job = session.request.job,
                                     .rank = RankOf(session.request),
                                     .grad_bytes = session.io->grad()->capacity_bytes(),
@@ -94,7 +95,8 @@ void Executor::EndReconnect(SessionReconnected event, SessionId number,
     return;
   }
   Session& session = found->second;
-  auto io = made.ok() ? SessionIo::Create(*std::move(made)) : made.status();
+  auto io = made.ok() ? SessionIo::Create(*std::move(made), session.request.protocol_version)
+                      : made.status();
   if (!io.ok()) {
     if (session.callbacks.answered) {
       AnswerAttach refused{.session = number, .status = io.status(), .trace = {}};

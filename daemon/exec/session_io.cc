@@ -64,13 +64,14 @@ absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& opti
   return memory;
 }
 
-absl::StatusOr<std::unique_ptr<SessionIo>> SessionIo::Create(SessionMemory memory) {
+absl::StatusOr<std::unique_ptr<SessionIo>> SessionIo::Create(SessionMemory memory,
+                                                             uint32_t protocol_version) {
   std::unique_ptr<SessionIo> session(new SessionIo());
   session->memory_ = std::move(memory);
   ASSIGN_OR_RETURN(session->command_doorbell_, protocol::MakeDoorbell());
   ASSIGN_OR_RETURN(session->completion_doorbell_, protocol::MakeSocketDoorbell());
   auto* ring = reinterpret_cast<protocol::RingMemory*>(session->memory_.ring->bytes().data());
-  protocol::FormatRing(*ring);
+  protocol::FormatRing(*ring, protocol_version);
   session->channel_ = protocol::MakeRingServerChannel(
       {.ring = ring,
        .command_doorbell_fd = session->command_doorbell_.get(),

@@ -62,10 +62,11 @@ class SessionIo {
  public:
   static constexpr size_t kErrorsKeptMax = 64;
 
-  // Formats the ring and makes the doorbells.
+  // Formats the ring for a client that speaks this protocol, and makes the doorbells.
   //
   // Errors  E_LIMIT  no descriptor is left.
-  static absl::StatusOr<std::unique_ptr<SessionIo>> Create(SessionMemory memory);
+  static absl::StatusOr<std::unique_ptr<SessionIo>> Create(SessionMemory memory,
+                                                           uint32_t protocol_version);
 
   protocol::ServerChannel& channel() { return *channel_; }
   const ArenaRegistry::Arena& grad() const { return memory_.grad; }

@@ -1,0 +1,62 @@
+# Goal    A daemon goes on with what one of the release before has left in the service manager's store: the jobs of one
+#         that was restarted, and of one that was killed in the middle of an update.
+# Method  left/*.tar.xz are the bytes of every memfd that a daemon of commit 4b14564 (protocol 14) left, each with the step
+#         and the SHA-256 that the job had there. They become memfds again and are handed to a daemon of this build; then
+#         the job trains on. A release makes them anew, with its own programs and package:
+#         left_by_release.py handed-over left/handed-over.tar.xz; the same for killed.
+
+import copy
+import fcntl
+import json
+import os
+import pathlib
+import tarfile
+
+import pytest
+import torch
+from daemon_process import missing
+from left_by_release import IN_UPDATE, LR, attached, groups_of, service_of
+from models import assert_close, train
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+LEFT = pathlib.Path(__file__).parent / "left"
+
+
+MFD_NOEXEC_SEAL, F_SEAL_EXEC = 0x8, 0x20  # of Linux 6.3
+
+
+def memfd(name, data, seals, mode):
+    flags = MFD_NOEXEC_SEAL if seals & F_SEAL_EXEC else os.MFD_ALLOW_SEALING
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | flags)
+    os.pwrite(fd, data, 0)
+    os.fchmod(fd, mode)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize("how", ["handed-over", "killed"])
+def test_a_daemon_goes_on_with_what_the_release_before_has_left(folder, how):
+    service = service_of(folder)
+    with service.manager as manager:
+        with tarfile.open(LEFT / f"{how}.tar.xz") as file:
+            for entry in file:
+                data = file.extractfile(entry).read()
+                if entry.name == "expected":
+                    expected = json.loads(data)
+                    continue
+                seals, name, kept_as = entry.name.split(":")
+                manager.store.append([kept_as, memfd(name, data, int(seals), entry.mode)])
+        manager.start()
+        assert "job left goes on" in service.log(), service.log()
+        model, opt = attached(service)
+        assert opt.committed_step == expected["step"] > 0
+        assert opt.state_sha256() == expected["sha256"]
+        assert IN_UPDATE.findall(service.log()) == ([str(expected["step"])] if how == "killed" else [])
+        plain = copy.deepcopy(model)
+        plain_opt = torch.optim.AdamW(groups_of(plain), lr=LR)
+        plain_opt.load_state_dict(opt.state_dict())
+        train(model, opt, 1, first=99)
+        train(plain, plain_opt, 1, first=99)
+        assert_close(model, plain, 1, lr=LR)
+        opt.detach()
