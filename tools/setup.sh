@@ -9,11 +9,10 @@ readonly GIB_FOR_DEBIAN=2  # what debian-packages.txt takes on a bare system, ro
 readonly GIB_FOR_TORCH=9   # torch's CUDA build from PyPI: 3 GiB to download, 5.4 GiB installed
 readonly GIB_FOR_BUILD=3   # build trees of the default and the asan preset
 
-# One compilation serves the wheel too, which is built in another folder; but no other checkout: a precompiled header has the
-# paths of its own, and beside other files of the same names it declares everything twice.
+# Checkouts share what they have compiled. What uses a precompiled header is its own checkout's (FOREBAY_CCACHE_OF_CHECKOUT in
+# CMakeLists.txt): a precompiled header has the paths of its own.
 export CCACHE_NOHASHDIR=1
 export CCACHE_BASEDIR=$PWD
-export CCACHE_NAMESPACE=$PWD
 export CCACHE_SLOPPINESS=pch_defines,time_macros  # without it, what uses a precompiled header is compiled each time
 
 say() { printf '== %s\n' "$*"; }
