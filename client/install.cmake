@@ -18,6 +18,9 @@ install(FILES ${PROJECT_BINARY_DIR}/protocol/forebay.capnp.h
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/forebay/protocol COMPONENT client)
 install(FILES forebay.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT client)
 
+# The same targets in the build tree, for the wheel (FOREBAY_BUILD).
+export(EXPORT forebayTargets NAMESPACE forebay:: FILE ${PROJECT_BINARY_DIR}/forebayTargets.cmake)
+
 set(forebay_cmake_dir ${CMAKE_INSTALL_LIBDIR}/cmake/forebay)
 install(EXPORT forebayTargets NAMESPACE forebay:: DESTINATION ${forebay_cmake_dir}
   COMPONENT client)

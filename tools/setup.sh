@@ -170,14 +170,15 @@ wheel_digest() {
   } | sha256sum | cut -d' ' -f1
 }
 
-# build_wheel FOLDER [PYTHON]: the wheel for a Python that has what builds it, with the programs of the default preset.
+# build_wheel FOLDER [PYTHON]: the wheel for a Python that has nanobind and scikit-build-core. The archives and programs are those
+# of the default preset; only the extension itself is compiled.
 build_wheel() {
   local python=${2:-$VENV_PYTHON}
   build_preset default forebay forebayd || return 1
   say "building the wheel"
   rm -f "$1"/forebay-*.whl
   "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$1" \
-    --config-settings "cmake.define.FOREBAY_PROGRAMS=$PWD/build/bin" ./client/python &&
+    --config-settings "cmake.define.FOREBAY_BUILD=$PWD/build" ./client/python &&
     "$python" tools/package/tag_wheel.py "$1"/forebay-*.whl
 }
 

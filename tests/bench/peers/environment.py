@@ -85,8 +85,8 @@ class Environment:
             self.run(self.python, "-c", AIO, log="ops.log")
         self.run("cmake", "--build", build, "--target", *TARGETS, log="build.log")
         self.pip(*OURS)
-        programs = f"cmake.define.FOREBAY_PROGRAMS={pathlib.Path(build).resolve() / 'bin'}"
-        self.pip("--no-build-isolation", "--no-deps", "--config-settings", programs, "./client/python")
+        build_folder = f"cmake.define.FOREBAY_BUILD={pathlib.Path(build).resolve()}"
+        self.pip("--no-build-isolation", "--no-deps", "--config-settings", build_folder, "./client/python")
 
     def versions(self):
         """{package: version or None}, without importing them."""
