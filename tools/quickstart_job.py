@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank
-killed, and later the daemon), once more in bfloat16 beside the scalar reference, a small one that FSDP2 shards (torch
-alone; Forebay; Forebay with all ranks killed), and a deep one that takes eight times the DRAM it is
-given (with plenty; with that; with that and all ranks killed); checks every claim made about it, and
-writes quickstart-report/ and model.pt.
+"""The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank killed, and later the daemon)
+and a deep model that takes eight times the DRAM it is given (with plenty; with that); checks every claim made about them,
+and writes quickstart-report/ and model.pt.
+
+--all trains more: a bfloat16 model beside the scalar reference, a model that FSDP2 shards (torch alone; Forebay; Forebay
+with all ranks killed), the deep model larger, and the deep model with all ranks killed.
+--smoke trains less: the first three with 25 steps, and the bfloat16 model.
 
 Exits with 0 where every claim holds; else names those that do not. tools/quickstart does the
 setup and calls this.
@@ -40,10 +42,10 @@ EXACT_STEPS = 5  # of the bfloat16 run, which is small
 SMALL = ["--width=256", "--layers=4", "--heads=4"]
 SHARDED_STEPS = 20
 SHARDED_DRAM_MIB = 128  # some blocks of the states are on swap
-# Of the deep model. In --smoke it is narrower.
+# The deep model, which is narrower without --all.
 DEEP_STEPS = 10
 DEEP = ["--layers=20", "--width=512", "--heads=8"]
-DEEP_SMOKE = ["--layers=20", "--width=256", "--heads=4"]
+DEEP_SMALL = ["--layers=20", "--width=256", "--heads=4"]
 DEEP_SHARE = 8  # its weights, gradients and states over the limit
 DEEP_BLOCK_ELEMS = 1 << 17
 DEEP_SETTINGS = [f"update.block_elems={DEEP_BLOCK_ELEMS}", "swap.staging=10MiB"]
@@ -58,7 +60,9 @@ def parse_args():
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--smoke", action="store_true", help="25 steps of half the text")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--smoke", action="store_true", help="four trainings, 25 steps of half the text")
+    extent.add_argument("--all", action="store_true", help="all ten trainings, with every claim")
     parser.add_argument("--steps", type=int, help="that many steps")
     parser.add_argument(
         "--optimizer", choices=list(claims_of.MOMENTS), default="adamw", help="of Forebay's runs"
@@ -81,6 +85,7 @@ def parse_args():
     args.forebay = ROOT / args.bin / "forebay"
     args.block_elems = BLOCK_ELEMS
     args.steps = args.steps or (25 if args.smoke else 100)
+    args.runs = claims_of.RUNS if args.all else claims_of.SMOKE_RUNS if args.smoke else claims_of.USUAL_RUNS
     args.kill_seed = secrets.randbelow(1 << 31) if args.kill_seed is None else args.kill_seed
     return args
 
@@ -171,8 +176,8 @@ def draw_kill(args, run, steps, what, count):
 
 
 def train_all(args, work):
-    runs = {name: Run(name, work) for name in claims_of.RUNS}
-    plain, forebay, killed, exact = list(runs.values())[:4]
+    runs = {name: Run(name, work) for name in args.runs}
+    plain, forebay, killed = runs["plain"], runs["forebay"], runs["killed"]
 
     plain.start(torchrun(plain, args, "--plain"))
 
@@ -182,11 +187,14 @@ def train_all(args, work):
 
     train_killed(args, work, killed, claims_of.group_count(forebay.out))
 
-    short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed, smoke=args.smoke)
-    flags = ["--dtype=bf16", "--format=exact", "--reference-check", *SMALL]
-    exact.start(inside(exact, args, work, torchrun(exact, short, *flags)))
-    train_sharded(args, work, *list(runs.values())[4:7])
-    train_deep(args, work, *list(runs.values())[7:])
+    if "exact" in runs:
+        short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed, smoke=args.smoke)
+        flags = ["--dtype=bf16", "--format=exact", "--reference-check", *SMALL]
+        runs["exact"].start(inside(runs["exact"], args, work, torchrun(runs["exact"], short, *flags)))
+    if "sharded" in runs:
+        train_sharded(args, work, runs["fsdp2"], runs["sharded"], runs["sharded_killed"])
+    if "infinity" in runs:
+        train_deep(args, work, runs)
     return runs
 
 
@@ -234,22 +242,23 @@ def train_sharded(args, work, fsdp, sharded, killed):
     beside_daemon(killed, draw_kill(args, killed, SHARDED_STEPS, "gradients", gradients))
 
 
-def train_deep(args, work, roomy, infinity, killed):
+def train_deep(args, work, runs):
     """The runs of the model that is larger than DRAM."""
     short = argparse.Namespace(steps=DEEP_STEPS, seed=args.seed, smoke=True)
-    shape = DEEP_SMOKE if args.smoke else DEEP
+    shape = DEEP if args.all else DEEP_SMALL
 
     def beside_daemon(run, dram, *flags):
         flags = [*shape, f"--sha={run.out / 'sha.json'}", *flags]
         ranks = torchrun(run, short, *flags, script="tools/train_sharded.py")
         run.start(inside(run, args, work, ranks, dram, DEEP_SETTINGS), OWN_STORE)
 
-    beside_daemon(roomy, 2048)
-    start = claims_of.first_start(roomy.out)
+    beside_daemon(runs["roomy"], 2048)
+    start = claims_of.first_start(runs["roomy"].out)
     dram = start["params"] * claims_of.DEEP_BYTES // DEEP_SHARE // 2**20
-    beside_daemon(infinity, dram)
-    flag = draw_kill(args, killed, DEEP_STEPS, "gradients", start["gradients"])
-    beside_daemon(killed, dram, flag)
+    beside_daemon(runs["infinity"], dram)
+    if "infinity_killed" in runs:
+        flag = draw_kill(args, runs["infinity_killed"], DEEP_STEPS, "gradients", start["gradients"])
+        beside_daemon(runs["infinity_killed"], dram, flag)
 
 
 def main():

@@ -388,7 +388,7 @@ def page(summary, claims, evidence):
         + section("Loss", losses)
         + section("One step", step)
         + section("The kill and what it cost", lambda: kill_section(evidence))
-        + section("Larger than DRAM", infinity)
+        + (section("Larger than DRAM", infinity) if "infinity" in evidence.runs else "")
         + section("What was claimed", claim_rows)
         + section("200 characters", lambda: f"<blockquote>{escape(evidence.sample)}</blockquote>")
         + section("summary.json", numbers)
