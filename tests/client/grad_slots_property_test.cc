@@ -12,7 +12,7 @@
 #include "client/internal/grad_slots.h"
 #include "gtest/gtest.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::grad_slots_property_test {
 namespace {
 
 struct Held {
@@ -112,4 +112,4 @@ TEST(BusyRange, GivesItsRangeBackUnlessItIsHandedOver) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::grad_slots_property_test

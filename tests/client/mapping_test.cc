@@ -12,7 +12,7 @@
 #include "protocol/os/unique_fd.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::mapping_test {
 namespace {
 
 using protocol::ErrorId;
@@ -57,4 +57,4 @@ TEST(Mapping, PrivateMemoryIsZero) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::mapping_test

@@ -13,7 +13,7 @@
 #include "protocol/error.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::node_agreement_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -237,4 +237,4 @@ TEST(NodeAgreement, AnAttachThatFailsOnOneRankFailsOnAll) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::node_agreement_test

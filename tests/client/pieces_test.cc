@@ -20,7 +20,7 @@
 #include "tests/client/scripted_daemon.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::pieces_test {
 namespace {
 
 using protocol::Command;
@@ -340,4 +340,4 @@ TEST_F(PiecesWithFrozenTest, AFlushDeliversWhatIsCompleteBesideIt) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::pieces_test

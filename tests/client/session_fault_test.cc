@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::session_fault_test {
 namespace {
 
 using protocol::Command;
@@ -146,4 +146,4 @@ TEST_F(SessionFault, ArenasThatDoNotFitTheLayoutAreRefused) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::session_fault_test

@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::session_restart_test {
 namespace {
 
 using protocol::ChannelState;
@@ -491,4 +491,4 @@ TEST_F(SessionRestart, ADetachDoesNotWaitForADaemon) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::session_restart_test

@@ -19,7 +19,7 @@
 #include "tests/client/scripted_daemon.h"
 #include "tests/support/pattern.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::session_test {
 namespace {
 
 using protocol::Command;
@@ -444,4 +444,4 @@ TEST_F(SessionTest, ARangeOfAReadThatTimedOutComesBackWithItsAnswer) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::session_test

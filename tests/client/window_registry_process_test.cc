@@ -15,7 +15,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::client {
+namespace forebay::client::window_registry_process_test {
 namespace {
 
 class WindowRegistry : public ::testing::Test {
@@ -123,4 +123,4 @@ TEST_F(WindowRegistryDeathTest, AFaultElsewhereSaysNothingOfOurs) {
 }
 
 }  // namespace
-}  // namespace forebay::client
+}  // namespace forebay::client::window_registry_process_test

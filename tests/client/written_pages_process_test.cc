@@ -23,7 +23,7 @@
 #include "protocol/os/unique_fd.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::client::internal {
+namespace forebay::client::internal::written_pages_process_test {
 namespace {
 
 using protocol::UniqueFd;
@@ -163,4 +163,4 @@ TEST_F(WrittenPagesProcessDeathTest, WithoutMappingsItIsSaidWhatIsShort) {
 }
 
 }  // namespace
-}  // namespace forebay::client::internal
+}  // namespace forebay::client::internal::written_pages_process_test

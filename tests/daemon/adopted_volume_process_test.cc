@@ -25,7 +25,7 @@
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::adopted_volume_process_test {
 namespace {
 
 using testing::Ended;
@@ -243,4 +243,4 @@ TEST_F(AdoptedVolume, IsNotMadeAnewAtOnce) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::adopted_volume_process_test

@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::arena_policy_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -29,4 +29,4 @@ TEST(ArenaPolicy, LetsEveryWorkersThreadPopulate) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::arena_policy_test

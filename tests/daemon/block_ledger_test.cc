@@ -15,7 +15,7 @@
 #include "gtest/gtest.h"
 #include "nvme/slot_map.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::block_ledger_test {
 namespace {
 
 constexpr uint64_t kSlotBytes = 4096;
@@ -335,4 +335,4 @@ TEST(BlockLedger, SlotsWhoseWriteFailedStayWithTheJob) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::block_ledger_test

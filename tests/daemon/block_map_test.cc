@@ -20,7 +20,7 @@
 #include "gtest/gtest.h"
 #include "protocol/units.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::block_map_test {
 namespace {
 
 using protocol::Layout;
@@ -285,4 +285,4 @@ TEST(BlockMap, NumbersTheFirstBlockOfEachOwnerFirst) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::block_map_test

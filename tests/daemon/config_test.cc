@@ -19,7 +19,7 @@
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::config_test {
 namespace {
 
 using protocol::ErrorId;
@@ -324,4 +324,4 @@ TEST(Forebayd, EndsWithTheErrorOfABadStart) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::config_test

@@ -29,7 +29,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::daemon_threads_test {
 namespace {
 
 using client::Attachment;
@@ -246,4 +246,4 @@ TEST(DaemonThreads, ASecondDaemonOfOneProcessIsRefused) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::daemon_threads_test

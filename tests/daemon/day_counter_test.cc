@@ -5,7 +5,7 @@
 
 #include "gtest/gtest.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::day_counter_test {
 namespace {
 
 constexpr uint64_t kHour = DayCounter::kHourNs;
@@ -37,4 +37,4 @@ TEST(DayCounter, HoursThatNobodyLookedAtHadNothing) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::day_counter_test

@@ -35,7 +35,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::hostile_descriptors_process_test {
 namespace {
 
 using protocol::Command;
@@ -308,4 +308,4 @@ TEST_F(ConnectionLimit, CountsConnectionsWhoseDescriptorsDoNotClose) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::hostile_descriptors_process_test

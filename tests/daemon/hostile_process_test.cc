@@ -31,7 +31,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::hostile_process_test {
 namespace {
 
 using protocol::Command;
@@ -325,4 +325,4 @@ TEST_F(HostileClient, ThatFloodsTheRingIsEvicted) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::hostile_process_test

@@ -23,7 +23,7 @@
 #include "tests/support/durable_jobs.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::kept_record_test {
 namespace {
 
 using protocol::ErrorId;
@@ -371,4 +371,4 @@ TEST_F(KeptRecordTest, OtherBytesAreNoRecord) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::kept_record_test

@@ -15,7 +15,7 @@
 #include "tests/support/kill_campaign.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::kills_process_test {
 namespace {
 
 using testing::KillCampaignOptions;
@@ -52,4 +52,4 @@ INSTANTIATE_TEST_SUITE_P(AllLevels, KillsProcess,
                          ParamName);
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::kills_process_test

@@ -22,7 +22,7 @@
 #include "tests/support/durable_jobs.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::ledger_codec_test {
 namespace {
 
 using protocol::ErrorId;
@@ -400,4 +400,4 @@ TEST(LedgerCodec, ArbitraryBytesAreRefused) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::ledger_codec_test

@@ -36,7 +36,7 @@
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::memory_attack_process_test {
 namespace {
 
 using client::AdminClient;
@@ -323,4 +323,4 @@ TEST_F(MemoryAttack, ARankThatDiesInTheStepChangesNoBit) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::memory_attack_process_test

@@ -17,7 +17,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/sharded_job.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_accumulate_test {
 namespace {
 
 using ::forebay::testing::MakeShardedLayout;
@@ -397,4 +397,4 @@ TEST(NodeStateAccumulateAttach, IsAskedForByTheFirstSessionWhereItTakesMemory) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_accumulate_test

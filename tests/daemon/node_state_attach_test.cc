@@ -17,7 +17,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_attach_test {
 namespace {
 
 using ::forebay::testing::AttachRequest;
@@ -594,4 +594,4 @@ TEST_F(NodeStateAttach, CommandsBeforeMappedAreIgnored) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_attach_test

@@ -19,7 +19,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_drain_test {
 namespace {
 
 using ::forebay::testing::MakeShardedLayout;
@@ -431,4 +431,4 @@ TEST(NodeStateDrainSums, WiderOnesWaitForThePublication) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_drain_test

@@ -29,7 +29,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_durable_test {
 namespace {
 
 using ::forebay::testing::AttachRequest;
@@ -777,4 +777,4 @@ TEST(NodeStateDurableRefusal, SwapThatIsTooSmallForTheLevelIsTheError) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_durable_test

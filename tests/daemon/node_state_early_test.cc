@@ -22,7 +22,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_early_test {
 namespace {
 
 using ::forebay::testing::LeastDramOf;
@@ -740,4 +740,4 @@ TEST(NodeStateEarlyPlan, WhatIsMissingIsReportedWithEveryTerm) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_early_test

@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_gradient_test {
 namespace {
 
 using ::forebay::testing::GradientToken;
@@ -621,4 +621,4 @@ TEST_F(NodeStatePresence, AnAttemptFarAheadIsRefused) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_gradient_test

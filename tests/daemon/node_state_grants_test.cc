@@ -16,7 +16,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_grants_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -196,4 +196,4 @@ TEST_F(NodeStateGrants, AReaderCountsForTheJobThatItReads) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_grants_test

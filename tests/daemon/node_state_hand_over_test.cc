@@ -22,7 +22,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/turned_training.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_hand_over_test {
 namespace {
 
 using ::forebay::testing::AttachRequest;
@@ -299,4 +299,4 @@ TEST_F(NodeStateHandOverInDram, NumbersOfLeasesAndJobsGoOn) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_hand_over_test

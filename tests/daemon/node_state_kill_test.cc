@@ -17,7 +17,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/turned_training.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_kill_test {
 namespace {
 
 using ::forebay::testing::AttachRequest;
@@ -575,4 +575,4 @@ TEST(NodeStateKillInAnUpdate, ThatCannotGoOnLeavesWhatIsDurable) {
 INSTANTIATE_TEST_SUITE_P(Places, NodeStateKill, ::testing::ValuesIn(kCasesThatGoOn));
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_kill_test

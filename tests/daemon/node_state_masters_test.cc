@@ -14,7 +14,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_masters_test {
 namespace {
 
 using ::forebay::testing::MakeLayoutOfParams;
@@ -179,4 +179,4 @@ TEST(NodeStateWithoutMasters, IsReadyAtOnce) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_masters_test

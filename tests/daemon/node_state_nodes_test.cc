@@ -17,7 +17,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_nodes_test {
 namespace {
 
 using ::forebay::testing::AttachRequest;
@@ -464,4 +464,4 @@ TEST_F(NodeStateNodes, WhatIsOnAnotherNodeCannotBeReadHere) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_nodes_test

@@ -14,7 +14,7 @@
 #include "protocol/wire.h"
 #include "tests/support/node_harness.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_norm_test {
 namespace {
 
 using ::forebay::testing::MakeLayout;
@@ -184,4 +184,4 @@ TEST_F(NodeStateNorm, AStepThatIsRefusedKeepsWhatWasAsked) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_norm_test

@@ -25,7 +25,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_passes_test {
 namespace {
 
 using ::forebay::testing::GradientToken;
@@ -550,4 +550,4 @@ TEST_F(NodeStatePassesTight, AreRefusedWithTheNumbersAndWhatToWrite) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_passes_test

@@ -20,7 +20,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_paths_test {
 namespace {
 
 using ::forebay::testing::MakeLayout;
@@ -255,4 +255,4 @@ TEST_F(NodeStatePaths, WhereTheOthersAreFullAMarkedPathIsTheLastResortAndMayReco
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_paths_test

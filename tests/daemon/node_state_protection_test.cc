@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_protection_test {
 namespace {
 
 using ::forebay::testing::MakeLayout;
@@ -245,4 +245,4 @@ TEST(NodeStateRangeCheck, KeepsWildOffsetsOutAndIsNeededForIt) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_protection_test

@@ -22,7 +22,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_reader_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -451,4 +451,4 @@ INSTANTIATE_TEST_SUITE_P(Optimizers, NodeStateLeasedSwap,
                                            protocol::Optimizer::kLamb));
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_reader_test

@@ -15,7 +15,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/turned_training.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_reconnect_test {
 namespace {
 
 using ::forebay::testing::JobCase;
@@ -171,4 +171,4 @@ TEST(NodeStateReconnectInitial, WhoWritesTheParametersIsLostAtOnce) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_reconnect_test

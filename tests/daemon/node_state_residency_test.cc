@@ -17,7 +17,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_residency_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -368,4 +368,4 @@ TEST_F(NodeStateSecondJob, AThirdWaitsForItsOwnRoom) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_residency_test

@@ -19,7 +19,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_sharded_step_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -412,4 +412,4 @@ TEST(NodeStateShardedSwap, BlocksOfAllOwnersStreamThroughTheSlots) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_sharded_step_test

@@ -17,7 +17,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_sharded_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -316,4 +316,4 @@ TEST_F(NodeStateSharded, KeepsItsWorldSizeAndItsPartitions) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_sharded_test

@@ -17,7 +17,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_step_test {
 namespace {
 
 using ::forebay::testing::MakeLayout;
@@ -386,4 +386,4 @@ TEST_F(NodeStateStep, ASecondCallOfARankThatWaitsIsRefused) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_step_test

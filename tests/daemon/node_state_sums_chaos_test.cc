@@ -20,7 +20,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/sums_job.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_sums_chaos_test {
 namespace {
 
 using ::forebay::testing::LeastDramOf;
@@ -263,4 +263,4 @@ TEST(NodeStateSumsOfAdapters, WhereAllIsFrozenAreRefusedOrTakeNoSlots) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_sums_chaos_test

@@ -22,7 +22,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/sums_job.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_sums_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -297,4 +297,4 @@ INSTANTIATE_TEST_SUITE_P(Meanwhile, NodeStateSumsNorm,
                                            Meanwhile::kAWriteFails, Meanwhile::kOthersAnnounced));
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_sums_test

@@ -15,7 +15,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_swap_fault_test {
 namespace {
 
 using ::forebay::testing::MakeLayout;
@@ -175,4 +175,4 @@ TEST_F(NodeStateSwapFault, ABlockIsReadAgainFromItsNewestSlotAlone) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_swap_fault_test

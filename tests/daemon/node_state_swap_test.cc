@@ -19,7 +19,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_swap_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -504,4 +504,4 @@ TEST_F(NodeStateSwap, AFreedJobGivesItsSlotsBack) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_swap_test

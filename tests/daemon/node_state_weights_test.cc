@@ -23,7 +23,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_weights_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -729,4 +729,4 @@ TEST(NodeStateWeightsChaos, EveryFetchGetsTheNewestVersion) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_weights_test

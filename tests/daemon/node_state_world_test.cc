@@ -13,7 +13,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_world_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -330,4 +330,4 @@ TEST_F(NodeStateWorld, IsNothingToAReader) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_world_test

@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/sharded_job.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::node_state_write_test {
 namespace {
 
 using ::forebay::testing::MakeShardedLayout;
@@ -450,4 +450,4 @@ TEST_F(NodeStateWriteOnSwap, WhoseRankDiesLeavesNoBlockHalfWritten) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::node_state_write_test

@@ -23,7 +23,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
-namespace forebay {
+namespace forebay::on_behalf_process_test {
 namespace {
 
 using protocol::ErrorId;
@@ -227,4 +227,4 @@ TEST_F(OnBehalfAway, ADaemonThatStopsWaitsForNobody) {
 }
 
 }  // namespace
-}  // namespace forebay
+}  // namespace forebay::on_behalf_process_test

@@ -17,7 +17,7 @@
 #include "tests/support/healthy_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::online_scrub_process_test {
 namespace {
 
 using client::AdminClient;
@@ -94,4 +94,4 @@ INSTANTIATE_TEST_SUITE_P(Limits, OnlineScrub, ::testing::Values(kRoomy, "dram.li
                          });
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::online_scrub_process_test

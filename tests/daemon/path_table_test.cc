@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 #include "nvme/path_rates.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::path_table_test {
 namespace {
 
 constexpr uint64_t kMb = 1'000'000;
@@ -180,4 +180,4 @@ TEST(PathTableTest, OneFailedWriteMakesAPathSuspectUntilOneSucceeds) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::path_table_test

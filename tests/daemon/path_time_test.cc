@@ -24,7 +24,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::path_time_test {
 namespace {
 
 using ::forebay::testing::MakeShardedLayout;
@@ -337,4 +337,4 @@ TEST(PathTime, AJobReservesSlotsByMeasuredRateAsFarAsThereIsRoom) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::path_time_test

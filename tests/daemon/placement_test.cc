@@ -16,7 +16,7 @@
 #include "protocol/layout.h"
 #include "tests/support/node_harness.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::placement_test {
 namespace {
 
 TEST(Placement, BlocksInDramLieSideBySideWithinTheGrant) {
@@ -103,4 +103,4 @@ TEST(Placement, AMarkedBlockCountsWhereItIsAndWhereItGoes) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::placement_test

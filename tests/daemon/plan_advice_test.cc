@@ -18,7 +18,7 @@
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::plan_advice_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -237,4 +237,4 @@ TEST_F(PlanAdvice, WhereJobsHaveSharesNoLimitIsNamed) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::plan_advice_test

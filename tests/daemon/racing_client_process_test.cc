@@ -20,7 +20,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::racing_client_process_test {
 namespace {
 
 using protocol::Command;
@@ -164,4 +164,4 @@ TEST_F(RacingClient, MeansAllOfAName) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::racing_client_process_test

@@ -14,7 +14,7 @@
 #include "protocol/wire.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::rank_exchange_test {
 namespace {
 
 using protocol::ErrorId;
@@ -189,4 +189,4 @@ TEST_F(RankExchangeTest, TheNewestOfBeforeStandsUntilThisDaemonHasMadeOne) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::rank_exchange_test

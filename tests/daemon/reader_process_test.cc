@@ -27,7 +27,7 @@
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::reader_process_test {
 namespace {
 
 using client::AdminClient;
@@ -174,4 +174,4 @@ TEST_F(DaemonReaders, ReadStatesAndHaveNoRank) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::reader_process_test

@@ -28,7 +28,7 @@
 #include "tests/support/healthy_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::recovery_process_test {
 namespace {
 
 using testing::Ended;
@@ -219,4 +219,4 @@ TEST_F(RecoveryProcess, ADurableLevelNeedsSwapThatOutlivesTheDaemon) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::recovery_process_test

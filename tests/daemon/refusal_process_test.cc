@@ -22,7 +22,7 @@
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::refusal_process_test {
 namespace {
 
 using client::Attachment;
@@ -334,4 +334,4 @@ TEST_F(RefusedCall, WithParametersOfNanWritesNoneAndTheJobBeginsAfresh) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::refusal_process_test

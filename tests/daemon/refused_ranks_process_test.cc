@@ -29,7 +29,7 @@
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::refused_ranks_process_test {
 namespace {
 
 using protocol::ErrorId;
@@ -286,4 +286,4 @@ TEST_F(RefusedUser, MayNotConnectToASocketOfAnotherGroup) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::refused_ranks_process_test

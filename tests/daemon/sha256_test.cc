@@ -10,7 +10,7 @@
 #include "absl/strings/escaping.h"
 #include "gtest/gtest.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::sha256_test {
 namespace {
 
 std::string Hex(const Sha256Digest& digest) {
@@ -58,4 +58,4 @@ TEST(HmacSha256, IsTheStandards) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::sha256_test

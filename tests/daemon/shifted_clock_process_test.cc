@@ -19,7 +19,7 @@
 #include "tests/support/healthy_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::shifted_clock_process_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -117,4 +117,4 @@ TEST_F(ShiftedClock, ThatJumpsByYearsChangesNothing) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::shifted_clock_process_test

@@ -32,7 +32,7 @@
 #include "tests/support/simulated_reader.h"
 #include "tests/support/simulated_trainer.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::simulation_property_test {
 namespace {
 
 using ::forebay::testing::KeptRecords;
@@ -648,4 +648,4 @@ TEST(NodeStateSimulation, AnotherSeedIsAnotherTrace) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::simulation_property_test

@@ -40,7 +40,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/test_cgroup.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::startup_process_test {
 namespace {
 
 using protocol::ErrorId;
@@ -377,4 +377,4 @@ TEST_F(StartupWatchdog, IsNotFedWhileOneOfThemIsStuck) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::startup_process_test

@@ -23,7 +23,7 @@
 #include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::step_time_test {
 namespace {
 
 using ::forebay::testing::AttachRequest;
@@ -336,4 +336,4 @@ INSTANTIATE_TEST_SUITE_P(OnSwap, StepTime,
                          [](const auto& param_info) { return NameOf(param_info.param); });
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::step_time_test

@@ -28,7 +28,7 @@
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::swap_fault_process_test {
 namespace {
 
 using client::Attachment;
@@ -268,4 +268,4 @@ TEST_F(FaultySwap, ADiskThatDoesNotAnswerIsNamedAndDoesNotKeepTheDaemonFromStopp
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::swap_fault_process_test

@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::task_runner_test {
 namespace {
 
 constexpr int kLimitMs = 60'000;
@@ -92,4 +92,4 @@ TEST_F(TaskRunnerTest, PartsOfManyTasksMixWithWholeOnes) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::task_runner_test

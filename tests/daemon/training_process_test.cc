@@ -20,7 +20,7 @@
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::training_process_test {
 namespace {
 
 using client::AdminClient;
@@ -259,4 +259,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const ::testing::TestParamInfo<Case>& one) { return one.param.name; });
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::training_process_test

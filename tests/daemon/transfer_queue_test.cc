@@ -14,7 +14,7 @@
 
 #include "gtest/gtest.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::transfer_queue_test {
 namespace {
 
 constexpr uint64_t kQuantum = 100;
@@ -151,4 +151,4 @@ TEST(TransferQueue, JobsThatAlwaysWaitShareThePathWhateverTheySend) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::transfer_queue_test

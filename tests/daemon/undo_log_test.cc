@@ -31,7 +31,7 @@
 #include "tests/support/sanitized.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::daemon {
+namespace forebay::daemon::undo_log_test {
 namespace {
 
 using protocol::DType;
@@ -335,4 +335,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& test) { return test.param.name; });
 
 }  // namespace
-}  // namespace forebay::daemon
+}  // namespace forebay::daemon::undo_log_test

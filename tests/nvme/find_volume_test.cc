@@ -31,7 +31,7 @@
 #include "tests/support/pattern.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::nvme {
+namespace forebay::nvme::find_volume_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -236,4 +236,4 @@ TEST_F(FindVolumeTest, ANewerFormatIsRefused) {
 }
 
 }  // namespace
-}  // namespace forebay::nvme
+}  // namespace forebay::nvme::find_volume_test

@@ -25,7 +25,7 @@
 #include "tests/nvme/temp_dir.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::nvme {
+namespace forebay::nvme::path_probe_test {
 namespace {
 
 using protocol::kMiB;
@@ -196,4 +196,4 @@ TEST_F(PathProbe, OfAPathThatIsTooSlowForOneRequestBeginsNoOther) {
 }
 
 }  // namespace
-}  // namespace forebay::nvme
+}  // namespace forebay::nvme::path_probe_test

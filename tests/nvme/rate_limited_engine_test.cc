@@ -24,7 +24,7 @@
 #include "tests/support/simulated_disk.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::nvme {
+namespace forebay::nvme::rate_limited_engine_test {
 namespace {
 
 using ::forebay::testing::Bytes;
@@ -209,4 +209,4 @@ TEST_F(RateLimited, BytesAndErrorsAreThoseOfTheEngineBelow) {
 }
 
 }  // namespace
-}  // namespace forebay::nvme
+}  // namespace forebay::nvme::rate_limited_engine_test

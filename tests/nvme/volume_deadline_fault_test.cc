@@ -22,7 +22,7 @@
 #include "tests/support/simulated_disk.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::nvme {
+namespace forebay::nvme::volume_deadline_fault_test {
 namespace {
 
 using ::forebay::testing::Bytes;
@@ -330,4 +330,4 @@ TEST_F(VolumeDeadlineFault, ZeroingThatNeverEndsIsOneErrorAndItsSlotsAreKept) {
 }
 
 }  // namespace
-}  // namespace forebay::nvme
+}  // namespace forebay::nvme::volume_deadline_fault_test

@@ -24,7 +24,7 @@
 #include "tests/support/simulated_disk.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::nvme {
+namespace forebay::nvme::volume_fault_test {
 namespace {
 
 using ::forebay::testing::Bytes;
@@ -541,4 +541,4 @@ TEST(VolumeFault, ARecordWithoutAWholeCopyMayHaveBeenTheNewest) {
 }
 
 }  // namespace
-}  // namespace forebay::nvme
+}  // namespace forebay::nvme::volume_fault_test

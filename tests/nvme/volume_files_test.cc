@@ -37,7 +37,7 @@
 #include "tests/support/pattern.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::nvme {
+namespace forebay::nvme::volume_files_test {
 namespace {
 
 using ::forebay::testing::HasError;
@@ -425,4 +425,4 @@ INSTANTIATE_TEST_SUITE_P(Engines, VolumeFiles,
                          });
 
 }  // namespace
-}  // namespace forebay::nvme
+}  // namespace forebay::nvme::volume_files_test

@@ -27,7 +27,7 @@
 #include "tests/support/simulated_disk.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::nvme {
+namespace forebay::nvme::volume_test {
 namespace {
 
 using ::forebay::testing::Bytes;
@@ -463,4 +463,4 @@ TEST_F(VolumeTest, LateRequestsAreCountedOnceAndShownWhileTheyLast) {
 }
 
 }  // namespace
-}  // namespace forebay::nvme
+}  // namespace forebay::nvme::volume_test

@@ -13,7 +13,7 @@
 #include "protocol/error.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::durability_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -114,4 +114,4 @@ TEST(Durability, RepeatsOnlyTheBeginningOfALongText) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::durability_test

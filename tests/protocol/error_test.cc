@@ -14,7 +14,7 @@
 #include "protocol/units.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::error_test {
 namespace {
 
 TEST(ErrorTable, HasEachNumberAndNameOnce) {
@@ -101,4 +101,4 @@ TEST(Unshared, IsTheSameErrorInMemoryOfItsOwn) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::error_test

@@ -5,7 +5,7 @@
 
 #include "gtest/gtest.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::idle_core_test {
 namespace {
 
 TEST(IdleCore, ReadsTheRunnableThreadsOfALoadavgLine) {
@@ -16,4 +16,4 @@ TEST(IdleCore, ReadsTheRunnableThreadsOfALoadavgLine) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::idle_core_test

@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 #include "protocol/forebay.capnp.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::json_test {
 namespace {
 
 TEST(Json, NamesEachFieldAndKeepsIntegersExact) {
@@ -74,4 +74,4 @@ TEST(Json, EscapesTextAndReplacesWhatIsNoUtf8) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::json_test

@@ -16,7 +16,7 @@
 #include "protocol/layout_codec.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::layout_test {
 namespace {
 
 using ::testing::AllOf;
@@ -415,4 +415,4 @@ TEST(LayoutCodec, RefusesUnknownWordsAndControlCharacters) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::layout_test

@@ -16,7 +16,7 @@
 #include "protocol/partition.h"
 #include "tests/support/status_test.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::partition_property_test {
 namespace {
 
 using testing::HasError;
@@ -153,4 +153,4 @@ TEST(Partitions, ThatWouldTakeTooLongToCompareAreRefused) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::partition_property_test

@@ -17,7 +17,7 @@
 
 #include "gtest/gtest.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::pidfd_test {
 namespace {
 
 class Peer : public ::testing::TestWithParam<PeerPidfdSource> {};
@@ -121,4 +121,4 @@ TEST_F(ShownProcess, IsNotReadByAnotherDescriptor) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::pidfd_test

@@ -15,7 +15,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace forebay::protocol {
+namespace forebay::protocol::trace_test {
 namespace {
 
 using ::testing::IsEmpty;
@@ -117,4 +117,4 @@ TEST_F(TraceTest, AReaderNeverSeesTwoSteps) {
 }
 
 }  // namespace
-}  // namespace forebay::protocol
+}  // namespace forebay::protocol::trace_test
