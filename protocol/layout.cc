@@ -25,9 +25,9 @@ absl::Status BadLayout(std::string_view message) { return MakeError(ErrorId::kLa
 
 // The begin of a long name, in whole characters of UTF-8: a message may name thousands of groups.
 std::string Shown(const std::string& name) {
-  constexpr size_t kShownBytesMax = 1024;
-  if (name.size() <= kShownBytesMax) return name;
-  size_t end = kShownBytesMax;
+  constexpr size_t kNameShownBytesMax = 1024;
+  if (name.size() <= kNameShownBytesMax) return name;
+  size_t end = kNameShownBytesMax;
   while (end > 0 && (static_cast<unsigned char>(name[end]) & 0xc0) == 0x80) --end;
   return absl::StrCat(name.substr(0, end), "...");
 }
