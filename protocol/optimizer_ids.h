@@ -51,7 +51,7 @@ inline constexpr MomentShape kMomentShapes[kOptimizerCount] = {
 };
 inline constexpr size_t kMomentsMax = 3;
 
-// How masters and moments are stored: docs/formats.md.
+// How masters and moments are stored: docs/reference/formats.md.
 enum class Format : uint8_t { kFp32 = 1, kExact = 2, kBf16 = 3, kInt8 = 4 };
 
 // A format beside weights of one type: what the planes of a state depend on, the optimizer aside.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The diffs of the guides in docs/, applied to the scripts that they are of.
+"""The diffs of the guides in docs/guide/, applied to the scripts that they are of.
 
-usage: apply_guide.py PAGE FOLDER      the first diff of docs/PAGE: FOLDER/SCRIPT.py, and FOLDER/SCRIPT_changed.py
+usage: apply_guide.py PAGE FOLDER      the first diff of docs/guide/PAGE: FOLDER/SCRIPT.py, and FOLDER/SCRIPT_changed.py
 """
 
 import os
@@ -21,9 +21,9 @@ GUIDE = re.compile(
 
 def diffs_of(page):
     """[(script, diff)] in the order of the page."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / page).read_text(encoding="utf-8")
     found = [(match[1], match[2]) for match in GUIDE.finditer(text)]
-    assert found, f"docs/{page} has no diff"
+    assert found, f"docs/guide/{page} has no diff"
     return found
 
 
@@ -42,7 +42,7 @@ def applied(page, number, folder):
         check=False,
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)},
     )
-    assert done.returncode == 0, f"docs/{page} does not fit {script}: {done.stderr}"
+    assert done.returncode == 0, f"docs/guide/{page} does not fit {script}: {done.stderr}"
     compile(changed.read_text(encoding="utf-8"), changed.name, "exec")
     return changed
 

@@ -260,7 +260,7 @@ def weights_width(format):
 
 
 def state_width(args):
-    """Bytes of one parameter's state: docs/formats.md."""
+    """Bytes of one parameter's state: docs/reference/formats.md."""
     moments = MOMENTS[args.optimizer]
     return 4 * moments if args.format == "fp32" else 2 + NARROW[args.format] * moments
 

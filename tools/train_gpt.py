@@ -121,7 +121,7 @@ def parse_args(argv=None):
     parser.add_argument(
         "--format",
         choices=["fp32", "exact", "bf16", "int8"],
-        help="state format; default: by dtype (docs/formats.md)",
+        help="state format; default: by dtype (docs/reference/formats.md)",
     )
     parser.add_argument(
         "--heldout", type=int, default=4, help="held-out sequences per rank, before and after"

@@ -76,7 +76,7 @@ absl::StatusOr<std::string> FindProgram() {
                                 ", which reaches a daemon on "
                                 "another node; looked for ",
                                 absl::StrJoin(paths, ", ")),
-                   "install the package forebay-gateway on this node (docs/multi-node.md), or "
+                   "install the package forebay-gateway on this node (docs/guide/multi-node.md), or "
                    "name it in FOREBAY_GATEWAY");
 }
 

@@ -33,7 +33,7 @@ absl::Status Try(const std::string& file, const std::function<void()>& call) {
     return MakeError(
         ErrorId::kConfig,
         absl::StrCat(file, ": is not PEM that TLS can use: ", e->getDescription().cStr()),
-        "docs/multi-node.md shows how certificates are made");
+        "docs/guide/multi-node.md shows how certificates are made");
   }
   return absl::OkStatus();
 }
@@ -56,7 +56,7 @@ absl::Status CheckDates(const std::string& file, const X509& certificate) {
                    absl::StrCat(file, ": is valid from ", text(begin), " to ", text(end),
                                 "; this machine's clock says ", text(now)),
                    begin > now ? "set the clocks of both machines right"
-                               : "have a new one signed: docs/multi-node.md");
+                               : "have a new one signed: docs/guide/multi-node.md");
 }
 
 enum class Whose { kOwn, kAuthority };

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plots docs/step_time.svg from what tests/daemon/step_time_test.cc prints: a step's time against its compute, and
+"""Plots docs/reports/step_time.svg from what tests/daemon/step_time_test.cc prints: a step's time against its compute, and
 against the share of the states in DRAM, in each of the ways, with the bound.
 
 usage: step_figures.py STEP_TIME_TEST SVG

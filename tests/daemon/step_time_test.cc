@@ -242,7 +242,7 @@ const char* NameOf(OnSwap what) {
 
 class StepTime : public ::testing::TestWithParam<OnSwap> {};
 
-// FOREBAY_ALL_CASES=1 prints what each of the two ways gains: docs/benchmarks.md.
+// FOREBAY_ALL_CASES=1 prints what each of the two ways gains: docs/reports/benchmarks.md.
 TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
   const bool spills = GetParam() == OnSwap::kGradients;
   const bool prints_all = std::getenv("FOREBAY_ALL_CASES") != nullptr;

@@ -116,7 +116,7 @@ def test_the_items_about_speed_print_both_sides(unpacked):
 def test_the_loop_for_accelerate_and_the_script_of_the_page_train(unpacked):
     done, items = gpu_check(unpacked, "--rehearse", "--only", "accelerate", "page")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert items["script of docs/one-gpu.md"]["result"] == "PASS"
+    assert items["script of docs/guide/one-gpu.md"]["result"] == "PASS"
     if all(importlib.util.find_spec(name) for name in ("accelerate", "transformers")):
         ours, theirs = items["FSDP2 through Accelerate"]["figures"]
         assert (ours["mode"], ours["optimizer"]) == ("sharded", "ForebayOptimizer")

@@ -1,7 +1,7 @@
 """Goal    `forebay launch` starts torchrun on two nodes over ssh, whose ranks meet over the network between them, and
         `forebay status --all` sees the daemons of both.
 Method  Two nodes in namespaces of this machine, each with a network, a host name, an sshd and a forebayd of its own
-        (network_nodes.py). What docs/multi-node.md shows is typed on the first one. Without root, ssh or namespaces it
+        (network_nodes.py). What docs/guide/multi-node.md shows is typed on the first one. Without root, ssh or namespaces it
         is skipped.
 """
 
@@ -79,7 +79,7 @@ def typed(node, *words, folder=ROOT, programs=()):
 
 def test_what_the_page_shows_trains_on_two_nodes(cluster):
     nodes, _, folder = cluster
-    page = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "multi-node.md").read_text(encoding="utf-8")
     script = "".join(re.findall(r"```sh on-nodes\n(.*?)```", page, re.S))
     programs = [folder / "bin", FOREBAY.parent]
     done = typed(nodes[0], "bash", "-euc", script, folder=folder, programs=programs)

@@ -14,7 +14,7 @@ from forebay_command import FOREBAY, ROOT, folders_of_run, forebay
 TABLE = re.compile(r"(<!-- plan: (?P<common>[^>]*) -->\n)(?P<rows>(?:\|.*\n)+)")
 PAGES = [
     page
-    for page in sorted((ROOT / "docs").glob("*.md"))
+    for page in sorted((ROOT / "docs").rglob("*.md"))
     if TABLE.search(page.read_text(encoding="utf-8"))
 ]
 # The staging arena depends on the workers, which else are as many as the machine has CPUs.

@@ -1,4 +1,4 @@
-"""Goal    The tables of docs/scale.md are what `forebay plan --nodes` and `forebay bench cluster` say, and the two agree.
+"""Goal    The tables of docs/reports/scale.md are what `forebay plan --nodes` and `forebay bench cluster` say, and the two agree.
 Method  Each row names its options; both commands are run with them and those of its table. Time is virtual: the same
         numbers on every machine. The last cell, what others have published, is kept. `scale_tables_test.py --write`
         writes the tables.
@@ -12,7 +12,7 @@ import sys
 import pytest
 from forebay_command import ROOT, forebay
 
-PAGE = ROOT / "docs/scale.md"
+PAGE = ROOT / "docs/reports/scale.md"
 TABLE = re.compile(r"(<!-- cluster: (?P<common>[^>]*) -->\n)(?P<rows>(?:\|.*\n)+)")
 ROW = re.compile(r"^\| `(?P<options>--[^`]*)` \|(?:.*\|)? (?P<published>[^|]*) \|$", re.M)
 HEADER = "| options | DRAM a node | on swap a node | compute | links | swap | closed form | simulated | TFLOPS a GPU "

@@ -1,4 +1,4 @@
-"""Goal    docs/troubleshooting.md has every error id that the sources know, says what `forebay explain` says, and
+"""Goal    docs/reference/troubleshooting.md has every error id that the sources know, says what `forebay explain` says, and
         its examples are what the sources print; each id is provoked by a test.
 Method  The page is made anew from `forebay explain --json`; the ids come from the table in protocol/error.cc and from
         whatever names one in the rooms. Examples are compared with the string literals of the sources.
@@ -13,7 +13,7 @@ import textwrap
 import pytest
 from forebay_command import ROOT, forebay
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "reference" / "troubleshooting.md"
 ROOMS = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "client", "gpu", "tools/forebay")
 SOURCES = {".cc", ".h", ".py", ".capnp"}
 PIECE_MIN = 3  # letters of a literal that counts

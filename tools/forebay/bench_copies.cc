@@ -247,7 +247,7 @@ class CopiesBench {
     }
     if (taken == nullptr) {
       return MakeError(ErrorId::kUnsupported, "the driver registers the weights in no way",
-                       "sessions copy through a ring of 16 MiB: docs/gpu.md");
+                       "sessions copy through a ring of 16 MiB: docs/reports/gpu.md");
     }
     return Rates(pages, *taken, arenas, own_weights, own);
   }

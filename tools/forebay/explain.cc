@@ -142,7 +142,7 @@ constexpr std::array kExplanations = {
         "known; or another process of the same launch trains this rank.",
         "Start all ranks with one launcher, which sets RANK and WORLD_SIZE, or call "
         "torch.distributed.init_process_group() before attach; alone leave all of it out. "
-        "docs/from-pytorch.md says which numbers count.",
+        "docs/guide/from-pytorch.md says which numbers count.",
         "there is no rank 2 in a world of size 2"},
     Explanation{ErrorId::kRankLost,
                 "Another rank of the job ended or failed. What all ranks had called step for is "

@@ -1,5 +1,5 @@
 // What each error id means and what to do about it: `forebay explain`, and the source of
-// docs/troubleshooting.md.
+// docs/reference/troubleshooting.md.
 #pragma once
 
 #include <string>

@@ -2,7 +2,7 @@
 """Runs on a GPU all of Forebay that needs one, and says what it saw: a table, and JSON with --json.
 
 It needs a Python with torch, NVIDIA's driver and nothing else: what it runs is in the archive that
-it comes in (docs/gpu.md). It ends within --minutes; what then has not run says so. Exit status 0:
+it comes in (docs/reports/gpu.md). It ends within --minutes; what then has not run says so. Exit status 0:
 nothing failed. --rehearse runs every item without a GPU: over the driver of the tests, and small
 models on the processor.
 """
@@ -35,7 +35,7 @@ SHAPES = {
     "1B": (22, 2048, 32, 5632, 32000),
     "small": (2, 64, 4, 128, 256),
 }
-# What a parameter takes of the node's memory: weights, states (docs/formats.md), sums of gradients of
+# What a parameter takes of the node's memory: weights, states (docs/reference/formats.md), sums of gradients of
 # 16 bits, all rounded up.
 BYTES_PER_PARAM = {"exact": 14.2, "bf16": 10.2, "int8": 8.3}
 # float32 parameters, gradients and two moments; torch rounds pinned memory up to powers of two.
@@ -310,7 +310,7 @@ class Checks:
         yield Item("FSDP2 through Accelerate", "PASS" if holds else "FAIL", seen, [ours, theirs])
 
     def check_page(self):
-        """The script of docs/one-gpu.md before and after its diff: both in bfloat16, Forebay's with 8-bit moments."""
+        """The script of docs/guide/one-gpu.md before and after its diff: both in bfloat16, Forebay's with 8-bit moments."""
         with tempfile.TemporaryDirectory() as folder:
             options = {"cwd": folder, "PYTHONPATH": before_others("PYTHONPATH", PYTHON, backend(), EXAMPLES)}
             plain = self.run([sys.executable, EXAMPLES / "one_gpu_loop.py"], **options)
@@ -321,7 +321,7 @@ class Checks:
         # The page's model gets other values from meta than the plain one: both learn the same sequences.
         holds = len(pairs[0]) == len(pairs[1]) and last < 0.5 * first
         seen = f"{first:.3f} to {last:.3f}; the plain script {pairs[1][0]:.3f} to {pairs[1][-1]:.3f}"
-        yield Item("script of docs/one-gpu.md", "PASS" if holds else "FAIL", seen, pairs)
+        yield Item("script of docs/guide/one-gpu.md", "PASS" if holds else "FAIL", seen, pairs)
 
     def sizes(self):
         """(model, model that the peer holds, tokens) of the items about speed."""

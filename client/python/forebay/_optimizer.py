@@ -202,7 +202,7 @@ class ForebayOptimizer(StateDicts):
                 E_STEP         the step under way has other scalars (lr, ...) or extra_state.
                 E_EXTRA_STATE  extra_state has no room (extra_state_bytes of attach).
                 E_NOT_READY    a load of states did not end: load again.
-                and, shared, of writes into parameters since the step before (docs/calls.md): E_NONFINITE,
+                and, shared, of writes into parameters since the step before (docs/reference/calls.md): E_NONFINITE,
                 E_UNSUPPORTED, E_OPTION, where the parameters are as they were before the writes.
 
         >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
@@ -345,7 +345,7 @@ class ForebayOptimizer(StateDicts):
                 raise unsupported(
                     f"parameter {member.name} was frozen at attach and has no states: it would not train",
                     "freeze it after attach, so that it has states; or go on in another job with the states of "
-                    "this one (docs/calls.md)",
+                    "this one (docs/reference/calls.md)",
                 )
             if tensor.grad is None and member.arrived:
                 for other in self._members:  # as they were: the next call applies them
@@ -605,12 +605,12 @@ class ForebayOptimizer(StateDicts):
         >>> opt.add_param_group({"params": []})
         Traceback (most recent call last):
         forebay.UsageError: error[E_UNSUPPORTED]: add_param_group on an attached model: its layout is fixed
-        hint: list all groups at attach, or go on in another job with the states of this one (docs/calls.md)
+        hint: list all groups at attach, or go on in another job with the states of this one (docs/reference/calls.md)
         """
         if self._phase != Phase.CONSTRUCTING:
             raise unsupported(
                 "add_param_group on an attached model: its layout is fixed",
-                "list all groups at attach, or go on in another job with the states of this one (docs/calls.md)",
+                "list all groups at attach, or go on in another job with the states of this one (docs/reference/calls.md)",
             )
         super().add_param_group(param_group)
 

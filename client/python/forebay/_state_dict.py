@@ -150,7 +150,7 @@ class StateDicts(torch.optim.Optimizer):
         of whole tensors; a collective of the process group, whose timeout bounds the wait for a rank that
         does not call, not that of attach(), and a rank that calls another collective meanwhile may abort.
 
-        All is checked on all ranks before anything is written. Moments are stored as docs/formats.md says
+        All is checked on all ranks before anything is written. Moments are stored as docs/reference/formats.md says
         (format "fp32" and "exact": bit for bit), "step" counts on from what is loaded. A parameter without a
         state has had no update. A "master" sets the parameter too; without one the parameter stays.
         Hyper-parameters are taken over as torch does; how torch computes ("foreach", "fused") and

@@ -276,7 +276,7 @@ def _refuse_several_nodes(world_size: int, socket: str) -> None:
             raise unsupported(
                 f"a shared job over several nodes: world size {world_size}, of which {local} ranks are "
                 f"on this node ({variable})",
-                'mode="sharded", one daemon for all of them (ucx://HOST:PORT, docs/multi-node.md), or pass rank= and '
+                'mode="sharded", one daemon for all of them (ucx://HOST:PORT, docs/guide/multi-node.md), or pass rank= and '
                 "world_size= for a job per node",
             )
 

@@ -39,7 +39,7 @@ class Optimizer:
                    that take gradients.
     max_grad_norm  Clips the norm of the whole gradient at each step, as
                    torch.nn.utils.clip_grad_norm_ would. None or 0: no clipping.
-    format         How masters and moments are held (docs/formats.md). float32 and float16
+    format         How masters and moments are held (docs/reference/formats.md). float32 and float16
                    parameters take "fp32"; bfloat16 ones "exact", "bf16" (moments of 16 bits), "int8"
                    (of 8 bits) or "fp32". None: "fp32", or "exact" for bfloat16.
     seed           Of the stochastic rounding of "bf16" and "int8" moments; the same on every rank.

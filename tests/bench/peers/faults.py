@@ -11,7 +11,7 @@ from the same step that nothing disturbs.
 
 Needs the environment that infinity.py makes (with DeepSpeed and its aio), an interpreter with the forebay
 package and, for the full disk, the right to mount. Writes OUT/faults.jsonl and prints a table;
-docs/reliability.md says what it means.
+docs/reports/reliability.md says what it means.
 """
 
 import argparse

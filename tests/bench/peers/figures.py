@@ -181,7 +181,7 @@ def ratio_line(row):
 
 
 def markdown(rows, facts, reasons):
-    """The tables that docs/benchmarks.md quotes."""
+    """The tables that docs/reports/benchmarks.md quotes."""
     lines = [
         f"{facts['date']}; {facts['processor']}, {facts['CPUs']} CPUs; "
         f"Linux {facts['kernel']}, Python {facts['python']}, g++ {facts['g++']}, "

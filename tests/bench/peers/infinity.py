@@ -10,7 +10,7 @@ beside `compute`: FSDP2's forward and backward of the same model, all of it in m
 optimizer. That is the limit: nothing that trains is faster beside DeepSpeed than `deepspeed-over-compute`.
 For each side also the CPU seconds of a step: over the cores, they are what a step takes at least. They and the bytes
 need neither a quiet machine nor DeepSpeed: `--sides forebay,compute --python .venv/bin/python` uses what is built.
-Writes OUT/infinity.jsonl and prints a table. docs/benchmarks.md says what the figures mean.
+Writes OUT/infinity.jsonl and prints a table. docs/reports/benchmarks.md says what the figures mean.
 """
 
 import contextlib

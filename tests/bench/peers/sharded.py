@@ -6,7 +6,7 @@ Both keep float32 parameters; with bf16 both compute in it. Prints, for fp32 and
 the optimizer phase (opt.step(): from the last gradient to the next forward) and of the whole step, how
 many times as fast Forebay is, the peak of the memory (PSS of the ranks and the daemon), for bf16 also
 with all states on swap, and the bytes that Forebay copies for a step; writes OUT/sharded.jsonl. Needs an environment with torch and the forebay package: the interpreter it is
-started with. docs/benchmarks.md says what the figures mean.
+started with. docs/reports/benchmarks.md says what the figures mean.
 """
 
 import argparse

@@ -151,7 +151,7 @@ def copies_and_scripts(ranks):
                 make(model)
             except (AssertionError, pickle.PicklingError, AttributeError):
                 continue
-            raise AssertionError(f"{make.__name__} of an FSDP2 model: docs/calls.md says that torch refuses it")
+            raise AssertionError(f"{make.__name__} of an FSDP2 model: docs/reference/calls.md says that torch refuses it")
     for module in (twins.ours, twins.ours.layers[0].up):
         with refused("E_UNSUPPORTED", "torch.jit.script of", "get_model_state_dict"):
             torch.jit.script(module)

@@ -160,12 +160,12 @@ def changed_lines(diff):
 
 @pytest.mark.parametrize("page", ["from-pytorch.md", "from-fsdp2.md", "from-deepspeed.md", "one-gpu.md"])
 def test_the_page_says_how_many_lines_change(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / page).read_text(encoding="utf-8")
     counts = [changed_lines(diff) for _, diff in diffs_of(page)]
     assert [int(count) for count in re.findall(r"(\d+) changed lines", text)] == counts
 
 
 def test_every_script_beside_the_pages_is_named_by_one():
-    named = {script for page in (ROOT / "docs").glob("*.md") for script, _ in GUIDE.findall(page.read_text())}
+    named = {script for page in (ROOT / "docs" / "guide").glob("*.md") for script, _ in GUIDE.findall(page.read_text())}
     scripts = {f"docs/examples/{path.name}" for path in (ROOT / "docs" / "examples").glob("*.py")}
     assert named == scripts - {"docs/examples/small_model.py"}

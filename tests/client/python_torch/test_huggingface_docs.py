@@ -1,11 +1,11 @@
-# Goal    The diffs of docs/huggingface.md are all that a script of Hugging Face needs: few lines, the same loss.
+# Goal    The diffs of docs/guide/huggingface.md are all that a script of Hugging Face needs: few lines, the same loss.
 # Method  Each is applied to its script in docs/examples/; the script runs as it was and as it then is.
 
 import re
 import time
 
 import pytest
-from apply_guide import ROOT, applied, diffs_of
+from apply_guide import GUIDE, ROOT, applied, diffs_of
 from huggingface import needs_huggingface, start
 
 pytestmark = needs_huggingface
@@ -26,9 +26,14 @@ def loss_of(script, ranks, folder, daemon):
 
 
 def test_the_page_counts_the_changed_lines():
-    page = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / PAGE).read_text(encoding="utf-8")
     counts = [int(count) for count in re.findall(r"^(\d) changed lines?:$", page, re.M)]
     assert counts == [changed_lines(diff) for _, diff in DIFFS] and max(counts) <= LINES_MAX
+
+
+def test_readme_shows_a_diff_of_the_page():
+    shown = GUIDE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown and set(shown) <= set(DIFFS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

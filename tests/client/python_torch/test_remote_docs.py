@@ -1,4 +1,4 @@
-"""Goal    "A remote daemon, step by step" in docs/multi-node.md is true.
+"""Goal    "A remote daemon, step by step" in docs/guide/multi-node.md is true.
 Method  Its blocks are typed on the two nodes of a cluster in namespaces, in their order, with a folder in the place of
         /etc/forebay. The script is the page's own.
 """
@@ -18,7 +18,7 @@ DEADLINE_S = 120
 
 
 def blocks(language):
-    page = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "multi-node.md").read_text(encoding="utf-8")
     found = re.findall(rf"^ *```{language}\n(.*?)^ *```$", page, re.S | re.M)
     return [textwrap.dedent(block) for block in found]
 

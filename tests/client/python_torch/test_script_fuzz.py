@@ -27,7 +27,7 @@ SCRIPTS = int(os.environ.get("FOREBAY_FUZZ_SCRIPTS", "200"))
 PAIRS_EACH = 5  # scripts with one optimizer for each with two
 SHARDED_EACH = 4  # shared ones for each that is sharded
 FIRST = int(os.environ.get("FOREBAY_FUZZ_SEED", "0"))
-PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
+PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "reference" / "troubleshooting.md"
 
 
 @pytest.fixture

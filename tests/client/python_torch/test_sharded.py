@@ -167,7 +167,7 @@ def test_every_case_runs():
 
 def test_the_command_of_the_documentation_finds_what_it_imports(tmp_path, monkeypatch):
     monkeypatch.setenv("FOREBAY_SOCKET", str(tmp_path / "nobody"))
-    command = [sys.executable, "tests/client/python_torch/sharded_ranks.py"]  # docs/gpu.md; no launch
+    command = [sys.executable, "tests/client/python_torch/sharded_ranks.py"]  # docs/reports/gpu.md; no launch
     done = subprocess.run(
         command,
         cwd=ROOT,
