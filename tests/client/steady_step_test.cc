@@ -15,6 +15,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -63,15 +64,17 @@ class SteadyStepTest : public ::testing::TestWithParam<std::tuple<Kind, ZeroStag
   static absl::StatusOr<PipelineRank> Create(const std::string& socket, uint32_t rank) {
     const auto& [kind, stage] = GetParam();
     constexpr uint64_t kGroupBytes = kGroupElems * sizeof(float);
+    protocol::LayoutSpec spec =
+        testing::MakeLayoutSpec({.groups = kGroups, .group_elems = kGroupElems});
+    spec.params.back().param_group = protocol::kParamGroupsMax - 1;
     ASSIGN_OR_RETURN(
         PipelineRank own,
-        PipelineRank::Create(
-            {.socket = socket,
-             .rank = rank,
-             .ranks = kRanks,
-             .kind = kind,
-             .spec = testing::MakeLayoutSpec({.groups = kGroups, .group_elems = kGroupElems}),
-             .pipeline = {.stage = stage, .prefetch_bytes = 3 * kGroupBytes}}));
+        PipelineRank::Create({.socket = socket,
+                              .rank = rank,
+                              .ranks = kRanks,
+                              .kind = kind,
+                              .spec = std::move(spec),
+                              .pipeline = {.stage = stage, .prefetch_bytes = 3 * kGroupBytes}}));
     for (uint32_t group = 0; group < kGroups; ++group) {
       RETURN_IF_ERROR(own.pipeline->WriteInitial(group, std::as_bytes(std::span(Values()))));
     }
@@ -112,7 +115,8 @@ TEST_P(SteadyStepTest, TakesNoMemory) {
   const uint64_t before = CountedHeap::allocations();
   const auto train = [&](uint32_t rank) -> absl::Status {
     ASSIGN_OR_RETURN(PipelineRank own, Create(socket, rank));
-    const std::vector<protocol::HyperParams> hyper_params = testing::MakeHyperParams();
+    std::vector<protocol::HyperParams> hyper_params = testing::MakeHyperParams();
+    hyper_params.resize(protocol::kParamGroupsMax, hyper_params[0]);
     CountedHeap::Start([] { return !IsOfADriver(); });
     ASSIGN_OR_RETURN(const uint64_t alike, testing::TrainUntilSteady(ranks, [&](uint64_t t) {
                        return Step(own, t, hyper_params);

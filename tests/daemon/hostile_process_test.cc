@@ -94,6 +94,21 @@ TEST_F(HostileClient, OfAnotherVersionIsRefusedWithBothNumbers) {
   EXPECT_THAT(raw->Attach({}, layout_spec_), HasError(ErrorId::kProtocol));
 }
 
+TEST_F(HostileClient, OfThisReleaseOrTheOneBeforeGetsARingOfItsVersion) {
+  for (const uint32_t version : {protocol::kProtocolVersionBefore, protocol::kProtocolVersion}) {
+    ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
+    ASSERT_OK(raw->Hello(version));
+    ASSERT_OK(raw->Attach({.job = "job" + std::to_string(version)}, layout_spec_));
+    ASSERT_OK_AND_ASSIGN(const protocol::UniqueFd fd, raw->Descriptor(schema::Session::Kind::RING));
+    protocol::RingHeader header{};
+    ASSERT_EQ(::pread(fd.get(), &header, sizeof(header), 0), static_cast<ssize_t>(sizeof(header)));
+    EXPECT_EQ(header.magic, protocol::kRingMagic);
+    EXPECT_EQ(header.version, version);
+  }
+  ASSERT_OK_AND_ASSIGN(auto older, RawSession::Connect(socket_));
+  EXPECT_THAT(older->Hello(protocol::kProtocolVersionBefore - 1), HasError(ErrorId::kProtocol));
+}
+
 TEST_F(HostileClient, GetsNoJobForALayoutThatIsNone) {
   auto raw = Connected();
   EXPECT_THAT(raw->Attach({.layout_bytes = 64}), HasError(ErrorId::kProtocol));  // no descriptor

@@ -229,8 +229,10 @@ TEST_F(NodeStateStep, HyperParametersAreChecked) {
   request = good;
   request.param_groups = 0;
   EXPECT_EQ(refused(request, hyper), ErrorId::kOption);
-  request.param_groups = UINT32_MAX;
-  EXPECT_EQ(refused(request, hyper), ErrorId::kOption);
+  for (const uint32_t groups : {protocol::kParamGroupRowsMin + 1, UINT32_MAX}) {
+    request.param_groups = groups;
+    EXPECT_EQ(refused(request, hyper), ErrorId::kOption) << groups;
+  }
   request = good;
   request.extra_state_bytes = 65;
   EXPECT_EQ(refused(request, hyper), ErrorId::kExtraState);

@@ -61,6 +61,7 @@ struct Case {
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   bool asks_norm = false;
   bool keeps_jobs = false;  // a record follows each step
+  uint32_t param_groups = 2;
 };
 
 class SteadyLoopTest : public ::testing::TestWithParam<Case> {
@@ -72,6 +73,7 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
                                                          .dtype = protocol::DType::kBFloat16,
                                                          .format = protocol::Format::kExact,
                                                          .optimizer = what.optimizer});
+    spec.params[0].param_group = what.param_groups - 1;
     return {.socket = socket,
             .job = "job",
             .rank = rank,
@@ -149,7 +151,8 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
   }
 
   static absl::Status Step(Attachment& session, const std::vector<uint32_t>& own, uint64_t t) {
-    const std::vector<protocol::HyperParams> hyper_params = testing::MakeHyperParams();
+    std::vector<protocol::HyperParams> hyper_params = testing::MakeHyperParams();
+    hyper_params.resize(GetParam().param_groups, hyper_params[0]);
     const auto use = [&](uint32_t partition) -> absl::Status {
       ASSIGN_OR_RETURN(const client::Lease lease, session.Fetch(partition, kTimeout));
       return session.Release(lease);
@@ -220,6 +223,11 @@ INSTANTIATE_TEST_SUITE_P(
              .on_swap = OnSwap::kStates,
              .sharded = false,
              .optimizer = protocol::Optimizer::kLamb},
+        Case{.name = "ManyParamGroups",
+             .on_swap = OnSwap::kStates,
+             .early = true,
+             .keeps_jobs = true,
+             .param_groups = protocol::kParamGroupsMax},
         Case{.name = "StatesOnTwoPaths", .on_swap = OnSwap::kStates, .early = true, .paths = 2},
         Case{.name = "WeightsOnSwap", .on_swap = OnSwap::kWeights, .early = true, .ranks = 2},
         Case{.name = "WeightsOnSwapRecorded",

@@ -103,6 +103,10 @@ TEST_F(RingProducerTest, WritesNothingIntoAFullRing) {
 
 TEST_F(RingHeaderTest, OfAnotherVersionIsRefused) {
   EXPECT_OK(CheckRingHeader(*ring_));
+  FormatRing(*ring_, kProtocolVersion - 1);
+  EXPECT_EQ(ring_->header.version, kProtocolVersion - 1) << "as a client of that version has it";
+  EXPECT_THAT(CheckRingHeader(*ring_), HasError(ErrorId::kRing));
+  FormatRing(*ring_);
   ring_->header.version += 1;
   EXPECT_THAT(CheckRingHeader(*ring_), HasError(ErrorId::kRing));
   FormatRing(*ring_);

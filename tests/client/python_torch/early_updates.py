@@ -3,7 +3,9 @@ schedule of what may come between the announcement of a step and its decision, a
 losses and norms, that of weights and states, the job's statistics, and how many blocks it has updated early since a
 step had a second pass that nobody had announced (null: none had).
 
-usage: early_updates.py RANKS STEPS SEED [early] [drain] [accumulate] [unannounced]
+usage: early_updates.py RANKS STEPS SEED [early] [drain] [accumulate] [unannounced] [groups]
+
+groups: each parameter is in a parameter group of its own, with empty ones between: more than 64.
 """
 
 import hashlib
@@ -72,6 +74,15 @@ class Model(nn.Module):
         return x
 
 
+def groups_of(model):
+    groups = []
+    for number, parameter in enumerate(model.parameters()):
+        groups += [{"params": []}, {"params": []}]
+        groups += [{"params": [parameter], "lr": 1e-3 * 0.95**number, "weight_decay": 0.01 * (number % 3)}]
+    assert len(groups) > 64
+    return groups
+
+
 def early_updates():
     [job] = forebay.status()["jobs"]
     return job["early_updates"]
@@ -91,6 +102,7 @@ def train(rank, ranks, steps, seed, options, folder):
     opt = forebay.attach(
         model,
         forebay.AdamW(lr=1e-3, format="exact"),
+        param_groups=groups_of(model) if "groups" in options else None,
         job="early",
         mode="sharded",
         early_updates="early" in options,

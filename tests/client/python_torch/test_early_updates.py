@@ -76,6 +76,7 @@ def train(place, options):
         ("gradients on swap", ["accumulate"]),
         ("gradients on swap", ["unannounced"]),
         ("weights on swap", []),
+        ("weights on swap", ["groups"]),
         ("weights in DRAM", []),
     ],
 )
