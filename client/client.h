@@ -255,7 +255,7 @@ class Attachment {
   // Errors  E_UNSUPPORTED  sharded, or a reader. E_LIMIT  kWindowsMax.
   absl::Status AllowWeightWrites();
   bool has_written_weights() const;
-  // What is this process's own, at least 2 MiB around each write.
+  // The ranges that are this process's own, at least 2 MiB around each write.
   std::vector<WeightsRange> WrittenWeights() const;
   // The daemon's bytes behind all of weights(), mapped once more; as long as weights().
   absl::StatusOr<std::shared_ptr<const std::byte>> DaemonWeights() const;

@@ -23,7 +23,7 @@ struct Window {
   std::string job;
   std::vector<WindowPart> parts;
   std::unique_ptr<internal::WrittenPages> own_pages = nullptr;
-  // Those of own_pages: a signal handler sees all of it or nothing.
+  // Points to own_pages: a signal handler sees all of it or nothing.
   std::atomic<internal::WrittenPages*> pages = nullptr;
 
   bool Has(uintptr_t address) const { return begin <= address && address < end; }

@@ -1,4 +1,4 @@
-// What becomes of a write into a job's weights: the pages become the writer's own where that is allowed, else it is
+// The fate of a write into a job's weights: the pages become the writer's own where that is allowed, else it is
 // explained which parameter was meant.
 //
 // A signal handler has no argument of ours, so this table and the handler are the process's own:

@@ -90,7 +90,7 @@ struct SessionParts {
   // For a daemon that is restarted, until one grants the session again.
   Timeout daemon_wait{};
   std::shared_ptr<Mapping> weights = {};
-  // Of a rank with shared attachment: the memory that `weights` maps.
+  // The memory that `weights` maps, if this is a rank with shared attachment.
   protocol::UniqueFd weights_file = {};
   // Of some partitions: then the arena is a cache.
   bool weights_on_swap = false;

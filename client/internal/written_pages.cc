@@ -41,7 +41,7 @@ bool WrittenPages::MakeOwn(uintptr_t address) {
   }
   const WindowRange range{.begin_bytes = index * chunk_bytes_,
                           .end_bytes = std::min((index + 1) * chunk_bytes_, size_bytes_)};
-  // Where nothing is written yet the private mapping shows the file's pages.
+  // The private mapping shows the file's pages until they are written.
   const bool is_mapped = Map(range, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE);
   if (is_mapped) has_own_ = true;
   chunk = is_mapped ? Chunk::kOwn : Chunk::kShared;

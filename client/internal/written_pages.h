@@ -41,7 +41,7 @@ class WrittenPages {
   bool empty() const { return !has_own_; }
   std::vector<WindowRange> Ranges() const;  // ascending; neighbours are joined
 
-  // What was written is lost: the window shows the file's bytes again.
+  // Drops what was written: the window shows the file's bytes again.
   void GiveBack();
 
  private:

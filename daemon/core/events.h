@@ -30,7 +30,7 @@ enum class Tier : uint8_t { kDram, kNvme };
 
 struct AttachRequested {
   SessionId session = 0;  // chosen by the executor
-  // Of the client: the protocol that it speaks, and its user.
+  // The client's protocol, and its user.
   uint32_t protocol_version = protocol::kProtocolVersion;
   uint32_t uid = 0;
   // NAME or UID:NAME.
@@ -193,7 +193,8 @@ struct BlockMoveRequested {
 struct HandOverRequested {};
 struct HandOverDue {};
 
-// The first event: jobs that the daemon before was killed in the middle of an update of go on with it.
+// The first event: jobs that the daemon before was killed in the middle of an update of go on with it. Raised again before
+// the daemon makes jobs durable for good, so that a job to which no rank has come back ends its update too.
 struct UpdatesResumed {};
 
 struct DeleteJobRequested {

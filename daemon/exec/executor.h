@@ -40,7 +40,7 @@
 
 namespace forebay::daemon {
 
-// What attach brings back; `fds` and `rpc_calls` only if answer.status is OK.
+// The answer to attach; `fds` and `rpc_calls` only if answer.status is OK.
 struct AttachResult {
   AnswerAttach answer;
   SessionFds fds;

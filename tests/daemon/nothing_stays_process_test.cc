@@ -61,7 +61,7 @@ constexpr int kTurns = 100;
 constexpr int64_t kPiecesMost = kTurns / 4;
 // One that lets a piece grow by 64 bytes each time has as many.
 constexpr int64_t kHeapBytesMost = 64 * kTurns;
-// What the heap keeps of what was freed, at the end of the arena of the process and of that of a thread (M_TRIM_THRESHOLD).
+// Freed bytes that the heap keeps, at the end of the arena of the process and of that of a thread (M_TRIM_THRESHOLD).
 constexpr int64_t kPrivateBytesMost = 2 * (128 << 10);
 // Stacks of threads that have ended are kept for the next ones.
 constexpr int kMappingsMost = kTurns / 4;
@@ -201,7 +201,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     done.op = static_cast<uint16_t>(protocol::Op::kInitialDone);
     return session.Ask(done);
   }
-  // What a rank of a sharded job must, the first time.
+  // The first calls of a rank of a sharded job.
   static absl::Status WriteOwn(Attachment& session, uint32_t rank) {
     if (!session.writes_initial()) return absl::OkStatus();
     for (uint32_t i = 0; i < session.layout().partitions().size(); ++i) {
@@ -238,7 +238,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     heap_ = static_cast<LiveHeap*>(at);
   }
 
-  // What ends after the last turn has ended, as a rule: if more is counted here, the test sees less.
+  // Room for what ends after the last turn: if more is counted here, the test sees less.
   Held Baseline() const {
     Held least = Now();
     int looks = 0;

@@ -1,4 +1,4 @@
-// What a process that has loaded live_heap (LD_PRELOAD) has of its heap now, in the file that FOREBAY_TEST_HEAP names.
+// The live heap of a process that has loaded live_heap (LD_PRELOAD), in the file that FOREBAY_TEST_HEAP names.
 #pragma once
 
 #include <atomic>

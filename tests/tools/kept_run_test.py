@@ -178,11 +178,11 @@ def test_options_that_exclude_each_other_are_usage_errors(node):
 
 
 def test_room_is_asked_for_at_start(node):
-    # Of the disk.
+    # The disk's.
     whole = node.keep("one", size="1024TiB")
     refused(whole, "error[E_SWAP_NOSPC]: ", "1024.0 TiB")
     assert node.names() == [] and list(node.swap.iterdir()) == []
-    # Of the training.
+    # The training's.
     little = node.keep("one", "--set", "swap.ledger=128KiB", size="1MiB", command=("sh", "-c", f"{TRAIN[2]}; exit 0"))
     needed = re.search(
         r"error\[E_SWAP_NOSPC\]: durability epoch=1000000 needs .* bytes\) in all: .*\n"

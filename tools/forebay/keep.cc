@@ -88,7 +88,7 @@ absl::Status LessDramError(const KeptRun& run, uint64_t dram_bytes) {
       absl::StrCat("give --dram ", run.dram_bytes, " or more, or leave it out"));
 }
 
-// What --resume is given beside the name.
+// Options of --resume beside the name.
 absl::Status CheckSame(const KeptRun& run, const KeepOptions& options,
                        const PrivateDaemonOptions& daemon) {
   if (!daemon.swap.empty()) {

@@ -38,7 +38,7 @@ absl::Status CheckKeptDaemon(KeptRunFile& file, PrivateDaemon& daemon);
 // Errors  E_SWAP_IO  a training is not durable at its newest step; of the daemon's restart.
 absl::Status EndKept(KeptRunFile& file, PrivateDaemon& daemon, int signal_fd);
 
-// What is durable of each kept run.
+// The durable steps of each kept run.
 absl::StatusOr<nlohmann::ordered_json> ListKept(const std::filesystem::path& state_folder);
 std::string KeptText(const nlohmann::ordered_json& runs);
 

@@ -72,7 +72,7 @@ class KeptRunFile {
   KeptRun run_;
 };
 
-// As it was saved last, also while a process has it.
+// The run as it was saved last, also while a process has it.
 //
 // Errors  E_CORRUPT  it cannot be read.
 absl::StatusOr<KeptRun> ReadKeptRun(const std::filesystem::path& state_folder,

@@ -175,7 +175,7 @@ class Nodes {
     EndAll();
   }
 
-  // As a command that cannot write ends.
+  // The exit status of a command that cannot write.
   void OnLostOutput(const absl::Status& status) {
     exit_status_ = kFailed;
     if (!absl::IsCancelled(status)) Print(status);

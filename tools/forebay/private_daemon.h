@@ -89,7 +89,7 @@ class PrivateDaemon {
   // Errors  E_NO_DAEMON, E_TIMEOUT, E_INTERRUPTED  of Start().
   absl::Status AwaitReady(std::span<const int> abort_fds);
 
-  // Of one that is kept: asks it to end, and waits until each job's newest step is durable, an hour at most. A signal that
+  // Asks a kept daemon to end, and waits until each job's newest step is durable, an hour at most. A signal that
   // `signal_fd` has ends that wait. Returns the wait status.
   int StopDurably(int signal_fd);
 

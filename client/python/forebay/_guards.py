@@ -151,7 +151,7 @@ class CopyGuard:
 
 
 def _copy_without_hooks(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """As copy.deepcopy does it, or the class has its own way."""
+    """Copies as copy.deepcopy does, or as the class itself does."""
     own: Callable[..., nn.Module] | None = getattr(type(module), "__deepcopy__", None)
     if own is not None:
         twin = own(module, memo)
@@ -269,7 +269,7 @@ class Guards:
         self._handles: list[RemovableHandle] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._slots: list[_Slot] = []
-        # Of no module: a loss's, which its optimizer has.
+        # Parameters of no module: a loss's, which its optimizer has.
         self._others: list[weakref.ref[torch.Tensor]] = []
         self._windows = [p.tensor.data_ptr() for p in plan.parameters if self.are_windows]
         _windows.update(self._windows)
@@ -308,11 +308,11 @@ class Guards:
 
     @property
     def model(self) -> nn.Module | None:
-        """What is or was guarded, while it lives."""
+        """The model that is or was guarded, while it lives."""
         return self._model()
 
     def outside_ids(self) -> set[int]:
-        """Those of the attached parameters that no module of the model has."""
+        """Ids of the attached parameters that no module of the model has."""
         return {id(tensor) for one in self._others if (tensor := one()) is not None}
 
     def check_parameters(self) -> None:

@@ -78,7 +78,7 @@ class Plan:
 
 
 def make_plan(model: nn.Module, others: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Plan:
-    """Of the model's parameters and of others, which are in no module that is known.
+    """Plans the model's parameters and others, which are in no module that is known.
 
     Errors  E_UNSUPPORTED  names the parameter that is on a device, trained in another type or shares its
                            memory.

@@ -35,7 +35,7 @@ class Piece:
     daemons: torch.Tensor
 
     def is_written(self) -> torch.Tensor:
-        """Of each element: whether its bits differ."""
+        """Says of each element whether its bits differ."""
         return _bits(self.own) != _bits(self.daemons)
 
 
@@ -102,7 +102,7 @@ def _refusal(attachment: Attachment, names: str, when: str) -> UsageError:
 
 
 def _written(plan: Plan, attachment: Attachment) -> Iterator[Piece]:
-    """What differs from the daemon's bytes, in the order of the layout."""
+    """Yields what differs from the daemon's bytes, in the order of the layout."""
     own = torch.from_dlpack(attachment.window())  # type: ignore[attr-defined]
     daemons = torch.from_dlpack(attachment.daemon_window())  # type: ignore[attr-defined]
     width, groups = plan.dtype.itemsize, attachment.groups

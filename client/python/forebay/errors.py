@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-# What a script writes to detach a model: one that calls attach(), and one whose library does.
+# The call by which a script detaches a model: one that calls attach(), and one whose library does.
 DETACH = "opt.detach() first (trainer.optimizer.optimizer.detach() of a Trainer, optimizer.optimizer.detach() of Accelerate)"
 
 Error = TypeVar("Error", bound=ForebayError)

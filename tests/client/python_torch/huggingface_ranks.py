@@ -92,7 +92,7 @@ class Killer(transformers.TrainerCallback):
 
 
 class Merger(transformers.TrainerCallback):
-    """What hands the merged weights to a server now and then does in the middle of a training."""
+    """Merges and unmerges in the middle of a training, as a script does that hands weights to a server."""
 
     def on_step_end(self, args, state, control, model=None, **_):
         if state.global_step % 5 == 0:

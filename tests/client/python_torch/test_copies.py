@@ -58,7 +58,7 @@ class OwnCopy(nn.Module):
 
 
 def tables_of(model):
-    """What a module has besides its weights: by name its attributes, and how many hooks are in each table."""
+    """Lists what a module has besides its weights: by name its attributes, and how many hooks are in each table."""
     return {
         name: {
             key: len(value) if "_hooks" in key and value is not None else type(value)

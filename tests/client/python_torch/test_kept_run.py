@@ -51,7 +51,7 @@ class Folder:
         return done.stdout
 
     def steps(self):
-        """Of the kept run's trainings: {job: durable step}."""
+        """Returns {job: durable step} of the kept run."""
         (run,) = json.loads(self.forebay("--kept", "--json"))
         return {training["job"]: training["step"] for training in run["trainings"]}
 

@@ -190,7 +190,7 @@ def test_a_loss_with_parameters_trains_with_the_model(runs):  # noqa: F811
 
 
 def test_a_batch_that_shrinks_after_a_memory_error(runs):  # noqa: F811
-    """Of 44 sentences 22 steps with four of them, 30 with three: two steps are taken, then all of the smaller ones."""
+    """44 sentences make 22 steps with four of them, 30 with three: two steps are taken, then all of the smaller ones."""
     options = {"trainer": "narrow", "arguments": {"auto_find_batch_size": True}}
     plain = runs("trainer", plain=True, **options)
     whole = runs("trainer", **options)

@@ -113,7 +113,7 @@ def test_every_way_to_write(node):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_exchange_for_an_evaluation_and_back_leaves_the_bits(node, dtype):
-    """As Lightning's WeightAveraging, diffusers' EMAModel and torch_ema do it."""
+    """Exchanges weights as Lightning's WeightAveraging, diffusers' EMAModel and torch_ema do."""
     model = net().to(dtype)
     opt = forebay.attach(model, forebay.AdamW(lr=LR))
     twin = net().to(dtype)
@@ -320,7 +320,7 @@ def test_calls_that_replace_a_parameter_name_detach(node, replace):
 
 
 def test_a_system_call_cannot_write(node):
-    """Where no write of the program's own has come before it."""
+    """No write of the program's own has come before it."""
     model = net()
     opt = forebay.attach(model, forebay.AdamW(lr=LR))
     with open("/dev/zero", "rb") as zeros, pytest.raises(OSError) as error:

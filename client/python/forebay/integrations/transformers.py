@@ -278,7 +278,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     # -------------------------------------------------------------------------------- going on
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers.Trainer.train. Attaches the model, and goes on behind the step with which a killed run ended.
+        """Trains as transformers.Trainer.train does. Attaches the model, and goes on behind the step with which a killed run ended.
         Behind it the model is a plain one, until train() is called again.
 
         Errors  E_UNSUPPORTED  a second model in one Trainer.
