@@ -19,7 +19,7 @@ install(FILES ${PROJECT_BINARY_DIR}/protocol/forebay.capnp.h
 install(FILES forebay.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT client)
 
 # The same targets in the build tree, for the wheel (FOREBAY_BUILD).
-export(EXPORT forebayTargets NAMESPACE forebay:: FILE ${PROJECT_BINARY_DIR}/forebayTargets.cmake)
+export(EXPORT forebayTargets NAMESPACE built:: FILE ${PROJECT_BINARY_DIR}/forebayTargets.cmake)
 
 set(forebay_cmake_dir ${CMAKE_INSTALL_LIBDIR}/cmake/forebay)
 install(EXPORT forebayTargets NAMESPACE forebay:: DESTINATION ${forebay_cmake_dir}

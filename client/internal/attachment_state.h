@@ -359,7 +359,10 @@ struct Attachment::State {
 
   const pid_t pid;
   // What calls note of what is under way: a steady step takes no memory of the process's.
-  std::pmr::unsynchronized_pool_resource memory;
+  // Its largest block has room for the request of a step with kParamGroupsMax parameter groups.
+  std::pmr::unsynchronized_pool_resource memory{
+      {.max_blocks_per_chunk = 0, .largest_required_pool_block = size_t{1} << 20}};
+  static_assert(protocol::kParamGroupsMax * sizeof(protocol::HyperParams) <= size_t{1} << 19);
   internal::SessionParts parts;
   internal::SessionGauge& gauge;
   protocol::Mutex mutex;
