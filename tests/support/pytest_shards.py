@@ -86,9 +86,13 @@ def _run_shard(
     session: pytest.Session, report: pathlib.Path, files: list[list[pytest.Item]], unclaimed: int
 ) -> None:
     """In the forked process, which then ends as pytest does and writes its own report."""
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()  # its files are the other processes' too
     log: IO[bytes] = open(_log_of(report), "wb")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
     session.config.stash[xml_key].logfile = str(report)
     tests = _claimed(files, unclaimed)
     test = next(tests, None)

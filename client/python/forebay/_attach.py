@@ -114,7 +114,7 @@ def attach(
         attachment.allow_weight_writes()
         _bind(plan, groups, windows, undo)
         engine = Engine(attachment, groups, request.timeout)
-        engine.world_size = request.world_size
+        engine.world_size = request.world.world_size
         engine.node = Node(request.socket, request.job, request.rank)
         engine.world = request.world
         undo.guards = Guards(model, plan)
