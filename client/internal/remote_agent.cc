@@ -71,13 +71,14 @@ absl::StatusOr<std::string> FindProgram() {
   for (const std::string& path : paths) {
     if (::access(path.c_str(), X_OK) == 0) return path;
   }
-  return MakeError(ErrorId::kUnsupported,
-                   absl::StrCat("there is no program ", kProgram,
-                                ", which reaches a daemon on "
-                                "another node; looked for ",
-                                absl::StrJoin(paths, ", ")),
-                   "install the package forebay-gateway on this node (docs/guide/multi-node.md), or "
-                   "name it in FOREBAY_GATEWAY");
+  return MakeError(
+      ErrorId::kUnsupported,
+      absl::StrCat("there is no program ", kProgram,
+                   ", which reaches a daemon on "
+                   "another node; looked for ",
+                   absl::StrJoin(paths, ", ")),
+      "install the package forebay-gateway on this node (docs/guide/multi-node.md), or "
+      "name it in FOREBAY_GATEWAY");
 }
 
 // Errors  E_OPTION  it is not HOST:PORT, where an IPv6 address is in brackets.
