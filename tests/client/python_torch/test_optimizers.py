@@ -268,7 +268,7 @@ def test_param_groups_that_are_none_are_refused_before_there_is_a_job(node):
         ([{"params": "ab"}], "'a' is no parameter"),
         (list(model.named_buffers()) + [("a", 1)], "1 is no parameter"),
         ([{"params": [model.a, model.b]}, {"params": [model.a]}], "a is in param groups 0 and 1"),
-        ([{"params": [model.a, model.b]}] + [{"params": []}] * 64, "65 param groups"),
+        ([{"params": [model.a, model.b]}] + [{"params": []}] * 4096, "4097 param groups"),
     ):
         with pytest.raises(forebay.UsageError, match=words) as caught:
             forebay.attach(model, forebay.AdamW(), param_groups=groups)
