@@ -46,10 +46,11 @@ constexpr std::array kExplanations = {
         "forebayd`). FOREBAY_SOCKET names a socket elsewhere.",
         "no daemon answers: connect to /run/forebay/forebay.sock: No such file or directory"},
     Explanation{ErrorId::kProtocol,
-                "Client and daemon are of two releases, or a message is none that a client of "
-                "Forebay's sends.",
+                "Client and daemon are of two releases, and the client's is not the one before the "
+                "daemon's; or a message is none that a client of Forebay's sends.",
                 "Install the Python package, the forebay command and forebayd of one release, and "
-                "restart what still runs an older one.",
+                "restart what still runs an older one. A gateway and the ranks that use it are "
+                "always of one release.",
                 "the client speaks protocol 8, this daemon 9"},
     Explanation{ErrorId::kTimeout,
                 "The call's own time (timeout= of attach) ran out. Nobody knows yet whether it "

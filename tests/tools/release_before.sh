@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Upgrades the daemon under ranks of the release before: its own tests of restarts and kills, from a checkout of it, with
+# its package and its daemon. Each time the daemon ends with descriptors left, this build's takes its place.
+#
+# usage: release_before.sh JUNIT_FILE      the default preset is built, and .venv is there
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+readonly RELEASE=4b14564
+junit=$(realpath -m "$1")
+root=$PWD
+python=$root/.venv/bin/python
+old=$root/build/release-before
+
+if [[ ! -e $old/.git ]]; then
+  git worktree prune
+  git worktree add --force --detach "$old" "$RELEASE"
+fi
+cd "$old"
+cmake --preset default -DFOREBAY_TESTS=OFF -DFOREBAY_PYTHON=ON "-DPython_EXECUTABLE=$python" --log-level=WARNING >/dev/null
+cmake --build --preset default --target forebayd _core
+
+# The service manager's stand-in gives a daemon that takes over LISTEN_FDS.
+mkdir -p "$old/build/upgraded"
+cat >"$old/build/upgraded/forebayd" <<SCRIPT
+#!/bin/sh
+bin=$old/build/bin
+if [ -n "\$LISTEN_FDS" ]; then
+  bin=$root/build/bin
+fi
+exec "\$bin/forebayd" "\$@"
+SCRIPT
+chmod +x "$old/build/upgraded/forebayd"
+
+core=$(find "$old/build/client" -name '_core*.so' -print -quit)
+FOREBAY_BIN_DIR=$old/build/upgraded FOREBAY_CORE=$core "$python" -m pytest -q -p no:cacheprovider --junitxml "$junit" \
+  tests/client/python_torch/test_daemon_restart.py tests/client/python_torch/test_daemon_kill.py \
+  -k 'costs_time_alone or weights_are_on_swap or costs_no_committed_step'
