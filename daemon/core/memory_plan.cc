@@ -489,7 +489,7 @@ absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t 
                          absl::StrCat(", ", plan.placement.frozen_blocks(), " for frozen weights")),
                    ", and one more; there are ", slots, " in ", Bytes(free_bytes)),
       RaiseSwap((plan.swap_slots - slots) * plan.block_bytes,
-                "or choose durability memory, which survives trainers alone"));
+                "or choose durability memory, without --keep or jobs.at_stop"));
 }
 
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
