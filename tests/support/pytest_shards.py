@@ -52,6 +52,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         session.testsfailed += status != 0
         sys.stdout.write(_log_of(own).read_text(encoding="utf-8", errors="replace"))
     session.config.stash[xml_key].logfile = os.devnull
+    session.config.pluginmanager.unregister(name="terminalreporter")  # it would say that no test ran
     _merge(list(processes.values()), report)
     return True
 
