@@ -35,8 +35,8 @@ SHAPES = {
     "1B": (22, 2048, 32, 5632, 32000),
     "small": (2, 64, 4, 128, 256),
 }
-# What a parameter takes of the node's memory: weights, states (docs/reference/formats.md), sums of gradients of
-# 16 bits, all rounded up.
+# The node's memory that a parameter takes: weights, states (docs/reference/formats.md), sums of gradients of 16 bits,
+# all rounded up.
 BYTES_PER_PARAM = {"exact": 14.2, "bf16": 10.2, "int8": 8.3}
 # float32 parameters, gradients and two moments; torch rounds pinned memory up to powers of two.
 OFFLOAD_BYTES_PER_PARAM = 24
