@@ -2,7 +2,7 @@
 """Plots docs/reports/step_time.svg from what tests/daemon/step_time_test.cc prints: a step's time against its compute, and
 against the share of the states in DRAM, in each of the ways, with the bound.
 
-usage: step_figures.py STEP_TIME_TEST SVG
+usage: step_figures.py CORE_TEST SVG
 """
 
 import os
@@ -57,7 +57,7 @@ def line(points, color, width, dash=""):
 def rows_of(test):
     """Of each line of a table: its words."""
     done = subprocess.run(
-        [test], env={**os.environ, "FOREBAY_ALL_CASES": "1"}, capture_output=True, text=True, check=True
+        [test, "--gtest_filter=*StepTime.*"], env={**os.environ, "FOREBAY_ALL_CASES": "1"}, capture_output=True, text=True, check=True
     )
     rows = [row.split() for row in done.stdout.splitlines()]
     return [row for row in rows if len(row) == 7 and row[1] in ("yes", "no")]

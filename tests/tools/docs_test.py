@@ -163,6 +163,9 @@ def test_block_holds(page, line, language, text, tmp_path):
     elif language in ("sh on-daemon-node", "toml gateway", "sh on-trainer-node"):
         assert page == NODES_PAGE, f"{where}: test_remote_docs.py runs those of {NODES_PAGE} alone"
     elif language == "sh":
+        built = (ROOT / "build/tests/programs.txt").read_text(encoding="utf-8").split()
+        for program in re.findall(r"(?<!/)\btests/(\w+_test)\b(?!\.)", text):
+            assert program in built, f"{where}: no test program {program}; build/tests may hold an old one"
         run(["bash", "-euo", "pipefail", "-c", text])
     elif language == "toml":
         config = tmp_path / "forebay.toml"
