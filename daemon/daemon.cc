@@ -23,7 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/targets.h"
 #include "daemon/control/control_plane.h"
-#include "daemon/core/killed_jobs.h"
+#include "daemon/core/node/killed_jobs.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/executor.h"
 #include "daemon/exec/path_rates.h"

@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/config.h"
-#include "daemon/exec/hand_over.h"
+#include "daemon/exec/recovery/hand_over.h"
 #include "daemon/exec/scrub.h"
 
 namespace forebay::daemon {

@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/control/control_plane.h"
-#include "daemon/core/limits.h"
+#include "daemon/core/base/limits.h"
 #include "daemon/notify.h"
 #include "protocol/os/unique_fd.h"
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/core/node_ledger.h"
+#include "daemon/core/node/node_ledger.h"
 #include "daemon/exec/block_tasks.h"
 #include "nvme/volume.h"
 #include "protocol/error.h"

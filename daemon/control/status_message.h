@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "daemon/control/control_plane.h"
-#include "daemon/core/job_name.h"
+#include "daemon/core/base/job_name.h"
 #include "daemon/exec/node_snapshot.h"
 #include "protocol/forebay.capnp.h"
 

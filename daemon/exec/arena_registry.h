@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/core/job_name.h"
+#include "daemon/core/base/job_name.h"
 #include "pinned_mem/pinned_arena.h"
 
 namespace forebay::daemon {

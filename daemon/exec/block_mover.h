@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/core/events.h"
+#include "daemon/core/base/events.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/inplace_function.h"
 #include "daemon/exec/swap_space.h"

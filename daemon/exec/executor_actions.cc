@@ -6,11 +6,11 @@
 #include <utility>
 
 #include "absl/strings/str_join.h"
-#include "daemon/core/path_table.h"
+#include "daemon/core/blocks/path_table.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
-#include "daemon/exec/ledger_codec.h"
+#include "daemon/exec/recovery/ledger_codec.h"
 #include "nvme/checksum.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
-#include "daemon/core/events.h"
-#include "daemon/core/job_name.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/base/job_name.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
-#include "daemon/exec/kept_record.h"
+#include "daemon/exec/recovery/kept_record.h"
 #include "daemon/exec/task_runner.h"
 #include "daemon/exec/timeline.h"
 #include "protocol/layout.h"

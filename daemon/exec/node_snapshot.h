@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/core/node_state.h"
+#include "daemon/core/node/node_state.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/online_scrub.h"

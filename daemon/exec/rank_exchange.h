@@ -12,7 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/core/events.h"
+#include "daemon/core/base/events.h"
 
 namespace forebay::daemon {
 

@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/core/durable_content.h"
+#include "daemon/core/blocks/durable_content.h"
 #include "daemon/exec/block_tasks.h"
-#include "daemon/exec/ledger_codec.h"
+#include "daemon/exec/recovery/ledger_codec.h"
 #include "nvme/find_volume.h"
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"

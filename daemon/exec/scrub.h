@@ -8,7 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/core/durable_job.h"
+#include "daemon/core/base/durable_job.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/slot_map.h"
 #include "nvme/swap_files.h"

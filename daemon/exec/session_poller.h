@@ -7,7 +7,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
-#include "daemon/core/events.h"
+#include "daemon/core/base/events.h"
 #include "nvme/io/io_engine.h"
 #include "protocol/channel.h"
 

@@ -11,7 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/clock.h"
-#include "daemon/exec/ledger_codec.h"
+#include "daemon/exec/recovery/ledger_codec.h"
 #include "nvme/find_volume.h"
 #include "nvme/io/engine_factory.h"
 #include "protocol/error.h"

@@ -14,9 +14,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/core/durable_job.h"
-#include "daemon/core/events.h"
-#include "daemon/core/limits.h"
+#include "daemon/core/base/durable_job.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/base/limits.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/day_counter.h"

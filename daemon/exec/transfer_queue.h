@@ -9,7 +9,7 @@
 #include <memory_resource>
 #include <optional>
 
-#include "daemon/core/events.h"
+#include "daemon/core/base/events.h"
 
 namespace forebay::daemon {
 

@@ -2,7 +2,7 @@
 //         published untouched until Publish(), and uses failing slots and paths last.
 // Method  Values computed by hand; invariants are checked after each call.
 
-#include "daemon/core/block_ledger.h"
+#include "daemon/core/blocks/block_ledger.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include <set>
 #include <vector>
 
-#include "daemon/core/path_table.h"
+#include "daemon/core/blocks/path_table.h"
 #include "gtest/gtest.h"
 #include "nvme/slot_map.h"
 

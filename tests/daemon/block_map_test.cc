@@ -5,7 +5,7 @@
 //         owners hold as strided boxes, with replicas. The place of an element is computed here from
 //         the boxes, one element at a time.
 
-#include "daemon/core/block_map.h"
+#include "daemon/core/blocks/block_map.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Goal    Each parameter is named for every block and part of the weights that has elements of it, and for no other.
 // Method  Jobs of every kind; where elements lie is asked of Locate, element ranges of partitions of the layout.
 
-#include "daemon/core/durable_content.h"
+#include "daemon/core/blocks/durable_content.h"
 
 #include <cstdint>
 #include <memory>

@@ -3,7 +3,7 @@
 // Method  A record of a job of the ledger's tests is changed in every way and adopted again by its descriptor, as after the
 //         death of a process, before and behind each store that makes a change count.
 
-#include "daemon/exec/kept_record.h"
+#include "daemon/exec/recovery/kept_record.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -4,7 +4,7 @@
 //         are cut at every length, and changed at seeded places: what is accepted then must encode and decode as
 //         itself.
 
-#include "daemon/exec/ledger_codec.h"
+#include "daemon/exec/recovery/ledger_codec.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "daemon/core/limits.h"
+#include "daemon/core/base/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"

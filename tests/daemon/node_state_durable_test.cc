@@ -20,8 +20,8 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/block_map.h"
-#include "daemon/core/limits.h"
+#include "daemon/core/base/limits.h"
+#include "daemon/core/blocks/block_map.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/durability.h"

@@ -13,7 +13,7 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/limits.h"
+#include "daemon/core/base/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/durability.h"

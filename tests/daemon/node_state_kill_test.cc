@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "daemon/core/limits.h"
+#include "daemon/core/base/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"

@@ -12,8 +12,8 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/limits.h"
-#include "daemon/core/path_table.h"
+#include "daemon/core/base/limits.h"
+#include "daemon/core/blocks/path_table.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"

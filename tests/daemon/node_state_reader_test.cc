@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/core/events.h"
-#include "daemon/core/node_state.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/node/node_state.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/core/step_pipeline.h"
+#include "daemon/core/update/step_pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"

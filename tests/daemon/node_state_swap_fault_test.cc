@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "daemon/core/staging.h"
+#include "daemon/core/blocks/staging.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"

@@ -9,7 +9,7 @@
 #include <set>
 #include <vector>
 
-#include "daemon/core/step_pipeline.h"
+#include "daemon/core/update/step_pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/sharded_job.h"

@@ -2,13 +2,13 @@
 //         share of writes follows; failures without a success mark it, as many successes take the mark away.
 // Method  Values computed by hand.
 
-#include "daemon/core/path_table.h"
+#include "daemon/core/blocks/path_table.h"
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
-#include "daemon/core/limits.h"
+#include "daemon/core/base/limits.h"
 #include "gtest/gtest.h"
 #include "nvme/path_rates.h"
 

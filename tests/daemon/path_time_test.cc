@@ -16,7 +16,7 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/path_table.h"
+#include "daemon/core/blocks/path_table.h"
 #include "gtest/gtest.h"
 #include "nvme/path_rates.h"
 #include "protocol/error.h"

@@ -4,14 +4,14 @@
 // Method  Every number of granted bytes from none to all blocks, in steps that are no multiple of a
 //         block.
 
-#include "daemon/core/placement.h"
+#include "daemon/core/blocks/placement.h"
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "daemon/core/block_map.h"
+#include "daemon/core/blocks/block_map.h"
 #include "gtest/gtest.h"
 #include "protocol/layout.h"
 #include "tests/support/node_harness.h"

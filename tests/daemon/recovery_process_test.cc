@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/exec/ledger_codec.h"
+#include "daemon/exec/recovery/ledger_codec.h"
 #include "daemon/exec/swap_space.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/core/durable_content.h"
+#include "daemon/core/blocks/durable_content.h"
 #include "daemon/exec/scrub.h"
 #include "gtest/gtest.h"
 #include "nvme/internal/disk_format.h"

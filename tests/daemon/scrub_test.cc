@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/core/durable_content.h"
+#include "daemon/core/blocks/durable_content.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nvme/find_volume.h"

@@ -22,7 +22,7 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/node_state.h"
+#include "daemon/core/node/node_state.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
 #include "tests/support/kept_records.h"

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "daemon/exec/block_tasks.h"
-#include "daemon/exec/ledger_codec.h"
+#include "daemon/exec/recovery/ledger_codec.h"
 #include "daemon/exec/swap_space.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

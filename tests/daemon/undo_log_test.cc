@@ -4,7 +4,7 @@
 //         from one of its threads, or at a store to some page; then the log is undone, and another process goes on, until one comes to the end. Formats and
 //         optimizers with every kind of plane, weights in the arena and behind the states. And by hand, between the stores.
 
-#include "daemon/exec/undo_log.h"
+#include "daemon/exec/recovery/undo_log.h"
 
 #include <sys/mman.h>
 #include <sys/wait.h>

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/core/block_map.h"
-#include "daemon/core/durable_job.h"
+#include "daemon/core/base/durable_job.h"
+#include "daemon/core/blocks/block_map.h"
 #include "gtest/gtest.h"
 #include "protocol/units.h"
 

@@ -6,9 +6,9 @@
 #include <fstream>
 #include <iterator>
 
-#include "daemon/core/block_map.h"
+#include "daemon/core/blocks/block_map.h"
 #include "daemon/exec/block_tasks.h"
-#include "daemon/exec/ledger_codec.h"
+#include "daemon/exec/recovery/ledger_codec.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
 #include "tests/support/durable_jobs.h"

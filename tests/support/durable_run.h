@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/core/durable_content.h"
-#include "daemon/core/durable_job.h"
+#include "daemon/core/base/durable_job.h"
+#include "daemon/core/blocks/durable_content.h"
 #include "nvme/checksum.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/slot_map.h"

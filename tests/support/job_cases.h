@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/core/node_state.h"
+#include "daemon/core/node/node_state.h"
 #include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "tests/support/node_harness.h"

@@ -8,9 +8,9 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/durable_job.h"
-#include "daemon/core/events.h"
-#include "daemon/exec/kept_record.h"
+#include "daemon/core/base/durable_job.h"
+#include "daemon/core/base/events.h"
+#include "daemon/exec/recovery/kept_record.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/unique_fd.h"

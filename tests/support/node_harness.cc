@@ -6,7 +6,7 @@
 #include <variant>
 
 #include "cpu_adam/step_scalars.h"
-#include "daemon/core/killed_jobs.h"
+#include "daemon/core/node/killed_jobs.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/core/events.h"
-#include "daemon/core/node_state.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/node/node_state.h"
 #include "nvme/slot_map.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"

@@ -17,8 +17,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "daemon/core/durable_job.h"
-#include "daemon/core/events.h"
+#include "daemon/core/base/durable_job.h"
+#include "daemon/core/base/events.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/core/block_map.h"
+#include "daemon/core/blocks/block_map.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/units.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/core/events.h"
+#include "daemon/core/base/events.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 #include "tests/support/simulated_trainer.h"

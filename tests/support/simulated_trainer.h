@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/core/events.h"
+#include "daemon/core/base/events.h"
 #include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"

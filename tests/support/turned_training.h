@@ -8,8 +8,8 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/events.h"
-#include "daemon/core/node_state.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/node/node_state.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/durability.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/core/node_state.h"
+#include "daemon/core/node/node_state.h"
 #include "protocol/wire.h"
 #include "tools/forebay/bench_cluster_node.h"
 

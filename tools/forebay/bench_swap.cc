@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/core/limits.h"
+#include "daemon/core/base/limits.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/swap_space.h"
 #include "nvme/io/engine_factory.h"

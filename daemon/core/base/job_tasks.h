@@ -1,0 +1,165 @@
+// Tasks and commands of a job that are in flight: starts the ones, answers the others. Its counters
+// decide when a session or a job may be closed: nothing of theirs is in flight any more.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory_resource>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/base/events.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// Of the node: where actions go, the numbers that are given out once, and the memory for what comes and goes
+// within a step: nodes of maps and sets, lists in actions.
+class ActionSink {
+ public:
+  // `memory` outlives it, and every action.
+  explicit ActionSink(std::pmr::memory_resource* memory) : memory_(memory), task_jobs_(memory) {}
+
+  std::pmr::memory_resource* memory() const { return memory_; }
+  // Until the next Bind, actions are appended to `actions`.
+  void Bind(std::vector<Action>* actions) { actions_ = actions; }
+  void Emit(Action action);
+
+  TaskId NewTask(JobId job) {
+    task_jobs_.emplace(++last_task_, job);
+    return last_task_;
+  }
+  // The job that started the task; 0 where there is no such task.
+  JobId FinishTask(TaskId task);
+  uint64_t NewLease() { return ++last_lease_; }
+  uint64_t last_lease() const { return last_lease_; }
+  void set_last_lease(uint64_t lease) { last_lease_ = lease; }
+
+ private:
+  std::pmr::memory_resource* memory_;
+  std::vector<Action>* actions_ = nullptr;
+  std::pmr::map<TaskId, JobId> task_jobs_;
+  TaskId last_task_ = 0;
+  uint64_t last_lease_ = 0;
+};
+
+// A command that waits for its one answer.
+struct CommandId {
+  SessionId session = 0;
+  uint64_t tag = 0;
+  uint16_t op = 0;
+};
+
+enum class TaskKind : uint8_t {
+  kJobMemory,
+  kJobSwap,
+  kStepArena,
+  kFloatSums,
+  kSessionMemory,
+  kCopyInitial,  // these four are of one epoch: see NewEpoch
+  kAddGradients,
+  kMoveGradient,
+  kSumGradient,
+  kCopyExtraState,
+  kReadBlock,
+  kUpdateBlock,
+  kInstallWeights,
+  kWriteBlock,
+  kMoveBlock,
+  kAccessState,
+  kWriteState,
+  kLoadWeights,
+  kSpillSums,
+  kLoadSums,
+  kSavePart,
+  kKeepExtraStates,
+  kRestore,
+  kRestoreExtraStates,
+  kDigestWeights,
+};
+
+struct Task {
+  TaskKind kind = TaskKind::kJobMemory;
+  std::pmr::vector<SessionId> sessions = {};  // whose arenas it uses
+  uint64_t epoch = 0;
+};
+
+class JobTasks {
+ public:
+  JobTasks(ActionSink& actions, JobId job)
+      : actions_(actions), job_(job), tasks_(actions.memory()) {}
+
+  JobId job() const { return job_; }
+  ActionSink& actions() { return actions_; }
+  std::pmr::memory_resource* memory() const { return actions_.memory(); }
+  // What every answer says.
+  void set_committed_step(uint64_t step) { committed_step_ = step; }
+  void set_attempt(uint64_t attempt) { attempt_ = attempt; }
+
+  // Starts an action that has `task` and `job` fields. `session` (0: none) lends its arena until
+  // the task is done.
+  template <typename TaskAction>
+  TaskId Start(TaskKind kind, SessionId session, TaskAction action) {
+    std::pmr::vector<SessionId> sessions(memory());
+    if (session != 0) sessions.push_back(session);
+    const TaskId task = NewTask(kind, std::move(sessions));
+    action.task = task;
+    action.job = job_;
+    actions_.Emit(std::move(action));
+    return task;
+  }
+  TaskId StartAdd(AddGradients action);
+  TaskId StartSessionMemory(SessionId session, uint64_t grad_bytes);
+  Task Finish(TaskId id);  // CHECKs that the task is the job's
+  bool idle() const { return tasks_.empty(); }
+
+  // Gradients and initial parameters being gathered are given up: what still runs of them is stale,
+  // and nothing new may touch the same bytes before stale_tasks() is 0.
+  void NewEpoch();
+  uint64_t epoch() const { return epoch_; }
+  uint64_t stale_tasks() const { return stale_tasks_; }
+
+  void Open(SessionId session) {
+    sessions_.emplace(session,
+                      SessionCounters{.waiting = Tags(memory()), .unheard = Tags(memory())});
+  }
+  void Arrived(SessionId session, uint64_t tag) { sessions_.at(session).waiting.insert(tag); }
+  // To a session that has ended, nothing is said.
+  void Answer(const CommandId& command, const absl::Status& status);
+  void Answer(const CommandId& command, protocol::Completion completion,
+              const absl::Status& status = {});
+  // Its client is away: of the commands that wait now, answers are said to nobody. Those that are not answered when
+  // they come again are heard of as ever.
+  void Disconnect(SessionId session);
+  // One that comes again: whether the first still waits, so that its answer is this one's.
+  bool Rejoin(SessionId session, uint64_t tag);
+  void End(SessionId session) { sessions_.at(session).ended = true; }
+  void Close(SessionId session) { sessions_.erase(session); }
+
+  uint64_t tasks_of(SessionId session) const { return sessions_.at(session).tasks; }
+  uint64_t commands_of(SessionId session) const { return sessions_.at(session).waiting.size(); }
+
+ private:
+  using Tags = std::pmr::multiset<uint64_t>;  // a client may use one twice
+  struct SessionCounters {
+    uint64_t tasks = 0;  // that use its arena
+    Tags waiting;        // commands that arrived and are not answered
+    Tags unheard;        // of these, those whose client is away
+    bool ended = false;
+  };
+
+  TaskId NewTask(TaskKind kind, std::pmr::vector<SessionId> sessions);
+
+  ActionSink& actions_;
+  JobId job_;
+  uint64_t committed_step_ = 0;
+  uint64_t attempt_ = 0;
+  uint64_t epoch_ = 0;
+  uint64_t stale_tasks_ = 0;
+  std::pmr::map<TaskId, Task> tasks_;
+  std::map<SessionId, SessionCounters> sessions_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,162 @@
+// A job comes to rest between two steps, so that the next daemon goes on with it: its arenas stay, its ranks attach
+// again and send again what was not answered.
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "daemon/core/blocks/block_ledger.h"
+#include "daemon/core/blocks/durable_content.h"
+#include "daemon/core/job/job.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+void Job::RequestHandOver() {
+  if (hand_over_ == HandOver::kNone) hand_over_ = HandOver::kWanted;
+}
+
+bool Job::MayHandOver() const {
+  if (failed() || deleting_ || !has_step_arena_) return false;
+  // One that comes back from the disk does so again; the initial parameters of another are its ranks' to write.
+  const bool comes_from_disk = is_unrestored_ && !spec_.recovered->kept;
+  const bool comes_back = is_unrestored_ && spec_.recovered->kept.has_value();
+  return !comes_from_disk && (is_ready() || comes_back) &&
+         !(spec_.options.loses_swap && swap_bytes() > 0);
+}
+
+// What arrives now, or waits for others, is sent again.
+bool Job::IsQuiet() const {
+  const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count_of_sessions() > 0;
+  return MayHandOver() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
+         !pipeline_.running() && !durable_.in_progress() && !access_.in_progress() &&
+         !residency_.in_progress() && !holds_copies;
+}
+
+// Whoever has a lease on weights of the cache may wait for another rank that has none yet. Once nobody has one and no
+// gradient has come, no lease is given any more.
+bool Job::MayServeFetches() const {
+  if (hand_over_ == HandOver::kNone || !spec_.plan.has_weights_on_swap()) return true;
+  return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
+}
+
+// As of a session of this daemon. Who comes back later is refused.
+void Job::OnRankEnded(const RankEnded& event) {
+  if (members_.has_begun_anew() || members_.OfRank(event.rank) != nullptr) return;
+  if (members_.Current().empty() || !initial_.ready() || failed() || is_at_rest()) return;
+  if (!event.has_detached) return OnRankFailed(event.rank, nullptr);
+  if (members_.is_detached(event.rank)) return;
+  members_.SetDetached(event.rank);
+  step_.OnRankDetached(event.rank);
+}
+
+absl::Status Job::CheckReattach(const AttachRequested& request) const {
+  const bool may_go_on = !request.is_left_behind && !members_.has_begun_anew() &&
+                         !(request.rank < spec_.world_size() && members_.is_detached(request.rank));
+  if (may_go_on) return absl::OkStatus();
+  return LeftBehindError(spec_.name, step_.committed_step());
+}
+
+// While the daemon comes to rest ranks come back to it, and none attaches anew.
+bool Job::MissesRank() const {
+  const bool waits_in_vain =
+      members_.has_begun_anew() && members_.live_ranks() < members_.world_size();
+  const auto is_away = [](const auto& entry) { return entry.second.is_away; };
+  return waits_in_vain || members_.FirstDetached().has_value() ||
+         std::ranges::any_of(members_.all(), is_away);
+}
+
+void Job::TryHandOver() {
+  if (hand_over_ == HandOver::kWanted && MissesRank()) step_.GiveUpAttempt();
+  if (hand_over_ == HandOver::kWanted && IsQuiet()) {
+    hand_over_ = HandOver::kSaving;
+    DurableSteps::Published published = step_.PublishedNow();
+    if (spec_.plan.has_durable_steps()) {
+      durable_.Begin(std::move(published));
+      durable_.Pump();
+    } else {
+      io_.Start(TaskKind::kKeepExtraStates, 0, KeepExtraStates{.parts = published.extra_states});
+    }
+  }
+  const bool is_durable = spec_.plan.has_durable_steps() && !durable_.in_progress();
+  if (hand_over_ == HandOver::kSaving && is_durable) EndHandOver(*durable_.durable());
+}
+
+void Job::OnExtraStatesKept(const TaskDone& done) {
+  DurableJob job = durable_.ValuesOf(step_.PublishedNow());
+  job.extra_states = done.extra_states;
+  ListBlocks(job);
+  EndHandOver(std::move(job));
+}
+
+void Job::ListBlocks(DurableJob& job) const {
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    job.blocks.push_back(BytesOf(pipeline_.ledger().current(block)));
+  }
+}
+
+void Job::AddKept(DurableJob& job) const {
+  KeptMemory kept{.resident = {},
+                  .written_steps = {},
+                  .weights_bytes = spec_.plan.weights_bytes,
+                  .step_bytes = spec_.plan.step_bytes,
+                  .dram_bytes = dram_bytes(),
+                  .session = spec_.plan.session,
+                  .early_weights_slots = spec_.plan.early_weights_slots,
+                  .sum_frames = spec_.plan.sum_frames,
+                  .attempt = step_.open_attempt(),
+                  .spare_slots = {},
+                  .sum_slots = {sum_slots().begin(), sum_slots().end()},
+                  .was_killed = false};
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    kept.resident.push_back(pipeline_.is_resident(block));
+    kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
+  }
+  step_.AddLast(kept);
+  kept.leases = leases_.recorded();
+  kept.spare_slots = {swap_slots().begin(), swap_slots().end()};
+  job.RemoveOwn(kept.spare_slots);
+  job.kept = std::move(kept);
+}
+
+void Job::EndHandOver(DurableJob job) {
+  FOREBAY_CHECK(job.step == step_.published_step());
+  AddKept(job);
+  handed_over_ = std::make_shared<const DurableJob>(std::move(job));
+  hand_over_ = HandOver::kDone;
+}
+
+// A record that is not the job's any more is made anew as soon as nothing of the job changes.
+void Job::TryRecord() {
+  if (recorded_run_ != members_.run()) is_recorded_ = false;
+  if (is_recorded_ || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
+  if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
+  if (step_.prepared_step() > 0) return;  // the record that is there has it
+  if (access_.in_progress() || residency_.in_progress()) return;
+  if (spec_.options.loses_swap && swap_bytes() > 0) return;
+  DurableSteps::Published published = step_.PublishedNow();
+  std::vector<StatePart> extra_states = std::move(published.extra_states);
+  DurableJob job = durable_.ValuesOf(std::move(published));
+  ListBlocks(job);
+  AddKept(job);
+  step_.Record(*job.kept);
+  // What nothing is in yet is given up.
+  const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
+  if (is_making) job.kept->dram_bytes -= spec_.plan.float_sums_bytes;
+  is_recorded_ = true;
+  recorded_run_ = members_.run();
+  io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),
+                               .extra_states = std::move(extra_states),
+                               .sum_pages = spec_.plan.sum_pages});
+}
+
+std::vector<HandedOver::Session> Job::SessionsHandedOver() const {
+  std::vector<HandedOver::Session> sessions;
+  for (const auto& [id, session] : members_.all()) {
+    if (session.reader || !session.is_current() || !session.mapped) continue;
+    sessions.push_back({.session = id, .job = spec_.id, .rank = session.rank});
+  }
+  return sessions;
+}
+
+}  // namespace forebay::daemon

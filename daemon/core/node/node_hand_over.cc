@@ -1,0 +1,108 @@
+// All jobs of the node come to rest, for the next daemon to go on with them.
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "daemon/core/base/job_name.h"
+#include "daemon/core/node/node_impl.h"
+
+namespace forebay::daemon {
+
+Job* NodeState::Impl::On(const HandOverRequested&) {
+  if (hand_over != HandOver::kNone) return nullptr;
+  hand_over = HandOver::kWaiting;
+  for (const auto& [id, job] : jobs) {
+    job->RequestHandOver();
+    going_on.push_back(id);
+  }
+  return nullptr;
+}
+
+Job* NodeState::Impl::On(const HandOverDue&) {
+  waits_for_jobs = false;
+  return nullptr;
+}
+
+// After the last job has come to rest one more ledger is made, so that the volume is found again as it is left, also
+// where it holds no durable job. Without a job to hand over nothing more is written.
+void NodeState::Impl::TryHandOver() {
+  if (hand_over == HandOver::kWaiting) {
+    for (const auto& [id, job] : jobs) {
+      if (waits_for_jobs && job->MayHandOver() && job->handed_over() == nullptr) return;
+    }
+    hand_over = HandOver::kCommitting;
+    const bool has_swap = options.swap.capacity_bytes() > 0 && !options.loses_swap;
+    if (has_swap && !NodeHandedOver()->jobs.empty()) ledger.WantLast();
+  }
+  if (hand_over != HandOver::kCommitting || ledger.is_last_awaited()) return;
+  hand_over = HandOver::kDone;
+  HandedOver result{.node = NodeHandedOver()};
+  for (const auto& [id, job] : jobs) {
+    if (job->handed_over() == nullptr) continue;
+    const std::vector<HandedOver::Session> sessions = job->SessionsHandedOver();
+    result.sessions.insert(result.sessions.end(), sessions.begin(), sessions.end());
+  }
+  actions.Emit(std::move(result));
+}
+
+// Without sessions: ranks that attach meanwhile wait until the step is published. Jobs that are to be durable go on too: this
+// daemon may end before a rank is back.
+Job* NodeState::Impl::On(const UpdatesResumed&) {
+  const NodeLedger::Parked parked = ledger.parked();
+  for (const auto& [name, job] : parked) {
+    if (!job->kept) continue;
+    const bool is_in_update = job->kept->update != nullptr;
+    if (!is_in_update && job->durability.level == protocol::DurabilityLevel::kMemory) continue;
+    const AttachRequested request{.uid = job->uid,
+                                  .job = JobNameFor(/*uid=*/0, name),
+                                  .world_size = job->world_size,
+                                  .run = job->run,
+                                  .reattach = true,
+                                  .durability = job->durability,
+                                  .layout = job->layout};
+    const absl::Status status = MakeJob(request, name).status();
+    // Between two steps it loses nothing: the attach of its ranks meets the same error.
+    if (status.ok() || !is_in_update) continue;
+    ledger.Unpark(name);
+    freed_weights_bytes.emplace(job->id, job->kept->weights_bytes);
+    actions.Emit(FreeJob{.job = job->id});
+    GiveUpUpdate(*job, job->AllSlots(), status);
+  }
+  return nullptr;
+}
+
+// What is durable of it is all that is left. `slots`: all that it had.
+void NodeState::Impl::GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot> slots,
+                                   const absl::Status& reason) {
+  const JobName name{.uid = job.uid, .name = job.name};
+  actions.Emit(
+      UpdateNotResumed{.job = JobNameFor(/*uid=*/0, name), .step = job.step, .reason = reason});
+  if (const auto& durable = job.kept->durable) {
+    durable->RemoveOwn(slots);
+    ledger.Park(durable);
+  }
+  swap.Free(slots);
+}
+
+Job* NodeState::Impl::On(const RankEnded& event) {
+  const auto found = jobs.find(event.job);
+  if (found == jobs.end()) return nullptr;
+  found->second->OnRankEnded(event);
+  return found->second.get();
+}
+
+std::shared_ptr<const DurableNode> NodeState::Impl::NodeHandedOver() const {
+  auto node = std::make_shared<DurableNode>();
+  node->last_job = last_job;
+  node->last_lease = actions.last_lease();
+  for (const auto& [name, job] : ledger.parked()) {
+    if (job->kept && job->kept->update == nullptr) node->jobs.push_back(job);
+  }
+  for (const auto& [id, job] : jobs) {
+    if (job->handed_over() != nullptr) node->jobs.push_back(job->handed_over());
+  }
+  return node;
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,102 @@
+#include "daemon/core/plan/attach_check.h"
+
+#include <algorithm>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/base/limits.h"
+#include "daemon/core/plan/memory_plan.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+// Shown in messages to others of the job's user: printable characters alone.
+absl::Status CheckRunToken(const std::string& run) {
+  const auto is_printable = [](char c) { return c > ' ' && c <= '~'; };
+  if (run.size() <= kRunTokenBytesMax && std::all_of(run.begin(), run.end(), is_printable)) {
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kOption,
+                   absl::StrCat("the run token has ", run.size(), " bytes (at most ",
+                                kRunTokenBytesMax, ", printable characters without spaces)"),
+                   "set FOREBAY_RUN, or run at attach, to a short name of this run");
+}
+
+// The ranks of this node are some of the world's, and hold some of the parameters.
+absl::Status CheckNodes(const AttachRequested& request) {
+  const bool is_over_nodes = request.world_ranks > 0;
+  if (request.layout->spec().is_part != is_over_nodes) {
+    return MakeError(ErrorId::kLayout, is_over_nodes
+                                           ? "a job over several nodes, and a layout of one"
+                                           : "a layout of one of several nodes, and a job on one");
+  }
+  if (!is_over_nodes) return absl::OkStatus();
+  if (request.layout->is_shared()) {
+    return MakeError(
+        ErrorId::kUnsupported,
+        absl::StrCat("a job of ", request.world_ranks, " ranks, of which ", request.world_size,
+                     " are on this node, without partitions of theirs"),
+        "attach sharded: with shared attachment all ranks have one daemon");
+  }
+  const uint32_t first_rank = request.layout->spec().first_rank;
+  if (request.world_ranks <= request.world_size || request.world_ranks > kWorldRanksMax ||
+      first_rank > request.world_ranks - request.world_size) {
+    return MakeError(
+        ErrorId::kRank,
+        absl::StrCat("ranks ", first_rank, " to ", uint64_t{first_rank} + request.world_size - 1,
+                     " on this node are not some of the job's ", request.world_ranks,
+                     " ranks (at most ", kWorldRanksMax, ")"));
+  }
+  return absl::OkStatus();
+}
+
+// Owners of partitions are ranks, and all are on this node: none of them needs a replica here, unless another node has
+// replica 0.
+absl::Status CheckOwners(const protocol::Layout& layout, uint32_t world_size) {
+  if (layout.is_shared()) return absl::OkStatus();
+  for (const protocol::PartitionPlace& partition : layout.partitions()) {
+    if (partition.owner >= world_size) {
+      return MakeError(ErrorId::kRank, absl::StrCat("the layout has partitions of rank ",
+                                                    layout.WorldRank(partition.owner),
+                                                    "; the world size is ", world_size));
+    }
+    if (partition.replica != 0 && !layout.spec().is_part) {
+      return MakeError(ErrorId::kUnsupported,
+                       absl::StrCat("the layout has replica ", partition.replica, " of group ",
+                                    partition.group, ": a node holds one copy"),
+                       "give each shard one owner; the ranks that replicate it fetch that one");
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckAttachRequest(const AttachRequested& request) {
+  if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
+  RETURN_IF_ERROR(CheckRunToken(request.run));
+  if (request.world_size == 0 || request.world_size > protocol::kWorldMax) {
+    return MakeError(ErrorId::kRank, absl::StrCat("world size ", request.world_size,
+                                                  " is not 1 to ", protocol::kWorldMax));
+  }
+  if (request.rank >= request.world_size) {
+    return MakeError(ErrorId::kRank, absl::StrCat("there is no rank ", request.rank,
+                                                  " in a world of size ", request.world_size));
+  }
+  if (request.held_leases.size() > kLeasesPerSessionMax) {
+    return MakeError(ErrorId::kLimit,
+                     absl::StrCat("a session that held ", request.held_leases.size(),
+                                  " leases (at most ", kLeasesPerSessionMax, ")"));
+  }
+  RETURN_IF_ERROR(CheckNodes(request));
+  RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
+  return CheckSessionRequest(*request.layout, SessionRequestOf(request));
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,45 @@
+// What a client may ask, field by field. Pure: a private copy of its words in, an error or nothing
+// out.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "absl/status/status.h"
+#include "daemon/core/base/events.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// What a session's commands are checked against.
+struct CommandLimits {
+  uint64_t grad_bytes = 0;  // gradients' part of the arena: [0, grad_bytes)
+  uint64_t step_region_offset = 0;
+  uint64_t step_region_bytes = 0;
+  uint64_t extra_state_bytes = 0;
+  uint32_t rank = 0;  // whose partitions it may write, with sharded attachment
+};
+
+// Checks op, kind, partition, owner, alignment, range and exact length; not step numbers and leases, which are
+// the job's.
+//
+// Errors  E_PROTOCOL     unknown op or kind, `reserved` not 0.
+//         E_RANGE        partition, parameter, state, offset or length; a frozen parameter has no states.
+//         E_RANK         a write to another rank's partition.
+//         E_UNSUPPORTED  a kind of gradient that is not the attachment's, or a gradient of a partition
+//                        that is frozen.
+absl::Status CheckCommand(const protocol::Command& command, const protocol::Layout& layout,
+                          const CommandLimits& limits);
+
+// Checks the body of a kStep that names `request` with `hyper_params`.
+//
+// Errors  E_STEP         not the step of the command.
+//         E_RANGE        the length is not that of its parts, or the presence of other parameters.
+//         E_OPTION       too few or too many parameter groups, a hyper-parameter out of bounds.
+//         E_EXTRA_STATE  more than the session asked for at attach.
+//         E_UNSUPPORTED  a gradient of a parameter that is frozen.
+absl::Status CheckStepRequest(const protocol::Command& command, const StepRequestCopied& copied,
+                              const protocol::Layout& layout, const CommandLimits& limits);
+
+}  // namespace forebay::daemon

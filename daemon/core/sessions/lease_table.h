@@ -1,0 +1,86 @@
+// Read leases of a job's sessions.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory_resource>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/base/job_tasks.h"
+
+namespace forebay::daemon {
+
+// While a session has a lease on a partition, its weights do not change: their update waits. A
+// reader that holds one for too long is ended by Job::OnLeaseTimeExpired.
+//
+// Where the daemon before was killed, leases that it has recorded are nobody's until their rank attaches. Such a lease
+// keeps a copy in its place, and holds no update up: its rank had none when a step was decided, so all that the step does to its
+// partition is done.
+class LeaseTable {
+ public:
+  LeaseTable(ActionSink& actions, JobId job)
+      : actions_(actions),
+        job_(job),
+        leases_(actions.memory()),
+        partition_counts_(actions.memory()) {}
+
+  // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
+  absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t partition);
+
+  // Errors  E_LEASE  not a lease of this session, or released before.
+  absl::Status Release(SessionId session, uint64_t lease);
+
+  void DropAll(SessionId session);
+
+  // From here on the job's record has it. `rank`: of its session.
+  void Record(uint64_t lease, uint32_t rank, uint64_t offset_bytes);
+  std::vector<KeptLease> recorded() const;
+  uint64_t count_recorded() const { return recorded_; }
+  // One that the record of the daemon before has.
+  void Adopt(const KeptLease& lease);
+  // The rank has attached: of those that are its, the session gets `held`, the others end. How many it has got.
+  uint32_t GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held);
+  // The session has come back: of its leases, all but `held` end. How many it has.
+  uint32_t KeepOnly(SessionId session, std::span<const uint64_t> held);
+  // The session has ended before it knew of what it was given.
+  void ReturnToNobody(SessionId session);
+  // Their ranks are not waited for any longer: a session that had one ends where it attaches (AttachReply.leases).
+  void DropOfNobody() { DropAll(kNobody); }
+  uint64_t count_of_nobody() const { return count_of(kNobody); }
+  uint64_t count_of_sessions() const { return count() - count_of_nobody(); }
+
+  bool IsLeased(uint32_t partition) const { return partition_counts_.contains(partition); }
+  bool IsLeasedBySession(uint32_t partition) const;
+  // Partitions that the session has leases on, ascending, each once.
+  std::pmr::vector<uint32_t> PartitionsOf(SessionId session) const;
+
+  uint64_t count() const { return leases_.size(); }
+  uint64_t count_of(SessionId session) const;
+
+ private:
+  static constexpr SessionId kNobody = 0;
+
+  struct Lease {
+    SessionId session = 0;
+    uint32_t partition = 0;
+    std::optional<KeptLease> recorded = {};
+  };
+  using Leases = std::pmr::map<uint64_t, Lease>;
+
+  Leases::iterator Erase(Leases::iterator lease);
+  void Move(Lease& lease, SessionId to);
+
+  ActionSink& actions_;
+  const JobId job_;
+  Leases leases_;
+  std::map<SessionId, uint64_t> session_counts_;
+  std::pmr::map<uint32_t, uint64_t> partition_counts_;  // only those that are leased
+  uint64_t recorded_ = 0;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,56 @@
+// Fetches that wait until they may have a lease.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/base/job_tasks.h"
+#include "daemon/core/plan/job_spec.h"
+#include "daemon/core/sessions/lease_table.h"
+#include "daemon/core/sessions/session.h"
+#include "daemon/core/step/step.h"
+#include "daemon/core/update/state_access.h"
+#include "daemon/core/update/weights_cache.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+class FetchQueue {
+ public:
+  FetchQueue(const JobSpec& spec, JobTasks& io, Step& step, const StateAccess& access,
+             WeightsCache& weights, LeaseTable& leases)
+      : spec_(spec), io_(io), step_(step), access_(access), weights_(weights), leases_(leases) {}
+
+  void Handle(const Session& session, const protocol::Command& command);
+  void Serve();  // those that the step allows now
+  // A rank of before the daemon was killed has not come back in the time that a fetch may wait for its leases.
+  void OnLeaseTimeExpired();
+  void Answer(SessionId session, const absl::Status& status);
+  uint64_t unanswered(SessionId session) const;
+
+ private:
+  struct Waiting {
+    CommandId command;
+    std::optional<uint32_t> rank;  // none: a reader's
+    uint32_t partition = 0;
+    bool leases = true;
+  };
+
+  const JobSpec& spec_;
+  JobTasks& io_;
+  Step& step_;
+  const StateAccess& access_;
+  WeightsCache& weights_;
+  LeaseTable& leases_;
+  absl::StatusOr<uint64_t> Lease(const Waiting& fetch, uint64_t offset_bytes);
+  // The answer, when its weights may be read and are in DRAM.
+  std::optional<absl::StatusOr<uint64_t>> OffsetOf(const Waiting& fetch);
+
+  std::vector<Waiting> waiting_;
+  bool waits_for_nobody_ = false;  // the timer runs
+};
+
+}  // namespace forebay::daemon

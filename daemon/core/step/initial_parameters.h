@@ -1,0 +1,93 @@
+// The initial parameters of a fresh job. With shared attachment rank 0 writes every group, as DDP takes
+// rank 0's; with sharded attachment each rank writes its own partitions. Each writes in ranges, then says that it is
+// done.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/base/job_tasks.h"
+#include "daemon/core/plan/job_spec.h"
+#include "daemon/core/update/state_access.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+class InitialParameters {
+ public:
+  // The spec and the io outlive it.
+  InitialParameters(const JobSpec& spec, JobTasks& io);
+
+  bool ready() const { return ready_; }
+  // The job comes back: it has its parameters.
+  void Recover() { ready_ = true; }
+  bool IsWriter(SessionId session) const { return writers_.contains(session); }
+  // Whether a session of the rank could become a writer now.
+  bool WaitsForWriter(uint32_t rank) const;
+  void AddWriter(SessionId session, uint32_t rank);
+
+  // A checked kWriteInitial of a writer. Answered when the range is in the weights and is finite.
+  //
+  // Errors  E_PROTOCOL   an earlier write to the range has not been answered.
+  //         E_NONFINITE  the range counts as not written.
+  void Write(const CommandId& command, const protocol::Command& words);
+  void OnCopied(const TaskDone& done);
+
+  // Weights (kWriteInitial) or masters (kWriteState): all writers write the same.
+  //
+  // Errors  E_PROTOCOL  something of the other kind was written before.
+  //         E_RANGE     masters that are no range of wire.h: it would not be known what is written.
+  absl::Status CheckKind(const protocol::Command& words);
+  // Of a kWriteState that StateAccess was given (false), or has carried out.
+  void SetMasters(const StateAccess::Written& range, bool written);
+  bool has_masters() const { return has_masters_.value_or(false); }
+
+  // kInitialDone of a writer. When all writers have said so and their writes are done, the job is
+  // ready(); else it is answered.
+  //
+  // Errors  E_NOT_READY  names the first partition that the writer has not written.
+  void Done(const CommandId& command);
+  // Those that have made the job ready, once.
+  std::vector<CommandId> DrainDone();
+
+  // Answers what a writer that has ended waits for. The caller makes running copies stale, and resets.
+  void AnswerWriter(SessionId session, const absl::Status& status);
+  // A writer has ended: everything is written anew. The caller makes running copies stale.
+  void Reset(const absl::Status& status);
+
+  uint64_t unanswered(SessionId session) const;
+
+ private:
+  struct Writer {
+    uint32_t rank = 0;
+    std::optional<CommandId> done = {};  // waits
+    bool complete = false;               // everything of its rank is written
+  };
+  struct Running {
+    CommandId command;
+    uint32_t partition = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+
+  void TryDone();
+  void CheckComplete(Writer& writer);
+  bool Writes(uint32_t rank, uint32_t partition) const;
+  void SetWritten(uint32_t partition, uint64_t begin, uint64_t end, bool written);
+
+  const JobSpec& spec_;
+  JobTasks& io_;
+  std::map<SessionId, Writer> writers_;
+  bool ready_ = false;
+  std::optional<bool> has_masters_;         // empty: nothing was written
+  std::vector<std::vector<bool>> written_;  // by partition, by unit of kGradUnitElems
+  std::map<TaskId, Running> running_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,724 @@
+#include "daemon/core/step/step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::StepAnswer;
+
+StepAnswer AnsweredWhen(const Command& step_call) {
+  return static_cast<StepAnswer>(step_call.kind);
+}
+
+constexpr double kClipEps = 1e-6;  // as torch.nn.utils.clip_grad_norm_ has it
+
+// The request's header, hyper-parameters and presence, without its extra_state.
+uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
+  return sizeof(protocol::StepRequest) + layout.param_group_rows() * sizeof(protocol::HyperParams) +
+         protocol::PresenceBytes(layout.params().size());
+}
+
+}  // namespace
+
+Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
+           DurableSteps& durable, const StateAccess& access, WeightsCache& weights,
+           const LeaseTable& leases)
+    : spec_(spec),
+      io_(io),
+      members_(members),
+      pipeline_(pipeline),
+      durable_(durable),
+      access_(access),
+      weights_(weights),
+      leases_(leases),
+      gradients_(io, spec.layout, spec.plan, members, pipeline),
+      digests_(spec, io, pipeline),
+      barrier_(io.memory()),
+      deciders_(io.memory()),
+      trace_(spec.layout->partitions().size()),
+      extra_bytes_(spec.world_size(), 0),
+      unpublished_(io.memory()) {}
+
+void Step::Recover(const DurableJob& job) {
+  committed_step_ = published_step_ = job.step;
+  io_.set_committed_step(committed_step_);
+  if (job.kept) {
+    attempt_ = job.kept->attempt;
+    io_.set_attempt(attempt_);
+    last_.norm = job.kept->norm;
+    last_.clipped = job.kept->clipped;
+    overflowed_ = job.kept->overflowed;
+    is_to_be_resumed_ = job.kept->update != nullptr && !job.kept->update->prepared;
+    if (auto summary =
+            protocol::DecodeStepSummary(job.kept->summary, spec_.layout->params().size());
+        summary.ok()) {
+      last_decision_ = *std::move(summary);
+    }
+    if (is_to_be_resumed_) --published_step_;
+    if (overflowed_ > 0) last_.status = OverflowError(overflowed_);
+    if (!is_to_be_resumed_) unsaid_ = last_.status;
+  }
+  trace_.Recover(job.trace);
+  pipeline_.FollowTrace(job.trace);
+  const size_t ranks = std::min(extra_bytes_.size(), job.extra_states->size());
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    extra_bytes_[rank] = (*job.extra_states)[rank].size();
+  }
+}
+
+CommandLimits LimitsOf(const JobSpec& spec, const Session& session) {
+  if (spec.options.disable_range_check_for_test) {
+    return {.grad_bytes = UINT64_MAX,
+            .step_region_offset = 0,
+            .step_region_bytes = UINT64_MAX,
+            .rank = session.rank};
+  }
+  return {.grad_bytes = session.request.grad_arena_bytes,
+          .step_region_offset = spec.plan.step_region_offset,
+          .step_region_bytes = spec.plan.step_region_bytes,
+          .extra_state_bytes = session.request.extra_state_bytes,
+          .rank = session.rank};
+}
+
+void Step::BeginMasters(std::vector<CommandId> commands, bool has_masters) {
+  initial_done_ = std::move(commands);
+  if (!has_masters && pipeline_.BeginMasters()) {
+    phase_ = Phase::kMasters;
+  } else {
+    AnswerInitialDone();
+  }
+}
+
+void Step::AnswerInitialDone() {
+  for (const CommandId& command : std::exchange(initial_done_, {})) {
+    io_.Answer(command, absl::OkStatus());
+  }
+}
+
+void Step::EndMasters() {
+  pipeline_.Finish();
+  phase_ = Phase::kOpen;
+  io_.actions().Emit(StepPublished{.job = spec_.id, .step = 0});
+  AnswerInitialDone();
+}
+
+// An honest client is at most one attempt ahead: it begins a new one only after it has delivered
+// something in the one before.
+absl::Status Step::CheckAttempt(const Session& session, const Command& command) const {
+  if (command.attempt <= attempt_ + 1) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kProtocol,
+      absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " is at attempt ",
+                   command.attempt, " of step ", command.step, "; the newest one is ", attempt_));
+}
+
+void Step::FollowAttempt(const Session& session, const Command& command) {
+  if (command.attempt <= attempt_) return;
+  const absl::Status status =
+      MakeError(ErrorId::kGradDropped,
+                absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " of job ", spec_.name,
+                             " has begun step ", committed_step_ + 1,
+                             " anew: the gradients of all ranks were dropped"));
+  BeginAttempt(command.attempt, status);
+}
+
+// Of every rank.
+void Step::DropGradients(const absl::Status& status) {
+  gradients_.Drop(status);
+  pipeline_.ForgetSums();
+  announced_.reset();
+  early_is_off_ = false;
+}
+
+// --------------------------------------------------------------------------------- the step's call
+
+// Ranks that wait in step get `status`; what was delivered is discarded.
+void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
+  attempt_ = attempt;
+  io_.set_attempt(attempt);
+  RecordOpenAttempt(attempt);
+  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status);
+  io_.NewEpoch();
+  DropGradients(absl::OkStatus());
+}
+
+// Of one that is not answered yet.
+void Step::AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags) {
+  protocol::Completion completion{};
+  completion.flags = flags;
+  if (!call.is_answered) io_.Answer(call.command, completion, status);
+}
+
+// A gradient that is not finite ends the attempt for every rank.
+void Step::DropFaulty() {
+  if (gradients_.fault().ok()) return;
+  fault_ = gradients_.fault();
+  faulty_attempt_ = attempt_;
+  BeginAttempt(attempt_ + 1, fault_);
+}
+
+absl::Status Step::DroppedError(uint64_t attempt) const {
+  if (!fault_.ok() && attempt == faulty_attempt_) return fault_;
+  return MakeError(
+      ErrorId::kGradDropped,
+      absl::StrCat("the gradients of attempt ", attempt, " at step ", committed_step_ + 1,
+                   " of job ", spec_.name, " were dropped: attempt ", attempt_,
+                   " has begun, since a rank began the step anew or was lost, or the "
+                   "daemon was started again"));
+}
+
+void Step::HandleStep(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (command.step != 0 && command.step == committed_step_) return HandleRepeated(command, id);
+  if (command.step != committed_step_ + 1) {
+    io_.Answer(id, StepNumberError(command.step));
+    return;
+  }
+  if (prepared_step() > 0 && command.attempt == attempt_) {
+    AnswerPrepared(session, id);
+    return;
+  }
+  if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", command.step,
+                                          " already and waits for the other ranks"),
+                             "wait for the answer to the first call"));
+    return;
+  }
+  if (leases_.count_of(session.id) > 0) {
+    io_.Answer(id, LeasesHeldError(session, command.step));
+    return;
+  }
+  const absl::Status status = CheckAttempt(session, command);
+  if (!status.ok() || command.attempt < attempt_) {
+    io_.Answer(id, status.ok() ? DroppedError(command.attempt) : status);
+    return;
+  }
+  FollowAttempt(session, command);
+  CopyRequest(session, command);
+}
+
+// A call, or a decision, of the committed step.
+void Step::HandleRepeated(const Command& command, const CommandId& id) {
+  const bool is_published = published_step_ == committed_step_;
+  const bool waits_for_disk = is_durable_first() && (!is_published || durable_.in_progress());
+  if ((AnsweredWhen(command) == StepAnswer::kPublished && !is_published) || waits_for_disk) {
+    unpublished_.push_back({.command = id, .repeated = true});
+  } else {
+    Answer(id, /*repeated=*/true);
+  }
+}
+
+absl::Status Step::StepNumberError(uint64_t step) const {
+  return MakeError(ErrorId::kStep,
+                   absl::StrCat("step ", step, "; the committed step is ", committed_step_,
+                                ", the next one ", committed_step_ + 1),
+                   "steps are numbered from 1 without a gap: go on after the committed one, "
+                   "and take up its extra_state");
+}
+
+void Step::CopyRequest(Session& session, const Command& command) {
+  session.step_being_copied = command;
+  io_.actions().Emit(CopyStepRequest{
+      .session = session.id,
+      .tag = command.tag,
+      .arena_offset_bytes = command.arena_offset_bytes,
+      .length_bytes = std::min(command.length_bytes, StepHeadBytesMax(*spec_.layout)),
+      .presence_words = protocol::PresenceWords(spec_.layout->params().size())});
+}
+
+absl::Status Step::CheckCall(const Session& session, const Command& command,
+                             const StepRequestCopied& copied) const {
+  RETURN_IF_ERROR(CheckStepRequest(command, copied, *spec_.layout, LimitsOf(spec_, session)));
+  RETURN_IF_ERROR(CheckDelivered(session.rank, copied.presence));
+  const std::optional<uint32_t> detached = members_.FirstDetached();
+  return detached ? DetachedError(*detached) : absl::OkStatus();
+}
+
+// What the rank holds of every parameter that it says it has a gradient of was delivered.
+absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> presence) const {
+  const protocol::Layout& layout = *spec_.layout;
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (!protocol::IsPresent(presence, place.box.param)) continue;
+    if (!layout.is_shared() && layout.partitions()[place.partition].owner != rank) continue;
+    const uint64_t elems = place.box.elems();
+    const uint64_t delivered = gradients_.DeliveredElems(
+        rank, place.partition, place.partition_elem, place.partition_elem + elems);
+    if (delivered == elems) continue;
+    return MakeError(
+        ErrorId::kGradPartial,
+        absl::StrCat("rank ", layout.WorldRank(rank), " has delivered ", delivered, " of ",
+                     layout.is_shared() ? "the " : "its ", elems, " elements of parameter ",
+                     layout.spec().params[place.box.param].name, " in step ", committed_step_ + 1));
+  }
+  return absl::OkStatus();
+}
+
+// With sharded attachment a gradient exists on all owners of a parameter or on none: it was reduced.
+absl::Status Step::CheckOwnersDelivered() const {
+  const protocol::Layout& layout = *spec_.layout;
+  if (layout.is_shared()) return absl::OkStatus();
+  const std::pmr::vector<bool> present = ParamsWithGradient();
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    const uint32_t param = place.box.param;
+    const uint32_t owner = layout.partitions()[place.partition].owner;
+    const std::span<const uint64_t> of_owner = barrier_.by_rank().at(owner).presence;
+    if (!present[param] || protocol::IsPresent(of_owner, param)) continue;
+    return MakeError(
+        ErrorId::kGradPartial,
+        absl::StrCat("rank ", layout.WorldRank(owner), " has delivered none of its ",
+                     place.box.elems(), " elements of parameter ", layout.spec().params[param].name,
+                     " in step ", committed_step_ + 1, ", of which other ranks have a gradient"),
+        "every rank takes part in the reduction of a gradient and delivers its own part");
+  }
+  return absl::OkStatus();
+}
+
+std::pmr::vector<bool> Step::ParamsWithGradient() const {
+  std::pmr::vector<bool> present(spec_.layout->params().size(), false, io_.memory());
+  for (const auto& [rank, call] : barrier_.by_rank()) {
+    for (uint32_t i = 0; i < present.size(); ++i) {
+      if (protocol::IsPresent(call.presence, i)) present[i] = true;
+    }
+  }
+  return present;
+}
+
+absl::Status Step::DetachedError(uint32_t rank) const {
+  return MakeError(ErrorId::kRankLost,
+                   absl::StrCat("rank ", spec_.layout->WorldRank(rank), " of job ", spec_.name,
+                                " has detached; the committed step is ", committed_step_),
+                   "attach that rank again, then call step again");
+}
+
+void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
+  if (!session.step_being_copied || session.step_being_copied->tag != copied.tag) {
+    return;  // fenced meanwhile, and answered
+  }
+  const Command command = *std::exchange(session.step_being_copied, std::nullopt);
+  const bool announces = static_cast<protocol::Op>(command.op) == protocol::Op::kAnnounceStep;
+  const absl::Status status =
+      announces ? CheckStepRequest(command, copied, *spec_.layout, LimitsOf(spec_, session))
+                : CheckCall(session, command, copied);
+  if (!status.ok()) {
+    io_.Answer(session.IdOf(command), status);
+    return;
+  }
+  if (command.attempt < attempt_) {
+    io_.Answer(session.IdOf(command), announces ? absl::OkStatus() : DroppedError(command.attempt));
+    return;
+  }
+  const auto hyper_end = copied.hyper_params.begin() + copied.request.param_groups;
+  StepCall call{.command = session.IdOf(command),
+                .answered_when = AnsweredWhen(command),
+                .request = copied.request,
+                .hyper_params = {copied.hyper_params.begin(), hyper_end, io_.memory()},
+                .presence = {copied.presence, io_.memory()},
+                .extra_state_offset_bytes = command.arena_offset_bytes + command.length_bytes -
+                                            copied.request.extra_state_bytes};
+  if (!announces) {
+    AddCall(session, std::move(call));
+    return;
+  }
+  Announce(session.rank, std::move(call));
+  io_.Answer(session.IdOf(command), absl::OkStatus());
+}
+
+void Step::AddCall(Session& session, StepCall call) {
+  const absl::Status status = barrier_.Compare(session.rank, call, *spec_.layout);
+  if (!status.ok()) {
+    io_.Answer(call.command, status);
+    RefuseCalls(status);
+    return;
+  }
+  barrier_.Add(session.rank, std::move(call));
+  if (barrier_.IsComplete(members_.world_size())) {
+    if (const absl::Status missing = CheckOwnersDelivered(); !missing.ok()) {
+      RefuseCalls(missing);
+      return;
+    }
+    BeginReducing();
+  }
+  gradients_.CloseRank(session.rank);
+}
+
+// Every call is refused; the gradients are kept.
+void Step::RefuseCalls(const absl::Status& status, uint16_t flags) {
+  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status, flags);
+  gradients_.ReopenRanks();
+}
+
+void Step::BeginReducing() {
+  phase_ = Phase::kReducing;
+  io_.actions().Emit(StepCalled{.job = spec_.id, .step = committed_step_ + 1});
+  for (const auto& [rank, call] : barrier_.by_rank()) {
+    if (call.request.extra_state_bytes == 0) continue;
+    ++extra_copies_;
+    io_.Start(
+        TaskKind::kCopyExtraState, call.command.session,
+        CopyToStepArena{.session = call.command.session,
+                        .grad_offset_bytes = call.extra_state_offset_bytes,
+                        .step_offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_),
+                        .bytes = call.request.extra_state_bytes});
+  }
+}
+
+double Step::ScaleOf(const StepCall& call) const { return call.request.grad_scale / addends(); }
+
+StepOrder Step::OrderOf(const StepCall& call, double scale) const {
+  return {.step = committed_step_ + 1,
+          .grad_scale = static_cast<float>(scale),
+          .grad_min = static_cast<float>(call.request.grad_min),
+          .grad_max = static_cast<float>(call.request.grad_max),
+          .hyper_params = {call.hyper_params, io_.memory()},
+          .params = std::pmr::vector<bool>(io_.memory())};
+}
+
+// The decision: norm, clipping; or that the attempt ends; or that the step is refused because blocks
+// cannot be read: then the gradients are kept, and another call tries again.
+void Step::DecideWhenReduced() {
+  if (extra_copies_ > 0 || access_.in_progress() || pipeline_.is_moving()) return;
+  if (weights_.is_loading()) return;
+  if (durable_.in_progress() || durable_.is_restoring() || digests_.in_progress()) return;
+  if (!gradients_.fault().ok()) {
+    phase_ = Phase::kOpen;
+    DropFaulty();
+    trace_.OnRefused();
+    return;
+  }
+  if (!gradients_.reduced() || pipeline_.running()) return;
+  if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
+    pipeline_.ForgetPrefetchErrors();
+    if (!decision_) {
+      phase_ = Phase::kOpen;
+      RefuseCalls(error);
+      trace_.OnRefused();
+      return;
+    }
+  }
+  if (spec_.is_over_nodes() && !decision_) {
+    Prepare();
+  } else {
+    Decide();
+  }
+}
+
+void Step::Decide() {
+  const StepCall& call = barrier_.by_rank().begin()->second;
+  double scale = ScaleOf(call);
+  last_ = {.status = std::exchange(unsaid_, absl::OkStatus())};
+  if (decision_ && decision_->head.overflowed > 0) {
+    last_.status = OverflowError(decision_->head.overflowed);
+  }
+  if (call.request.max_grad_norm > 0) {
+    const double squares = decision_ ? SquaresOf(*decision_) : gradients_.Squares().ToDouble();
+    last_.norm = std::sqrt(squares) * std::abs(call.request.grad_scale) / addends();
+    const double clip = call.request.max_grad_norm / (last_.norm + kClipEps);
+    last_.clipped = clip < 1.0;
+    if (last_.clipped) scale *= clip;
+  }
+  trace_.OnCommitted();
+  pipeline_.FollowTrace(trace_.committed());
+  StepOrder order = OrderOf(call, scale);
+  order.params = decision_ ? ParamsOf(*decision_) : ParamsWithGradient();
+  const bool is_as_announced =
+      announced_ && !last_.clipped &&
+      DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty();
+  if (announced_) announcement_was_kept_ = is_as_announced;
+  std::optional<RecordDecision> decision;
+  if (spec_.options.keeps_jobs) decision = DecisionOf(order);
+  // All sums of a step that was prepared are recorded; of others the pipeline does it, before the decision counts.
+  const bool was_recorded = decision && decision_;
+  if (was_recorded) io_.actions().Emit(*std::exchange(decision, std::nullopt));
+  pipeline_.Begin(std::move(order), is_as_announced);
+  if (decision) io_.actions().Emit(*std::move(decision));
+  weights_.ForgetUpdated();
+  ArmLeaseTimer();
+  Commit();
+}
+
+// Ranks have none now, so that whoever holds up the update is a reader.
+void Step::ArmLeaseTimer() {
+  if (leases_.count() == 0) return;
+  for (uint32_t partition = 0; partition < spec_.layout->partitions().size(); ++partition) {
+    if (!pipeline_.Updates(partition) || !leases_.IsLeased(partition)) continue;
+    io_.actions().Emit(StartLeaseTimer{.job = spec_.id, .step = committed_step_ + 1});
+    return;
+  }
+}
+
+absl::Status Step::LeasesHeldError(const Session& session, uint64_t step) const {
+  std::vector<std::string> names;
+  for (const uint32_t partition : leases_.PartitionsOf(session.id)) {
+    names.push_back(spec_.layout->PartitionName(partition));
+  }
+  return MakeError(
+      ErrorId::kLease,
+      absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " called step ", step,
+                   " with leases on the weights of ", absl::StrJoin(names, ", ")),
+      "release every lease before step: the weights change in it");
+}
+
+// The next step may be gathered: the sums of this one stay in the accumulators until their blocks are
+// updated.
+void Step::Commit() {
+  ++committed_step_;
+  io_.set_committed_step(committed_step_);
+  phase_ = Phase::kOpen;
+  extra_slot_ = 1 - extra_slot_;
+  DropGradients(absl::OkStatus());
+  attempt_ = recorded_attempt_ = 0;
+  fault_ = absl::OkStatus();
+  io_.set_attempt(attempt_);
+  has_answered_early_ = false;
+  io_.actions().Emit(StepCommitted{.job = spec_.id, .step = committed_step_});
+  if (decision_) last_decision_ = std::exchange(decision_, std::nullopt);
+  is_prepared_before_ = false;
+  for (const auto& [rank, call] : barrier_.Drain()) {
+    extra_bytes_[rank] = call.request.extra_state_bytes;
+    if (!call.is_answered) AnswerCommitted(call.command, call.answered_when);
+  }
+  for (const Decider& call : std::exchange(deciders_, {})) {
+    AnswerCommitted(call.command, call.answered_when);
+  }
+}
+
+void Step::AnswerCommitted(const CommandId& command, StepAnswer when) {
+  if (when == StepAnswer::kPublished || is_durable_first()) {
+    unpublished_.push_back({.command = command});
+    return;
+  }
+  has_answered_early_ = true;
+  Answer(command, /*repeated=*/false);
+}
+
+void Step::Publish() {
+  const uint64_t overflowed = pipeline_.Finish();
+  published_step_ = committed_step_;
+  RecordPublished(overflowed);
+  io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
+  if (overflowed > 0 && spec_.is_over_nodes()) {
+    unsaid_ = OverflowError(overflowed);  // on all nodes, with the next step
+  } else if (overflowed > 0) {
+    last_.status = OverflowError(overflowed);
+    if (has_answered_early_) unsaid_ = last_.status;
+  }
+  digests_.Begin();
+  if (durable_.IsDue(published_step_)) durable_.Begin(PublishedNow());
+  if (!is_durable_first() || !durable_.in_progress()) AnswerPublished();
+}
+
+DurableSteps::Published Step::PublishedNow() const {
+  DurableSteps::Published published{.step = published_step_,
+                                    .run = members_.run(),
+                                    .trace = trace_.committed(),
+                                    .extra_states = {}};
+  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
+    published.extra_states.push_back(extra_state(rank));
+  }
+  return published;
+}
+
+bool Step::is_quiet() const {
+  for (const auto& [id, session] : members_.all()) {
+    if (session.step_being_copied) return false;
+  }
+  return phase_ == Phase::kOpen && published_step_ == committed_step_ && !is_gathering() &&
+         barrier_.by_rank().empty() && unpublished_.empty() &&
+         (unsaid_.ok() || members_.live_ranks() == 0);
+}
+
+void Step::AnswerPublished() {
+  for (const auto& [command, repeated] : std::exchange(unpublished_, {})) {
+    Answer(command, repeated);
+  }
+}
+
+void Step::OnDurable() {
+  if (published_step_ == committed_step_) AnswerPublished();
+}
+
+void Step::Answer(const CommandId& command, bool repeated) const {
+  protocol::Completion completion{};
+  completion.norm = last_.norm;
+  if (repeated) completion.flags |= protocol::kStepRepeated;
+  if (last_.clipped) completion.flags |= protocol::kStepClipped;
+  io_.Answer(command, completion, last_.status);
+}
+
+absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
+  if (!done.status.ok()) return done.status;
+  if (kind == TaskKind::kAddGradients) gradients_.OnAdded(done);
+  if (kind == TaskKind::kMoveGradient) gradients_.OnMoved(done);
+  if (kind == TaskKind::kSumGradient) gradients_.OnSummed(done);
+  return absl::OkStatus();
+}
+
+// Not while blocks are updated from sums in the old accumulators.
+bool Step::MayUseFloatSums() const {
+  if (pipeline_.running() || pipeline_.has_early_tasks()) return false;
+  const bool waits = phase_ == Phase::kReducing && gradients_.needs_float_sums();
+  return (phase_ == Phase::kOpen || waits) && gradients_.is_idle();
+}
+
+void Step::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
+  gradients_.OnFloatSums(std::move(narrow_offsets));
+}
+
+absl::Status Step::OnExtraStateCopied(const TaskDone& done) {
+  --extra_copies_;
+  return done.status;
+}
+
+void Step::Advance(bool may_update_early) {
+  if (phase_ == Phase::kFailed) pipeline_.Abandon();
+  if (const absl::Status lost = pipeline_.sums().DrainError(); !lost.ok()) gradients_.Fail(lost);
+  if (phase_ == Phase::kOpen) DropFaulty();
+  if (phase_ != Phase::kFailed) pipeline_.PumpSums(gradients_.has_norms());
+  PumpGradients();
+  if (phase_ != Phase::kFailed) FollowSums();
+  if (may_update_early) UpdateEarly();
+  if (phase_ == Phase::kReducing) DecideWhenReduced();
+  AdvanceUpdate();
+  if (pipeline_.sums().has_arrived()) PumpGradients();
+}
+
+void Step::PumpGradients() {
+  if (phase_ == Phase::kOpen || phase_ == Phase::kReducing) gradients_.Pump();
+}
+
+void Step::AdvanceUpdate() {
+  if (phase_ == Phase::kFailed) return;
+  pipeline_.Pump();
+  pipeline_.PumpSums(gradients_.has_norms());
+  if (!pipeline_.done()) return;
+  if (phase_ == Phase::kMasters) {
+    EndMasters();
+  } else {
+    Publish();
+  }
+}
+
+bool Step::HasContributed(const Session& session) const {
+  return gradients_.has_delivered(session.rank) || barrier_.has(session.rank) ||
+         session.step_being_copied;
+}
+
+void Step::OnRankDetached(uint32_t rank) {
+  gradients_.OnRankDetached();
+  if (spec_.layout->is_shared()) gradients_.RefuseWaitingNorms(DetachedError(rank));
+  RefuseCalls(DetachedError(rank));
+}
+
+void Step::OnRankFailed(const Session* lost, const absl::Status& status) {
+  if (phase_ != Phase::kOpen) return;
+  if (lost != nullptr) gradients_.AnswerSession(lost->id, lost->fence);
+  for (const auto& [rank, call] : barrier_.Drain()) {
+    const bool is_of_lost = lost != nullptr && call.command.session == lost->id;
+    io_.Answer(call.command, is_of_lost ? lost->fence : status);
+  }
+  io_.NewEpoch();
+  DropGradients(status);
+  attempt_ = 0;  // every session of an older attempt is fenced
+  fault_ = absl::OkStatus();
+  io_.set_attempt(attempt_);
+  RecordOpenAttempt(attempt_);
+  trace_.OnDropped();
+}
+
+void Step::GiveUpAttempt() {
+  if (phase_ != Phase::kOpen || gradients_.empty()) return;
+  BeginAttempt(attempt_ + 1, MakeError(ErrorId::kGradDropped,
+                                       absl::StrCat("the gradients of step ", committed_step_ + 1,
+                                                    " of job ", spec_.name,
+                                                    " were dropped: the daemon is being restarted, "
+                                                    "and a rank is not there")));
+}
+
+void Step::DropForNewWorld() {
+  if (gradients_.empty()) return;
+  io_.NewEpoch();
+  DropGradients(absl::OkStatus());
+}
+
+void Step::OnWorldChanged() {
+  FOREBAY_CHECK(phase_ == Phase::kOpen && gradients_.empty() && barrier_.by_rank().empty());
+  gradients_.OnWorldChanged();
+  pipeline_.ForgetSums();
+  announced_.reset();
+  extra_bytes_.resize(members_.world_size(), 0);
+  attempt_ = 0;
+  fault_ = absl::OkStatus();
+  io_.set_attempt(attempt_);
+}
+
+void Step::AnswerWaiting(Session& session, const absl::Status& status) {
+  gradients_.DropNorms(session.id, status);
+  if (session.step_being_copied) io_.Answer(session.IdOf(*session.step_being_copied), status);
+  session.step_being_copied.reset();
+  std::erase_if(initial_done_, [&](const CommandId& command) {
+    if (command.session != session.id) return false;
+    io_.Answer(command, status);
+    return true;
+  });
+}
+
+void Step::Fail(const absl::Status& first_error) {
+  phase_ = Phase::kFailed;
+  io_.NewEpoch();
+  for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, first_error);
+  for (const Decider& call : std::exchange(deciders_, {})) io_.Answer(call.command, first_error);
+  for (const Waiting& call : std::exchange(unpublished_, {})) io_.Answer(call.command, first_error);
+  gradients_.Drop(first_error);
+}
+
+uint64_t Step::FetchStep(std::optional<uint32_t> rank) const {
+  const bool has_called = rank && (phase_ != Phase::kOpen || barrier_.has(*rank));
+  return committed_step_ + (has_called ? 1 : 0);
+}
+
+bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t partition) const {
+  if (phase_ == Phase::kMasters) return true;
+  if (!rank) return published_step_ == committed_step_;
+  if (phase_ == Phase::kReducing || prepared_step() > 0 || barrier_.has(*rank)) return false;
+  return pipeline_.IsPartitionDone(partition);
+}
+
+uint64_t Step::unanswered(const Session& session) const {
+  uint64_t count = session.step_being_copied ? 1 : 0;
+  for (const CommandId& command : initial_done_) count += command.session == session.id ? 1 : 0;
+  for (const auto& [rank, call] : barrier_.by_rank()) {
+    count += call.command.session == session.id && !call.is_answered ? 1 : 0;
+  }
+  for (const Decider& call : deciders_) count += call.command.session == session.id ? 1 : 0;
+  for (const Waiting& call : unpublished_) count += call.command.session == session.id ? 1 : 0;
+  return count + gradients_.unanswered(session.id);
+}
+
+void Step::CheckInvariants() const {
+  gradients_.CheckInvariants();
+  pipeline_.CheckInvariants(committed_step_);
+  const bool updating = phase_ == Phase::kMasters || published_step_ < committed_step_;
+  FOREBAY_CHECK(updating == (pipeline_.running() || is_to_be_resumed_) || phase_ == Phase::kFailed);
+  FOREBAY_CHECK(!updating || !access_.in_progress());
+  const bool is_waiting = updating || (is_durable_first() && durable_.in_progress());
+  FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (is_waiting || unpublished_.empty()));
+}
+
+}  // namespace forebay::daemon

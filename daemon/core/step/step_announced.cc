@@ -1,0 +1,76 @@
+// The part of a step that updates blocks before its decision: as its ranks have announced it.
+
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/step/step.h"
+#include "protocol/error.h"
+
+namespace forebay::daemon {
+
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::MakeError;
+
+void Step::HandleAnnouncement(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (HasTaken(session, command)) {
+    io_.Answer(id, absl::OkStatus());
+    return;
+  }
+  if (command.step != committed_step_ + 1) {
+    io_.Answer(id, StepNumberError(command.step));
+    return;
+  }
+  if (HasCalled(session)) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", command.step,
+                                          " already, and announces its scalars"),
+                             "announce them before the last backward pass"));
+    return;
+  }
+  const absl::Status status = CheckAttempt(session, command);
+  if (!status.ok() || command.attempt < attempt_) {
+    io_.Answer(id, status);  // of an older attempt: discarded
+    return;
+  }
+  FollowAttempt(session, command);
+  CopyRequest(session, command);
+}
+
+// A session's first announcement or another one: its later deliveries are of its last pass. What other ranks
+// announce otherwise is not updated early.
+void Step::Announce(uint32_t rank, StepCall call) {
+  gradients_.BeginLastPass(rank);
+  if (!announced_) {
+    early_is_off_ = !announcement_was_kept_;
+    announced_ = std::move(call);
+    return;
+  }
+  if (DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty()) return;
+  early_is_off_ = true;
+  pipeline_.DropEarly();
+}
+
+void Step::FollowSums() {
+  for (const GradientAccumulator::SumChange& change : gradients_.DrainSumChanges()) {
+    pipeline_.CountSums(change.partition, change.begin, change.end, change.is_last);
+  }
+}
+
+void Step::UpdateEarly() {
+  const bool may = phase_ == Phase::kOpen && announced_ && !early_is_off_ && !pipeline_.running() &&
+                   gradients_.fault().ok() && !gradients_.needs_float_sums();
+  if (!may) return;
+  if (!pipeline_.is_early()) pipeline_.BeginEarly(OrderOf(*announced_, ScaleOf(*announced_)));
+  pipeline_.PumpEarly();
+}
+
+void Step::DropEarlyUpdates() {
+  pipeline_.DropEarly();
+  announced_.reset();
+}
+
+}  // namespace forebay::daemon

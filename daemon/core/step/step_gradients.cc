@@ -1,0 +1,112 @@
+// The part of a step that takes gradients, and asks for their norms.
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/step/step.h"
+#include "protocol/error.h"
+
+namespace forebay::daemon {
+
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::MakeError;
+
+void Step::HandleGradient(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (HasTaken(session, command)) {
+    io_.Answer(id, absl::OkStatus());
+    return;
+  }
+  if (command.step != committed_step_ + 1) {
+    io_.Answer(
+        id, MakeError(ErrorId::kStep,
+                      absl::StrCat("a gradient for step ", command.step, "; the committed step is ",
+                                   committed_step_, ", the next one ", committed_step_ + 1)));
+    return;
+  }
+  if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", command.step,
+                                          " already; its gradient for partition ",
+                                          command.partition, " comes too late"),
+                             "deliver every gradient of a step before calling step"));
+    return;
+  }
+  const absl::Status status = CheckAttempt(session, command);
+  if (!status.ok()) {
+    io_.Answer(id, status);
+    return;
+  }
+  if (command.attempt < attempt_) {
+    io_.Answer(id, absl::OkStatus());  // discarded: its rank's step call says so
+    return;
+  }
+  FollowAttempt(session, command);
+  if (gradients_.has_asked(session.rank)) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has asked for a norm in step ", command.step,
+                                          ": its gradient for partition ", command.partition,
+                                          " comes too late"),
+                             "deliver every gradient of a step before asking for norms"));
+    return;
+  }
+  if (gradients_.empty()) RecordOpenAttempt(attempt_ + 1);
+  gradients_.Deliver(command.step, {.rank = session.rank,
+                                    .partition = command.partition,
+                                    .begin = command.element_offset,
+                                    .end = GradientEnd(command),
+                                    .arena_offset_bytes = command.arena_offset_bytes,
+                                    .grad_arena_bytes = session.request.grad_arena_bytes,
+                                    .pass = command.kind,
+                                    .command = id});
+}
+
+// Of one that is sent again: whether it came before, and was answered where nobody heard it. Commands come in order: where
+// its rank has called step, it did.
+bool Step::HasTaken(const Session& session, const Command& command) const {
+  if (!session.WasSentAgain(command)) return false;
+  if (command.step <= committed_step_) return true;
+  if (command.attempt != attempt_) return false;
+  if (HasCalled(session)) return true;
+  if (static_cast<protocol::Op>(command.op) != protocol::Op::kGradReady) return false;
+  return gradients_.HasTaken({.pass = command.kind, .rank = session.rank}, command.partition,
+                             command.element_offset, GradientEnd(command));
+}
+
+uint64_t Step::GradientEnd(const Command& command) const {
+  return command.element_offset +
+         command.length_bytes / protocol::SizeBytes(spec_.layout->grad_dtype());
+}
+
+void Step::HandleGradNorm(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (HasCalled(session)) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                          " has called step ", committed_step_ + 1,
+                                          ": its gradients are the step's"),
+                             "ask for norms before step"));
+    return;
+  }
+  if (command.attempt < attempt_) {
+    io_.Answer(id, DroppedError(command.attempt));
+    return;
+  }
+  if (const absl::Status status = CheckAttempt(session, command); !status.ok()) {
+    io_.Answer(id, status);
+    return;
+  }
+  const std::optional<uint32_t> detached = members_.FirstDetached();
+  if (spec_.layout->is_shared() && detached) {
+    io_.Answer(id, DetachedError(*detached));
+    return;
+  }
+  FollowAttempt(session, command);
+  gradients_.AskNorm(id, session.rank, command.partition);
+}
+
+}  // namespace forebay::daemon

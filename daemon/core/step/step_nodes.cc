@@ -1,0 +1,227 @@
+// The part of a step that concerns a job over several nodes: it is prepared here, and decided by what the ranks bring
+// of all nodes.
+
+#include <algorithm>
+#include <bit>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_adam/square_sum.h"
+#include "daemon/core/step/step.h"
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/optimizer.h"
+
+namespace forebay::daemon {
+
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::StepDecision;
+using protocol::StepSummary;
+
+double SquaresOf(const StepSummary& summary) {
+  return cpu_adam::SquareSum::FromDigits(summary.head.squares).ToDouble();
+}
+
+std::pmr::vector<bool> Step::ParamsOf(const StepSummary& summary) const {
+  std::pmr::vector<bool> params(summary.head.params, false, io_.memory());
+  for (uint32_t param = 0; param < params.size(); ++param) {
+    params[param] = protocol::IsPresent(summary.present, param);
+  }
+  return params;
+}
+
+// All that an update takes of a call beside the gradients, as the bits it is.
+uint64_t Step::ScalarsOf(const StepCall& call) const {
+  std::string bytes;
+  const auto add = [&bytes](double value) {
+    const auto bits = std::bit_cast<std::array<char, sizeof(value)>>(value);
+    bytes.append(bits.data(), bits.size());
+  };
+  for (const double value : {call.request.grad_scale, call.request.grad_min, call.request.grad_max,
+                             call.request.max_grad_norm}) {
+    add(value);
+  }
+  for (const protocol::HyperParams& group : call.hyper_params) {
+    for (const auto& info : protocol::Info(spec_.layout->spec().optimizer).hyper_params) {
+      add(group.*info.field);
+    }
+  }
+  return protocol::NameHash(bytes);
+}
+
+StepSummary Step::SummaryOfNode() const {
+  const protocol::Layout& layout = *spec_.layout;
+  const uint64_t words = protocol::PresenceWords(layout.params().size());
+  StepSummary summary{.head = {.step = committed_step_ + 1,
+                               .params = static_cast<uint32_t>(layout.params().size()),
+                               .scalars = ScalarsOf(barrier_.by_rank().begin()->second),
+                               .overflowed = unsaid_.ok() ? 0 : overflowed_,
+                               .squares = gradients_.Squares().Digits()},
+                      .present = std::vector<uint64_t>(words, 0),
+                      .lacking = std::vector<uint64_t>(words, 0)};
+  for (const auto& [rank, call] : barrier_.by_rank()) {
+    for (uint64_t word = 0; word < words; ++word) summary.present[word] |= call.presence[word];
+  }
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (!layout.params()[place.box.param].trainable) continue;
+    const uint32_t owner = layout.partitions()[place.partition].owner;
+    if (protocol::IsPresent(barrier_.by_rank().at(owner).presence, place.box.param)) continue;
+    protocol::SetPresent(summary.lacking, place.box.param);
+  }
+  return summary;
+}
+
+// From here on the loss of a rank does not undo it: whoever attaches next says what the nodes have decided.
+void Step::Prepare() {
+  phase_ = Phase::kPrepared;
+  prepared_summary_ = protocol::EncodeStepSummary(SummaryOfNode());
+  const auto digests = std::as_bytes(digests_.all());
+  prepared_summary_.insert(prepared_summary_.end(), digests.begin(), digests.end());
+  if (spec_.options.keeps_jobs) RecordPreparedStep();
+  for (auto& [rank, call] : barrier_.by_rank()) {
+    call.is_answered = true;
+    const Session* const session = members_.Find(call.command.session);
+    if (session == nullptr || session->state != Session::State::kAttached) continue;
+    AnswerPrepared(*session, call.command);
+  }
+}
+
+void Step::AnswerPrepared(const Session& session, const CommandId& command) {
+  io_.actions().Emit(WriteSummary{.session = session.id,
+                                  .arena_offset_bytes = spec_.plan.summary_offset(*spec_.layout),
+                                  .bytes = prepared_summary_});
+  protocol::Completion completion{};
+  completion.flags = protocol::kStepPrepared;
+  io_.Answer(command, completion);
+}
+
+// The sums come first: the record says that the step is prepared when all of it is there.
+void Step::RecordPreparedStep() {
+  const StepCall& call = barrier_.by_rank().begin()->second;
+  pipeline_.sums().BeginPrepared(committed_step_ + 1);
+  RecordPrepared record{.job = spec_.id,
+                        .step = committed_step_ + 1,
+                        .attempt = attempt_,
+                        .request = call.request,
+                        .hyper_params = {call.hyper_params, io_.memory()},
+                        .extra_states = std::pmr::vector<StatePart>(io_.memory()),
+                        .summary = prepared_summary_};
+  if (spec_.plan.uses_float_sums) record.float_sums = spec_.plan.float_sums_part();
+  for (const auto& [rank, of_rank] : barrier_.by_rank()) {
+    record.extra_states.push_back(
+        {.offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_),
+         .bytes = of_rank.request.extra_state_bytes});
+  }
+  io_.actions().Emit(std::move(record));
+}
+
+// Its sums and extra_state are in the step arena. Presence is in the summary.
+void Step::ResumePrepared(const KeptUpdate& update) {
+  const KeptPrepared& prepared = *update.prepared;
+  phase_ = Phase::kPrepared;
+  is_prepared_before_ = true;
+  prepared_summary_ = prepared.summary;
+  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
+    StepCall call{.request = prepared.request,
+                  .hyper_params = {update.order.hyper_params, io_.memory()},
+                  .is_answered = true};
+    call.request.extra_state_bytes = static_cast<uint32_t>((*prepared.extra_states)[rank].size());
+    barrier_.Add(rank, std::move(call));
+    gradients_.CloseRank(rank);
+  }
+  pipeline_.sums().BeginPrepared(committed_step_ + 1);
+}
+
+void Step::HandleDecision(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (!spec_.is_over_nodes()) {
+    io_.Answer(id, MakeError(ErrorId::kUnsupported,
+                             absl::StrCat("a decision of several nodes on step ", command.step,
+                                          " of job ", spec_.name, ", which is on one")));
+    return;
+  }
+  if (command.step != 0 && command.step == committed_step_) return HandleRepeated(command, id);
+  if (command.step != committed_step_ + 1 || session.step_being_copied) {
+    io_.Answer(id, StepNumberError(command.step));
+    return;
+  }
+  session.step_being_copied = command;
+  io_.actions().Emit(
+      CopySummary{.session = session.id,
+                  .tag = command.tag,
+                  .arena_offset_bytes = spec_.plan.summary_offset(*spec_.layout),
+                  .bytes = protocol::StepSummaryBytes(spec_.layout->params().size())});
+}
+
+absl::Status Step::CheckDecision(const Command& command, const StepSummary& summary) const {
+  if (summary.head.step != command.step || summary.head.decision == StepDecision::kNone) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("a decision on step ", command.step, " that is of step ",
+                                  summary.head.step, ", or decides nothing"));
+  }
+  if (summary.head.decision != StepDecision::kCommit) return absl::OkStatus();
+  if (phase_ != Phase::kPrepared && !decision_) {
+    return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
+                                                  " is to be committed, and is not prepared"));
+  }
+  const uint64_t own = ScalarsOf(barrier_.by_rank().begin()->second);
+  if (summary.head.scalars == own) return absl::OkStatus();
+  return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
+                                                " is to be committed with other scalars than its "
+                                                "ranks have called it with"));
+}
+
+void Step::OnSummary(Session& session, const SummaryCopied& copied) {
+  if (!session.step_being_copied || session.step_being_copied->tag != copied.tag) return;
+  const Command command = *std::exchange(session.step_being_copied, std::nullopt);
+  const CommandId id = session.IdOf(command);
+  absl::StatusOr<StepSummary> summary =
+      protocol::DecodeStepSummary(copied.bytes, spec_.layout->params().size());
+  absl::Status status = summary.status();
+  if (status.ok()) status = CheckDecision(command, *summary);
+  if (!status.ok()) {
+    io_.Answer(id, status);
+    return;
+  }
+  if (summary->head.decision == StepDecision::kCommit) {
+    deciders_.push_back(
+        {.command = id, .answered_when = static_cast<protocol::StepAnswer>(command.kind)});
+    if (decision_) return;
+    decision_ = *std::move(summary);
+    phase_ = Phase::kReducing;
+    return;
+  }
+  if (phase_ == Phase::kPrepared && command.attempt == attempt_) {
+    GiveUpPrepared(summary->head.decision);
+  } else if (phase_ == Phase::kOpen && summary->head.decision == StepDecision::kWithdraw) {
+    RefuseCalls(MakeError(ErrorId::kStep,
+                          absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
+                                       " of this node met an error and does not call step ",
+                                       command.step, " of job ", spec_.name, " now"),
+                          "see what that rank says; call step again: the gradients are kept"),
+                protocol::kStepWithdrawn);
+  }
+  io_.Answer(id, absl::OkStatus());
+}
+
+void Step::GiveUpPrepared(StepDecision decision) {
+  phase_ = Phase::kOpen;
+  trace_.OnRefused();
+  if (spec_.options.keeps_jobs) {
+    io_.actions().Emit(RecordPrepared{.job = spec_.id});
+    pipeline_.sums().EndPrepared();
+  }
+  if (decision == StepDecision::kDrop || std::exchange(is_prepared_before_, false)) {
+    BeginAttempt(attempt_ + 1, absl::OkStatus());
+  } else {
+    RefuseCalls(absl::OkStatus());
+  }
+}
+
+}  // namespace forebay::daemon

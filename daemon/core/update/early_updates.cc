@@ -1,0 +1,150 @@
+#include "daemon/core/update/early_updates.h"
+
+#include <algorithm>
+
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+EarlyUpdates::EarlyUpdates(const protocol::Layout& layout, const BlockMap& map,
+                           const MemoryPlan& plan, const std::vector<uint32_t>& position,
+                           std::pmr::memory_resource* memory)
+    : map_(map),
+      plan_(plan),
+      position_(position),
+      memory_(memory),
+      weights_width_(protocol::SizeBytes(layout.spec().dtype)),
+      places_(map.blocks(), Place::kNone),
+      elems_(map.blocks(), 0),
+      summed_(map.blocks(), 0),
+      waiting_(memory),
+      blocks_(memory),
+      free_slots_(memory),
+      removed_slots_(memory),
+      readers_(memory),
+      partition_readers_(layout.partitions().size(), 0) {
+  for (uint32_t block = 0; block < map_.state_blocks(); ++block) {
+    uint64_t on_swap = 0;
+    for (const BlockRun& run : map_.Runs(block)) {
+      elems_[block] += run.elems;
+      if (map_.is_on_swap(run.partition)) on_swap += run.elems;
+    }
+    if (!map_.has_weights(block)) {
+      places_[block] = Place::kSlot;
+    } else if (on_swap == elems_[block]) {
+      places_[block] = Place::kBehindStates;
+    }
+  }
+  for (uint32_t slot = 0; slot < plan.early_weights_slots; ++slot) free_slots_.insert(slot);
+}
+
+std::vector<uint32_t> EarlyUpdates::CountSums(uint32_t partition, uint64_t begin, uint64_t end,
+                                              bool is_last) {
+  std::vector<uint32_t> stale;
+  for (const ElementRun& run : map_.LocateInPartition(partition, begin, end, memory_)) {
+    if (!map_.has_states(run.block)) continue;
+    uint64_t& summed = summed_[run.block];
+    if (is_last) {
+      summed += run.elems;
+      FOREBAY_CHECK(summed <= elems_[run.block]);
+      if (summed == elems_[run.block]) waiting_.insert(position_[run.block]);
+      continue;
+    }
+    FOREBAY_CHECK(summed >= run.elems);
+    summed -= run.elems;
+    waiting_.erase(position_[run.block]);
+    if (has(run.block)) stale.push_back(run.block);
+  }
+  stale.erase(std::unique(stale.begin(), stale.end()), stale.end());
+  return stale;
+}
+
+void EarlyUpdates::ForgetSums() {
+  std::ranges::fill(summed_, 0);
+  waiting_.clear();
+}
+
+void EarlyUpdates::Sort() {
+  waiting_.clear();
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    const bool waits = elems_[block] > 0 && summed_[block] == elems_[block] && !has(block);
+    if (waits) waiting_.insert(position_[block]);
+  }
+}
+
+void EarlyUpdates::Begin(uint32_t block) {
+  FOREBAY_CHECK(waiting_.erase(position_[block]) == 1 && HasPlace(block));
+  Block& early = blocks_[block];
+  if (places_[block] == Place::kSlot) {
+    early.weights_slot = free_slots_.extract(free_slots_.begin()).value();
+  }
+}
+
+void EarlyUpdates::Adopt(uint32_t block, const Block& made) {
+  if (made.weights_slot) FOREBAY_CHECK(free_slots_.erase(*made.weights_slot) == 1);
+  blocks_.emplace(block, made);
+}
+
+std::optional<uint32_t> EarlyUpdates::Extract(uint32_t block) {
+  const auto node = blocks_.extract(block);
+  FOREBAY_CHECK(!node.empty());
+  if (summed_[block] == elems_[block]) waiting_.insert(position_[block]);
+  return node.mapped().weights_slot;
+}
+
+void EarlyUpdates::Remove(uint32_t block) {
+  if (const std::optional<uint32_t> slot = Extract(block)) free_slots_.insert(*slot);
+}
+
+void EarlyUpdates::RemoveRunning(uint32_t block) {
+  if (const std::optional<uint32_t> slot = Extract(block)) removed_slots_.emplace(block, *slot);
+}
+
+void EarlyUpdates::EndRemoved(uint32_t block) {
+  if (const auto slot = removed_slots_.extract(block); !slot.empty()) {
+    free_slots_.insert(slot.mapped());
+  }
+}
+
+uint64_t EarlyUpdates::NewWeightsOffset(uint32_t slot, uint64_t block_elem) const {
+  return plan_.early_weights_offset +
+         (uint64_t{slot} * plan_.block_elems + block_elem) * weights_width_;
+}
+
+// Elements of a partition that are in one block lie side by side.
+std::pmr::vector<EarlyUpdates::Range> EarlyUpdates::RangesOf(uint32_t block) const {
+  std::pmr::vector<Range> ranges(memory_);
+  for (const BlockRun& run : map_.Runs(block, memory_)) {
+    const uint64_t end = run.partition_elem + run.elems;
+    if (!ranges.empty() && ranges.back().partition == run.partition) {
+      ranges.back().begin = std::min(ranges.back().begin, run.partition_elem);
+      ranges.back().end = std::max(ranges.back().end, end);
+    } else {
+      ranges.push_back({.partition = run.partition, .begin = run.partition_elem, .end = end});
+    }
+  }
+  return ranges;
+}
+
+void EarlyUpdates::AddReader(uint32_t block) {
+  const auto [entry, is_new] = readers_.emplace(block, RangesOf(block));
+  FOREBAY_CHECK(is_new);
+  for (const Range& range : entry->second) ++partition_readers_[range.partition];
+}
+
+void EarlyUpdates::RemoveReader(uint32_t block) {
+  const auto node = readers_.extract(block);
+  if (node.empty()) return;
+  for (const Range& range : node.mapped()) --partition_readers_[range.partition];
+}
+
+bool EarlyUpdates::ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const {
+  if (partition_readers_[partition] == 0) return false;
+  return std::ranges::any_of(readers_, [&](const auto& entry) {
+    return std::ranges::any_of(entry.second, [&](const Range& range) {
+      return range.partition == partition && range.begin < end && begin < range.end;
+    });
+  });
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,177 @@
+#include "daemon/core/update/residency.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "daemon/core/base/limits.h"
+#include "daemon/core/blocks/block_ledger.h"
+#include "daemon/core/blocks/placement.h"
+#include "daemon/core/blocks/staging.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const {
+  std::vector<Eviction> evictions;
+  if (slot_bytes_ == 0 || abandoned_) return evictions;
+  const Placement& placement = pipeline_.placement();
+  uint64_t planned_bytes = 0;
+  for (uint32_t block = placement.blocks(); block-- > 0 && planned_bytes < bytes;) {
+    const BlockLocation& location = placement.WhereBlock(block);
+    if (location.tier != Tier::kDram || location.move != BlockMove::kNone) continue;
+    std::optional<std::vector<nvme::Slot>> slots = swap.Allocate(kSwapSlotsPerBlock, slot_bytes_);
+    if (!slots) break;
+    evictions.push_back(
+        {.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
+    planned_bytes += location.state.bytes;
+  }
+  return evictions;
+}
+
+uint64_t Residency::movable_bytes() const {
+  return slot_bytes_ == 0 ? 0 : pipeline_.placement().granted_bytes();
+}
+
+void Residency::Evict(const Eviction& eviction) {
+  MarkWithSlots(eviction);
+  for_room_.insert(eviction.block);
+}
+
+void Residency::Keep(uint64_t bytes) {
+  while (!for_room_.empty()) {
+    const uint32_t block = *for_room_.begin();
+    const uint64_t block_bytes = pipeline_.placement().WhereBlock(block).state.bytes;
+    if (block_bytes > bytes) break;
+    bytes -= block_bytes;
+    pipeline_.placement().Unmark(block);
+    for_room_.erase(block);
+  }
+  if (!pipeline_.running()) pipeline_.ReturnSurplusSlots();  // else when the step is over
+}
+
+void Residency::MarkWithSlots(const Eviction& eviction) {
+  pipeline_.ledger().AddSlots(eviction.slots);
+  pipeline_.placement().Mark(eviction.block);
+}
+
+void Residency::Move(uint32_t block, uint64_t free_bytes) {
+  const BlockLocation& location = pipeline_.placement().WhereBlock(block);
+  if (location.move != BlockMove::kNone || slot_bytes_ == 0) return;
+  if (location.tier == Tier::kNvme) {
+    if (pipeline_.map().has_weights(block)) return;  // weights come before states
+    if (location.state.bytes <= free_bytes) pipeline_.placement().Mark(block);
+    return;
+  }
+  std::optional<std::vector<nvme::Slot>> slots = swap_.Allocate(kSwapSlotsPerBlock, slot_bytes_);
+  if (!slots) return;
+  MarkWithSlots({.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
+}
+
+void Residency::Pump() {
+  if (relocation_.in_progress()) relocation_.Pump();
+  if (in_progress() || abandoned_) return;
+  const std::optional<uint32_t> block = pipeline_.placement().NextMarked();
+  if (!block) {
+    relocation_.Pump();
+    return;
+  }
+  if (pipeline_.is_resident(*block)) {
+    pipeline_.placement().BeginMove(*block);
+    for_room_.erase(*block);
+    StartEviction(*block);
+  } else if (MayPromote(*block)) {
+    StartPromotion(*block);
+  }
+}
+
+void Residency::StartEviction(uint32_t block) {
+  BlockPlace place = pipeline_.PlaceOf(block);
+  place.slot = pipeline_.AllocateTarget(block).slot;
+  io_.Start(TaskKind::kMoveBlock, 0,
+            EvictBlock{.place = place,
+                       .bytes = pipeline_.map().bytes(block),
+                       .identity = pipeline_.IdentityOf(block)});
+}
+
+// Not while a read ahead of the block runs. What was read is dropped.
+bool Residency::MayPromote(uint32_t block) {
+  StagedBlocks& staged = pipeline_.staged();
+  if (!staged.contains(block)) return true;
+  if (staged.at(block).state != StagedBlocks::State::kReady) return false;
+  staged.Drop(block);
+  return true;
+}
+
+void Residency::StartPromotion(uint32_t block) {
+  pipeline_.placement().BeginMove(block);
+  pipeline_.DropEarlyUpdateOf(block);
+  io_.Start(TaskKind::kMoveBlock, 0,
+            PromoteBlock{.place = {.resident = true,
+                                   .state_offset_bytes =
+                                       pipeline_.placement().WhereBlock(block).state.offset_bytes,
+                                   .slot = pipeline_.ledger().current(block).slot},
+                         .bytes = pipeline_.map().bytes(block),
+                         .identity = pipeline_.IdentityOf(block),
+                         .checksum = pipeline_.checksum(block)});
+}
+
+absl::Status Residency::OnMoved(const TaskDone& done) {
+  FOREBAY_CHECK(in_progress());
+  if (relocation_.in_progress()) return relocation_.OnWritten(done);
+  const uint32_t block = *pipeline_.placement().moving();
+  if (!done.status.ok()) ++counters_.failed;
+  if (pipeline_.is_resident(block)) {
+    OnEvicted(block, done);
+  } else {
+    OnPromoted(block, done);
+  }
+  return absl::OkStatus();
+}
+
+void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
+  BlockLedger& ledger = pipeline_.ledger();
+  if (done.status.ok()) {
+    ledger.EndWrite(block, done.checksum, ledger.current(block).written_step);
+    pipeline_.PublishBlock(block);
+    pipeline_.placement().FinishMove();
+    pipeline_.OnSwapped(block);
+    pipeline_.ReturnSurplusSlots();
+    ++counters_.evicted;
+    return;
+  }
+  ledger.OnWriteFailed(block);
+  pipeline_.AddSpareSlot();
+  if (ledger.has_working_slot() && !abandoned_) {
+    StartEviction(block);
+    return;
+  }
+  error_ = pipeline_.DescribeBlock(done.status, block);
+  pipeline_.placement().CancelMove();
+  pipeline_.ReturnSurplusSlots();
+}
+
+void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
+  if (!done.status.ok()) {
+    pipeline_.placement().CancelMove();
+    pipeline_.OnSwapped(block);  // it is read ahead again
+    return;
+  }
+  pipeline_.SetResident(block);
+  pipeline_.placement().FinishMove();
+  pipeline_.ReturnSurplusSlots();
+  ++counters_.promoted;
+}
+
+void Residency::Abandon() {
+  abandoned_ = true;
+  relocation_.Abandon();
+  for_room_.clear();
+  Placement& placement = pipeline_.placement();
+  for (uint32_t block = 0; block < placement.blocks(); ++block) {
+    const bool is_marked = placement.WhereBlock(block).move != BlockMove::kNone;
+    if (is_marked && placement.moving() != block) placement.Unmark(block);
+  }
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,97 @@
+// Moves blocks of states between DRAM and swap, and off marked swap paths, one at a time, between steps.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/base/job_tasks.h"
+#include "daemon/core/node/node_state.h"
+#include "daemon/core/update/relocation.h"
+#include "daemon/core/update/step_pipeline.h"
+#include "daemon/core/update/weights_cache.h"
+#include "nvme/slot_map.h"
+
+namespace forebay::daemon {
+
+// A block that leaves DRAM, and the swap slots it gets.
+struct Eviction {
+  uint32_t block = 0;
+  uint64_t bytes = 0;
+  std::vector<nvme::Slot> slots;
+};
+
+// Placement and ledger say where a block is; this class changes both when a move has ended. A write
+// that fails is tried in another slot, on another path; where there is none the block stays in DRAM.
+// A read that fails leaves the block on swap. No move loses bytes. Blocks on marked paths come last.
+//
+// Ownership  What the constructor gets outlives it.
+class Residency {
+ public:
+  // `slot_bytes`: of the job's swap slots; 0: its blocks cannot be on swap.
+  Residency(JobTasks& io, StepPipeline& pipeline, const WeightsCache& weights, nvme::SlotMap& swap,
+            uint64_t slot_bytes)
+      : io_(io),
+        pipeline_(pipeline),
+        swap_(swap),
+        slot_bytes_(slot_bytes),
+        relocation_(io, pipeline, weights, counters_) {}
+
+  // The highest blocks in DRAM that together have `bytes`, or as many as `swap` has slots for: they
+  // are allocated there. Changes nothing here.
+  std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
+  // States in DRAM that can be on swap.
+  uint64_t movable_bytes() const;
+  // Marks a block in DRAM that has no mark: it makes room for others.
+  void Evict(const Eviction& eviction);
+  bool makes_room() const { return !for_room_.empty(); }
+  // Takes the marks of blocks back whose room is not needed, lowest first: together they have at most
+  // `bytes`.
+  void Keep(uint64_t bytes);
+  // Marks a block for the other tier; does nothing where it is marked, or where neither swap has slots
+  // nor `free_bytes` of DRAM are enough.
+  void Move(uint32_t block, uint64_t free_bytes);
+
+  // Starts the next move, if none runs; one that is in progress goes on. To be called between steps, while no
+  // states are read.
+  void Pump();
+  void OnRead(const StepPipeline::ReadOutcome& outcome) { relocation_.OnRead(outcome); }
+  // Errors  as Relocation::OnWritten.
+  absl::Status OnMoved(const TaskDone& done);
+  void OnPublished() { relocation_.OnPublished(); }
+  void PumpDoubted() { relocation_.PumpDoubted(); }
+  bool in_progress() const { return pipeline_.is_moving(); }
+  // One goes on, or is to begin.
+  bool has_moves() const {
+    return in_progress() || (!abandoned_ && pipeline_.placement().NextMarked().has_value());
+  }
+
+  // The job failed: blocks stay where they are.
+  void Abandon();
+
+  // Of the last eviction that was given up; OK: none was.
+  const absl::Status& error() const { return error_; }
+  const ResidencyCounters& counters() const { return counters_; }
+
+ private:
+  void MarkWithSlots(const Eviction& eviction);
+  void StartEviction(uint32_t block);
+  bool MayPromote(uint32_t block);
+  void StartPromotion(uint32_t block);
+  void OnEvicted(uint32_t block, const TaskDone& done);
+  void OnPromoted(uint32_t block, const TaskDone& done);
+
+  JobTasks& io_;
+  StepPipeline& pipeline_;
+  nvme::SlotMap& swap_;
+  uint64_t slot_bytes_;
+  std::set<uint32_t> for_room_;  // marked by Evict(), and their moves have not begun
+  bool abandoned_ = false;
+  absl::Status error_;
+  ResidencyCounters counters_;
+  Relocation relocation_;
+};
+
+}  // namespace forebay::daemon

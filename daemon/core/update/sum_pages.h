@@ -1,0 +1,211 @@
+// Where the gradient sums of a job are: all in the step arena, or, where they do not fit, in pages of which
+// some are there and the others on swap.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory_resource>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/base/durable_job.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/base/job_tasks.h"
+#include "daemon/core/blocks/block_map.h"
+#include "daemon/core/blocks/path_table.h"
+#include "daemon/core/plan/memory_plan.h"
+#include "nvme/slot_map.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+// Sums that are not paged are always there: then nothing here does anything. Of paged ones, a page has a
+// frame of the step arena while sums are added to it or an update reads it. While sums are gathered, some frames
+// are made free ahead of need, of pages whose blocks have been updated early: only another decision than
+// announced makes them necessary again. When a frame is needed and there is none, the page that was used longest
+// ago is written to swap; in backward's order that is what the next forward needs last.
+//
+// From the decision on a page holds the sums of the step that is applied until all its blocks are updated;
+// what is gathered for the next step finds frames that the update does not need, and no page of the
+// running step.
+//
+// What a page holds is known to others: it goes to swap and comes back with the same bytes (checksum).
+class SumPages {
+ public:
+  // A range of a partition.
+  struct Range {
+    uint32_t partition = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+  enum class Room : uint8_t {
+    kThere,
+    kComing,  // a frame for each of its pages, some are being read
+    kNone,
+  };
+  struct Counters {
+    uint64_t read_bytes = 0;
+    uint64_t written_bytes = 0;
+  };
+
+  // What is given outlives it; `slots` for pages.
+  SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
+           const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, nvme::SlotMap& swap,
+           PathTable& paths);
+
+  bool is_paged() const { return plan_.has_paged_sums(); }
+
+  // The end of those elements of a partition from `elem` on that are on one page with it.
+  uint64_t EndOnPage(uint32_t partition, uint64_t elem) const;
+  // Into the step arena, of an element whose page is there.
+  uint64_t OffsetOf(uint32_t partition, uint64_t elem) const;
+
+  // Whether sums can be added to the element's page, or read. Else the page is asked for, and among
+  // DrainArrived() when it is there: once, and it may go again if it is not pinned before the next Pump().
+  // kSoon: it waits for frames that become free as blocks are updated early; asked again, it may be kNow.
+  enum class Need : uint8_t { kSoon, kNow };
+  bool Request(uint32_t partition, uint64_t elem, Need need);
+  std::pmr::vector<Range> DrainArrived();
+  bool has_arrived() const { return !arrived_.empty(); }
+  // A task of the gathering uses it. Forgotten by ForgetGathered(): nothing is moved while tasks are stale.
+  void Pin(uint32_t partition, uint64_t elem);
+  void Unpin(uint32_t partition, uint64_t elem);
+
+  // For updates of a block: are its sums there; if not, and there are frames, they are brought.
+  bool IsThere(uint32_t block) const;
+  Room Prepare(uint32_t block);
+  // An update of the block runs.
+  void PinBlock(uint32_t block);
+  void UnpinBlock(uint32_t block);
+  std::pmr::vector<SumFrame> FramesOf(uint32_t block) const;
+
+  // The step is decided: `blocks` will be updated from their sums. Other sums are of no use. `recorded_step`: another daemon
+  // could go on with it (RecordSums); 0: none could.
+  void BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_step);
+  // The step is prepared (RecordPrepared): until BeginUpdate() or EndPrepared() it is recorded where all its pages are.
+  void BeginPrepared(uint64_t recorded_step);
+  void EndPrepared();
+  // Before that, of a new one: where the daemon before has left a page.
+  void Adopt(const KeptUpdate::Sums& sums);
+  void EndUpdateOf(uint32_t block);
+  // Before the decision: what the block's sums were read for is on swap, or is of no use after all.
+  void SetUpdatedEarly(uint32_t block, bool is_updated);
+  // What was gathered, beside sums of the running update, is of no use.
+  void ForgetGathered();
+
+  // Starts what can be started. `has_early_work`: blocks are being updated early.
+  void Pump(bool has_early_work);
+
+  // An error is that of sums which are lost.
+  void OnSpilled(const TaskDone& done);
+  absl::Status OnLoaded(const TaskDone& done);
+  // OK, or the error of a page that was asked for; not of the running update.
+  absl::Status DrainError() { return std::exchange(error_, absl::OkStatus()); }
+
+  // The job has failed or is deleted: nothing is started any more.
+  void Abandon() { abandoned_ = true; }
+
+  // OK, or the error of a page's write that goes on elsewhere.
+  const absl::Status& write_error() const { return write_error_; }
+  const Counters& counters() const { return counters_; }
+  // What was given, and what the node gave where paths failed.
+  const std::set<nvme::Slot>& slots() const { return slots_; }
+  void CheckInvariants() const;
+
+ private:
+  enum class State : uint8_t { kNone, kThere, kSpilling, kOnSwap, kLoading };
+
+  struct Page {
+    State state = State::kNone;
+    uint32_t frame = 0;                   // unless kNone or kOnSwap
+    std::optional<nvme::Slot> slot = {};  // kSpilling, kOnSwap, kLoading
+    uint64_t checksum = 0;                // of what is in the slot
+    uint64_t spills = 0;                  // ever: part of its identity
+    uint32_t adds = 0;                    // tasks of the gathering
+    uint32_t updates = 0;                 // tasks of updates
+    uint32_t updates_left = 0;            // blocks of the running update
+    uint32_t prepared = 0;                // of these, whose sums are brought
+    bool is_requested = false;
+    bool is_urgent = false;
+    bool has_arrived = false;   // and not drained
+    bool is_forgotten = false;  // what its tasks leave is of no use
+    uint64_t used = 0;          // when it was used last
+    uint32_t blocks = 0;
+    uint32_t blocks_updated_early = 0;  // of these
+    std::vector<Range> ranges = {};
+  };
+
+  // When a page was used last, and which.
+  using ByUse = std::pmr::set<std::pair<uint64_t, uint32_t>>;
+
+  uint64_t VirtualOffset(uint32_t partition, uint64_t elem) const;
+  uint32_t PageOf(uint32_t partition, uint64_t elem) const {
+    return static_cast<uint32_t>(VirtualOffset(partition, elem) / plan_.sum_page_bytes);
+  }
+  uint64_t FrameOffset(uint32_t frame) const { return frame * plan_.sum_page_bytes; }
+  BlockIdentity IdentityOf(uint32_t page) const;
+  bool IsNeeded(const Page& page) const { return page.updates_left > 0 || is_prepared_; }
+  void Record(uint32_t page);
+  bool HasFrameForAdds() const;
+  void SetThere(uint32_t page);
+  void AllocateFrame(uint32_t page);
+  void FreeFrame(uint32_t page);
+  void List(uint32_t page);
+  void Unlist(uint32_t page);
+  void SetUsed(uint32_t page);
+  void FreeSlot(uint32_t page);
+  void Forget(uint32_t page);
+  absl::Status Describe(const absl::Status& status, uint32_t page) const;
+  void StartLoad(uint32_t page);
+  void StartSpill(uint32_t page);
+  nvme::Slot AllocateSlot();
+  void WriteToSlot(uint32_t page, bool pause);
+  void CountTransfer(const nvme::Slot& slot, Direction direction, const TaskDone& done);
+  bool StaysThere(const Page& page) const;
+  void EndSpill(uint32_t page, uint64_t checksum);
+  bool StartSpills(uint32_t frames, const std::function<std::optional<uint32_t>()>& choose);
+  void Arrive(uint32_t page);
+  void ServeRequests();
+  static bool IsIdle(const Page& page);
+  std::optional<uint32_t> OldestIdle(const ByUse& pages) const;
+  std::optional<uint32_t> OldestIdleOfUpdate() const;
+
+  JobTasks& io_;
+  const protocol::Layout& layout_;
+  const MemoryPlan& plan_;
+  nvme::SlotMap& swap_;  // of the node
+  PathTable& path_table_;
+  std::set<nvme::Slot> slots_;
+  std::vector<Page> pages_;
+  std::vector<std::vector<uint32_t>> block_pages_;
+  uint32_t block_pages_max_ = 0;
+  std::pmr::set<uint32_t> free_frames_;
+  std::pmr::deque<nvme::Slot> free_slots_;
+  ByUse gathered_;       // pages in state kThere with sums that no update is for yet
+  ByUse updated_early_;  // of these, whose blocks were all updated early
+  std::pmr::vector<uint32_t> requests_;  // pages, oldest first
+  size_t urgent_ = 0;                    // of these
+  std::pmr::vector<uint32_t> arrived_;
+  std::pmr::set<uint32_t> prepared_;       // blocks
+  std::pmr::map<TaskId, uint32_t> tasks_;  // pages
+  uint32_t spilling_ = 0;
+  uint32_t loading_ = 0;
+  uint32_t update_tasks_ = 0;            // that read sums
+  uint32_t of_update_on_swap_ = 0;       // pages of the running update
+  std::optional<uint32_t> short_block_;  // of it, the first one that found no frames
+  bool abandoned_ = false;
+  uint64_t recorded_step_ = 0;  // 0: the running update is not recorded
+  bool is_prepared_ = false;
+  uint64_t clock_ = 0;
+  Counters counters_;
+  absl::Status error_;
+  absl::Status write_error_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,329 @@
+#include "daemon/core/update/weights_cache.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "daemon/core/base/limits.h"
+#include "daemon/core/blocks/block_ledger.h"
+#include "daemon/core/blocks/block_map.h"
+#include "protocol/os/check.h"
+#include "protocol/units.h"
+
+namespace forebay::daemon {
+
+using protocol::kPageBytes;
+
+WeightsCache::WeightsCache(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
+                           const MemoryPlan& plan, StepPipeline& pipeline, const LeaseTable& leases)
+    : io_(io),
+      layout_(std::move(layout)),
+      plan_(plan),
+      pipeline_(pipeline),
+      leases_(leases),
+      copies_(io.memory()),
+      pieces_(io.memory()),
+      loads_(io.memory()) {}
+
+// ------------------------------------------------------------------------------------------ fetches
+
+void WeightsCache::OnFetch(std::optional<uint32_t> rank, uint32_t partition, uint64_t step) {
+  const auto copy = copies_.find(partition);
+  if (copy != copies_.end() && !copy->second.is_old) ++counters_.fetches_ahead;
+  if (!rank) return;
+  Order& order = orders_[*rank];
+  if (order.step != step) {
+    order.step = step;
+    if (!order.now.empty()) order.before.swap(order.now);
+    order.now.clear();
+    order.is_same = true;
+    not_read_ahead_.clear();
+  }
+  const size_t at = order.now.size();
+  order.is_same = order.is_same && at < order.before.size() && order.before[at] == partition;
+  order.now.push_back(partition);
+}
+
+absl::StatusOr<std::optional<uint64_t>> WeightsCache::Find(uint32_t partition) {
+  if (const auto failed = failed_.extract(partition); !failed.empty()) return failed.mapped();
+  const auto copy = copies_.find(partition);
+  if (copy != copies_.end() && copy->second.loads_left == 0 && !copy->second.is_old) {
+    copy->second.last_use = ++uses_;
+    ++counters_.fetches;
+    return plan_.weights_cache_offset + copy->second.offset_bytes;
+  }
+  if (!IsWanted(partition)) wanted_.push_back(partition);
+  return std::nullopt;
+}
+
+bool WeightsCache::IsWanted(uint32_t partition) const {
+  return std::ranges::find(wanted_, partition) != wanted_.end();
+}
+
+// --------------------------------------------------------------------------------------------- room
+
+uint64_t WeightsCache::BytesOf(uint32_t partition) const {
+  return protocol::RoundUp(layout_->partition_bytes(partition), kPageBytes);
+}
+
+std::optional<uint64_t> WeightsCache::FindRoom(std::pmr::vector<const Copy*> beside,
+                                               uint64_t bytes) const {
+  std::ranges::sort(beside, {}, [](const Copy* copy) { return copy->offset_bytes; });
+  uint64_t begin = 0;
+  for (const Copy* copy : beside) {
+    if (copy->offset_bytes - begin >= bytes) return begin;
+    begin = copy->offset_bytes + copy->bytes;
+  }
+  if (plan_.weights_cache_bytes - begin >= bytes) return begin;
+  return std::nullopt;
+}
+
+std::optional<uint64_t> WeightsCache::FindRoom(uint64_t bytes) const {
+  std::pmr::vector<const Copy*> all(io_.memory());
+  for (const auto& [partition, copy] : copies_) all.push_back(&copy);
+  return FindRoom(std::move(all), bytes);
+}
+
+bool WeightsCache::HasRoomBeside(std::span<const uint32_t> kept, uint32_t partition) const {
+  std::pmr::vector<const Copy*> beside(io_.memory());
+  for (const uint32_t other : kept) {
+    if (const auto copy = copies_.find(other); copy != copies_.end())
+      beside.push_back(&copy->second);
+  }
+  return FindRoom(std::move(beside), BytesOf(partition)).has_value();
+}
+
+uint64_t WeightsCache::NextUse(uint32_t partition) const {
+  uint64_t next = UINT64_MAX;
+  for (const auto& [rank, order] : orders_) {
+    if (!order.is_same) continue;
+    const auto at = order.before.begin() + static_cast<int64_t>(order.now.size());
+    const auto use = std::find(at, order.before.end(), partition);
+    if (use == order.before.end()) continue;
+    next = std::min(next, static_cast<uint64_t>(use - at));
+  }
+  return next;
+}
+
+// Nobody uses or waits for the copy, and it is needed later than `needed_in`.
+bool WeightsCache::MayEvict(uint32_t partition, const Copy& copy, uint64_t needed_in) const {
+  return copy.loads_left == 0 && !leases_.IsLeased(partition) && !IsWanted(partition) &&
+         NextUse(partition) >= needed_in;
+}
+
+// Of copies that may be evicted, the one that is needed last.
+std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
+  std::optional<uint32_t> victim;
+  uint64_t victim_use = 0;
+  for (const auto& [partition, copy] : copies_) {
+    if (!MayEvict(partition, copy, needed_in)) continue;
+    const uint64_t use = NextUse(partition);
+    const bool later = !victim || use > victim_use ||
+                       (use == victim_use && copy.last_use < copies_.at(*victim).last_use);
+    if (!later) continue;
+    victim = partition;
+    victim_use = use;
+  }
+  return victim;
+}
+
+// Begins to read a partition that has no copy; false: there is no room now. Then nothing is evicted: it would be
+// read ahead anew and evicted anew, without end.
+bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
+  const uint64_t bytes = BytesOf(partition);
+  std::optional<uint64_t> offset = FindRoom(bytes);
+  if (!offset) {
+    std::pmr::vector<const Copy*> kept(io_.memory());
+    for (const auto& [other, copy] : copies_) {
+      if (!MayEvict(other, copy, needed_in)) kept.push_back(&copy);
+    }
+    if (!FindRoom(std::move(kept), bytes)) return false;
+  }
+  while (!offset) {
+    const std::optional<uint32_t> victim = ChooseVictim(needed_in);
+    FOREBAY_CHECK(victim);
+    copies_.erase(*victim);
+    offset = FindRoom(bytes);
+  }
+  Copy& copy = copies_[partition];
+  copy = {.offset_bytes = *offset, .bytes = bytes, .last_use = ++uses_};
+  AddPieces(partition, copy);
+  return true;
+}
+
+// -------------------------------------------------------------------------------------------- reads
+
+// One for each block that has some of its elements, of the pages that these are on.
+void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  const uint64_t to = plan_.weights_cache_offset + copy.offset_bytes;
+  const std::pmr::vector<ElementRun> runs = pipeline_.map().LocateInPartition(
+      partition, 0, layout_->partitions()[partition].elems, io_.memory());
+  for (auto run = runs.begin(); run != runs.end();) {
+    const auto end = std::find_if(
+        run, runs.end(), [&](const ElementRun& other) { return other.block != run->block; });
+    const BlockLedger::Version& version = pipeline_.ledger().newest(run->block);
+    FOREBAY_CHECK(version.slot && version.weights_digests != nullptr);
+    const uint64_t first_page = run->block_elem * width / kPageBytes;
+    const ElementRun& last = *std::prev(end);
+    const uint64_t end_bytes =
+        protocol::RoundUp((last.block_elem + last.elems) * width, kPageBytes);
+    LoadWeights load{.partition = partition,
+                     .block = run->block,
+                     .slot = *version.slot,
+                     .slot_offset_bytes =
+                         pipeline_.map().weights_plane_offset(run->block) + first_page * kPageBytes,
+                     .bytes = end_bytes - first_page * kPageBytes,
+                     .digests = version.weights_digests,
+                     .first_page = first_page,
+                     .copies = std::pmr::vector<BytesCopy>(io_.memory())};
+    for (; run != end; ++run) {
+      load.copies.push_back({.from_bytes = run->block_elem * width - first_page * kPageBytes,
+                             .to_bytes = to + run->partition_elem * width,
+                             .size_bytes = run->elems * width});
+    }
+    ++copies_.at(partition).loads_left;
+    pieces_.push_back(std::move(load));
+  }
+}
+
+void WeightsCache::StartPieces() {
+  while (!pieces_.empty()) {
+    // They go before states that were read ahead, but no more than their part of the slots.
+    const bool is_urgent = loads_.size() < kStagingSlotsForWeights;
+    const std::optional<uint32_t> slot =
+        is_urgent ? pipeline_.staged().AllocateUrgent() : pipeline_.staged().AllocateFree(0);
+    if (!slot) return;
+    LoadWeights piece = std::move(pieces_.front());
+    pieces_.pop_front();
+    piece.staging_slot = *slot;
+    const Load load{.partition = piece.partition,
+                    .block = static_cast<uint32_t>(piece.block),
+                    .staging_slot = *slot,
+                    .bytes = piece.bytes,
+                    .path = piece.slot.path};
+    loads_.emplace(io_.Start(TaskKind::kLoadWeights, 0, std::move(piece)), load);
+  }
+}
+
+void WeightsCache::OnLoaded(const TaskDone& done) {
+  const auto node = loads_.extract(done.task);
+  FOREBAY_CHECK(!node.empty());
+  const Load& load = node.mapped();
+  pipeline_.staged().Release(load.staging_slot);
+  counters_.read_bytes += load.bytes;
+  pipeline_.CountRead(load.path, load.bytes, done);
+  Copy& copy = copies_.at(load.partition);
+  copy.status.Update(pipeline_.DescribeBlock(done.status, load.block));
+  if (--copy.loads_left > 0) return;
+  if (copy.status.ok()) return;
+  if (IsWanted(load.partition)) {
+    failed_[load.partition] = copy.status;
+  } else {
+    not_read_ahead_.insert(load.partition);
+  }
+  copies_.erase(load.partition);
+}
+
+void WeightsCache::EndRound(bool begins) {
+  DropOld();
+  std::erase_if(failed_, [this](const auto& entry) { return !IsWanted(entry.first); });
+  lacks_room_ = false;
+  for (const uint32_t partition : wanted_) {
+    if (!begins || lacks_room_) break;
+    if (copies_.contains(partition) || failed_.contains(partition)) continue;
+    lacks_room_ = !Make(partition, /*needed_in=*/0);
+  }
+  StartPieces();
+}
+
+// Of the fetches that a rank is expected to make, begins to read the one behind `ahead` others; false: this one
+// and those behind it have to wait.
+bool WeightsCache::MakeAhead(const Order& order, size_t ahead) {
+  const size_t next = order.now.size() + ahead;
+  if (next >= order.before.size()) return false;
+  const uint32_t partition = order.before[next];
+  if (copies_.contains(partition) || not_read_ahead_.contains(partition)) return true;
+  // Only what is needed later makes room.
+  return pipeline_.IsPartitionDone(partition) && Make(partition, ahead + 1);
+}
+
+void WeightsCache::Prefetch() {
+  // What is asked for goes first.
+  if (!pieces_.empty() || std::ranges::any_of(wanted_, [this](uint32_t partition) {
+        return !copies_.contains(partition);
+      })) {
+    return;
+  }
+  std::pmr::vector<const Order*> going(io_.memory());
+  for (const auto& [rank, order] : orders_) {
+    if (order.is_same) going.push_back(&order);
+  }
+  // What is needed first, of all ranks: else what one rank needs later fills the room of another's next.
+  for (size_t ahead = 0; !going.empty(); ++ahead) {
+    std::erase_if(going, [&](const Order* order) { return !MakeAhead(*order, ahead); });
+  }
+  StartPieces();
+}
+
+bool WeightsCache::Adopt(const KeptLease& lease) {
+  if (lease.partition >= layout_->partitions().size()) return false;
+  if (!Holds(lease.partition)) return true;
+  const uint64_t bytes = BytesOf(lease.partition);
+  const uint64_t offset = lease.offset_bytes - plan_.weights_cache_offset;
+  const bool is_inside = lease.offset_bytes >= plan_.weights_cache_offset &&
+                         offset <= plan_.weights_cache_bytes &&
+                         bytes <= plan_.weights_cache_bytes - offset;
+  if (!is_inside) return false;
+  for (const auto& [partition, copy] : copies_) {
+    if (partition == lease.partition) return copy.offset_bytes == offset;
+    if (offset < copy.offset_bytes + copy.bytes && copy.offset_bytes < offset + bytes) return false;
+  }
+  copies_[lease.partition] = {.offset_bytes = offset, .bytes = bytes, .last_use = ++uses_};
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------ updates
+
+void WeightsCache::ForgetUpdated() {
+  FOREBAY_CHECK(!is_loading());
+  for (auto& [partition, copy] : copies_) {
+    copy.is_old = copy.is_old || pipeline_.Updates(partition);
+  }
+  DropOld();
+}
+
+void WeightsCache::ForgetBlock(uint32_t block) {
+  FOREBAY_CHECK(!is_loading());
+  for (const uint32_t partition : pipeline_.map().Partitions(block)) {
+    const auto copy = copies_.find(partition);
+    if (copy != copies_.end()) copy->second.is_old = true;
+  }
+  DropOld();
+}
+
+void WeightsCache::DropOld() {
+  std::erase_if(copies_, [this](const auto& entry) {
+    return entry.second.is_old && !leases_.IsLeased(entry.first);
+  });
+}
+
+void WeightsCache::CheckInvariants() const {
+  std::vector<std::pair<uint64_t, uint64_t>> ranges;
+  uint64_t loads_left = 0;
+  for (const auto& [partition, copy] : copies_) {
+    FOREBAY_CHECK(Holds(partition));
+    ranges.emplace_back(copy.offset_bytes, copy.offset_bytes + copy.bytes);
+    loads_left += copy.loads_left;
+  }
+  FOREBAY_CHECK(loads_left == loads_.size() + pieces_.size());
+  std::ranges::sort(ranges);
+  uint64_t end = 0;
+  for (const auto& [begin, range_end] : ranges) {
+    FOREBAY_CHECK(begin >= end);
+    end = range_end;
+  }
+  FOREBAY_CHECK(end <= plan_.weights_cache_bytes);
+}
+
+}  // namespace forebay::daemon

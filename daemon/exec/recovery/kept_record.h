@@ -1,0 +1,130 @@
+// A job as it is now, in a memfd that outlives the daemon: from it another daemon goes on where this one is killed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/core/base/durable_job.h"
+#include "daemon/core/base/events.h"
+#include "daemon/exec/recovery/undo_log.h"
+#include "protocol/os/unique_fd.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// What it says is whole at every moment, whenever the process ends: what changes has two copies, and one store of 8
+// bytes says which of them is meant. With RecordStep one such store takes all blocks of the step.
+//
+// Ownership  Of the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
+//            bytes; a process that is killed does not come that far. One that was adopted it leaves as it is until Own(), and
+//            after Leave().
+// Threads    One, beside those of the undo log.
+class KeptRecord {
+ public:
+  // Of a RecordJob; slots of the swap that has this nonce (SwapSpace). `workers`: that update blocks at once.
+  //
+  // Errors  of EncodeHandedOver. E_LIMIT  no memory or descriptor for it.
+  static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce,
+                                                          uint64_t workers);
+  // That another process has left.
+  //
+  // Errors  E_CORRUPT  it is none, or of another version.
+  static absl::StatusOr<std::unique_ptr<KeptRecord>> Adopt(protocol::UniqueFd fd);
+
+  KeptRecord(const KeptRecord&) = delete;
+  KeptRecord& operator=(const KeptRecord&) = delete;
+  ~KeptRecord();
+
+  // The arenas are this process's now.
+  void Own() { is_owned_ = true; }
+  // The arenas are the next process's.
+  void Leave() { is_owned_ = false; }
+
+  int fd() const { return fd_.get(); }
+  // A step is prepared, or decided, and not published.
+  bool is_in_step() const;
+  uint64_t nonce() const;
+
+  void Set(const RecordBlock& record);
+  void Set(const RecordInstalled& record);
+  void Set(const RecordStaged& record);
+  void Set(const RecordSums& record);
+  void Set(const RecordAttempt& record);
+  void Set(const RecordPrepared& record);
+  void Set(const RecordDecision& record);
+  void Set(const RecordTrust& record);
+  void Set(const RecordStep& record);
+  void Set(const RecordUpdates& record);
+  void Set(const RecordLease& record);
+  void Set(const RecordLeaseEnd& record);
+  // The job cannot go on from it.
+  void Drop();
+
+  // What workers say of updates in place.
+  UndoLog& undo() { return undo_; }
+
+  // The job, with `kept`, and its extra_state out of `step_arena` (a descriptor; -1: there is none). What is durable of
+  // it, and which of its slots are free, the record does not know.
+  //
+  // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
+  //         E_JOB_FAILED  it was dropped.
+  absl::StatusOr<DurableJob> Read(int step_arena) const;
+
+ private:
+  struct Header;
+  struct Version;
+  struct Block;
+  struct Values;
+  struct Order;
+  struct Sums;
+  struct Prepared;
+
+  KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes);
+
+  static uint64_t FixedChecksum(std::span<const std::byte> bytes);
+  Header& header() const;
+  Values& values(uint64_t step) const;
+  uint64_t* param_updates(uint64_t step) const;
+  StatePart* extra_states(uint64_t step) const;
+  uint32_t* trace(uint64_t step) const;
+  std::byte* summary(uint64_t step) const;
+  Prepared& prepared() const;
+  protocol::HyperParams* prepared_hyper_params() const;
+  StatePart* prepared_extra_states() const;
+  std::byte* prepared_summary() const;
+  Order& order() const;
+  protocol::HyperParams* hyper_params() const;
+  // Parameter groups that the record has room for, from the distance between its sections: the room behind the last one is
+  // smaller than a row.
+  uint64_t param_group_rows() const;
+  struct Lease;
+  std::span<Lease> leases() const;
+  float* trust() const;
+  uint8_t* params_updated() const;
+  Block& block(uint32_t index) const;
+  Sums& sums(uint32_t page) const;
+  uint64_t* digests(uint32_t index, uint64_t copy) const;
+  uint64_t CurrentCopy(uint32_t index) const;
+  void Write(const RecordBlock& record, uint64_t copy);
+  void WriteValues(const RecordDecision& record);
+  void WriteOrder(const RecordDecision& record);
+  std::optional<DurableBytes> BytesOf(uint32_t index, uint64_t copy) const;
+  std::shared_ptr<const KeptUpdate> ReadUpdate() const;
+  absl::StatusOr<std::shared_ptr<const KeptUpdate>> ReadPrepared(int step_arena) const;
+  std::vector<KeptUpdate::Sums> ReadSums(uint64_t step) const;
+  static absl::StatusOr<ExtraStates> ReadStates(std::span<const StatePart> parts, int step_arena);
+  absl::Status CheckChanging() const;
+
+  protocol::UniqueFd fd_;
+  std::span<std::byte> bytes_;
+  UndoLog undo_;
+  bool is_owned_ = false;
+};
+
+}  // namespace forebay::daemon

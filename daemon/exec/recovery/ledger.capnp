@@ -1,0 +1,95 @@
+@0xd1c6e0b4a97f3825;
+# What a daemon must know to go on after its death: the ledger that the swap volume makes durable. It stays on the disk
+# while programs change: fields are added at the end and never change their meaning; what an older program would read
+# wrongly raises the version (ledger_codec.cc).
+
+using Cxx = import "/capnp/c++.capnp";
+$Cxx.namespace("forebay::daemon::schema");
+
+struct Ledger {
+  version @0 :UInt32;   # from 1; comes first and stays
+  nonce @1 :UInt64;     # of the volume, part of every checksum
+  lastJob @2 :UInt64;   # ids up to this one were given out
+  jobs @3 :List(Job);
+
+  # Of a daemon that hands its jobs over to the next, in memory; not on the disk.
+  lastLease @4 :UInt64;
+  sequence @5 :UInt64;  # of the volume's durable ledger; 0: none
+
+  # Where the volume is (volume_place.h).
+  machine @6 :Data;     # empty: not known
+  paths @7 :List(Path); # in the volume's order; empty: made by a program that did not write it
+}
+
+struct Path {
+  name @0 :Text;
+  inode @1 :UInt64;  # 0: of a device
+  disk @2 :Text;     # of a device: what it says of itself; empty: nothing
+}
+
+struct Job {
+  id @0 :UInt64;
+  name @1 :Text;
+  uid @2 :UInt32;
+  run @3 :Text;             # token of the run that trained it
+  durability @4 :Text;      # "memory", "epoch=10", "step"
+  layout @5 :Data;          # an unpacked LayoutMessage (protocol/layout_codec.h)
+  worldSize @6 :UInt32;
+  blockElems @7 :UInt64;
+  slotBytes @8 :UInt64;     # of all its slots
+  weightsOnSwap @9 :List(Bool);     # by partition; empty: of none
+  step @10 :UInt64;                 # published, with all before it
+  paramUpdates @11 :List(UInt64);   # by parameter: steps in which it had a gradient
+  trace @12 :List(UInt32);          # partitions
+  extraStates @13 :List(Data);      # by rank
+  blocks @14 :List(Bytes);
+  weights @15 :List(Bytes);         # parts of the arena, from its beginning
+  digests @16 :List(UInt64);        # of the pages of all blocks' planes of weights, in the blocks' order
+  kept @17 :Kept;                   # of a job that is handed over
+  before @18 :Job;  # the durable step before, of a job over several nodes: its step, run, and what is bytes or a list.
+                    # Since version 2
+}
+
+struct Kept {
+  # KeptMemory of daemon/core/base/durable_job.h.
+  resident @0 :List(Bool);          # by block
+  weightsBytes @1 :UInt64;
+  dramBytes @2 :UInt64;
+  gradArenaBytes @3 :UInt64;
+  extraStateBytes @4 :UInt64;
+  activationBytes @5 :UInt64;
+  trace @6 :Bool;
+  accumulate @7 :Bool;
+  earlyUpdates @8 :Bool;
+  earlyWeightsSlots @9 :UInt32;
+  attempt @10 :UInt64;
+  spareSlots @11 :List(Bytes);      # of the job's slot size
+  sumSlots @12 :List(Bytes);
+  sumSlotBytes @13 :UInt64;
+  writtenSteps @14 :List(UInt64);   # by block
+  stepBytes @15 :UInt64;
+  wasKilled @16 :Bool;
+  norm @17 :Float64;
+  clipped @18 :Bool;
+  overflowed @19 :UInt64;
+  sumFrames @20 :UInt32;
+  leases @21 :List(Lease);
+  worldRanks @22 :UInt32;
+  summary @23 :Data;
+}
+
+struct Lease {
+  lease @0 :UInt64;
+  offsetBytes @1 :UInt64;
+  rank @2 :UInt32;
+  partition @3 :UInt32;
+}
+
+struct Bytes {
+  # In a slot: 32 bytes, without pointers.
+  offsetBytes @0 :UInt64;
+  checksum @1 :UInt64;
+  writtenStep @2 :UInt64;
+  path @3 :UInt32;       # 1 + the path; 0: states that are all zeros and were never written
+  digestPages @4 :UInt32;   # so many of `digests` are of this block
+}
