@@ -1,8 +1,8 @@
 // A job's memory plan as it is shown, term by term and rank by rank.
 #pragma once
 
+#include "daemon/core/base/views.h"
 #include "daemon/core/blocks/placement.h"
-#include "daemon/core/node/node_state.h"
 #include "daemon/core/plan/memory_plan.h"
 #include "protocol/layout.h"
 

@@ -50,8 +50,9 @@ bool HasNoShares(const NodeOptions& options) {
 
 // Of a node whose daemon has staging for swap.
 std::string LimitsWithSwap(const LeastLimits& least) {
-  std::string text = absl::StrCat("; with room on swap a limit of ", ExactBytes(least.states_on_swap),
-                                  " does for a job with its states there");
+  std::string text =
+      absl::StrCat("; with room on swap a limit of ", ExactBytes(least.states_on_swap),
+                   " does for a job with its states there");
   if (least.weights_on_swap < least.states_on_swap) {
     absl::StrAppend(&text, ", of ", ExactBytes(least.weights_on_swap), " with its weights too");
   }

@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
-#include "daemon/core/node/node_state.h"
+#include "daemon/core/base/views.h"
 #include "daemon/core/plan/job_spec.h"
 #include "daemon/core/sessions/session.h"
 

@@ -8,7 +8,7 @@
 #include "absl/status/status.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
-#include "daemon/core/node/node_state.h"
+#include "daemon/core/base/views.h"
 #include "daemon/core/update/step_pipeline.h"
 #include "daemon/core/update/weights_cache.h"
 

@@ -17,6 +17,7 @@
 #include "daemon/core/base/durable_job.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
+#include "daemon/core/base/views.h"
 #include "daemon/core/blocks/block_map.h"
 #include "daemon/core/blocks/path_table.h"
 #include "daemon/core/plan/memory_plan.h"
@@ -48,10 +49,6 @@ class SumPages {
     kThere,
     kComing,  // a frame for each of its pages, some are being read
     kNone,
-  };
-  struct Counters {
-    uint64_t read_bytes = 0;
-    uint64_t written_bytes = 0;
   };
 
   // What is given outlives it; `slots` for pages.
@@ -113,7 +110,7 @@ class SumPages {
 
   // OK, or the error of a page's write that goes on elsewhere.
   const absl::Status& write_error() const { return write_error_; }
-  const Counters& counters() const { return counters_; }
+  const SumsCounters& counters() const { return counters_; }
   // What was given, and what the node gave where paths failed.
   const std::set<nvme::Slot>& slots() const { return slots_; }
   void CheckInvariants() const;
@@ -203,7 +200,7 @@ class SumPages {
   uint64_t recorded_step_ = 0;  // 0: the running update is not recorded
   bool is_prepared_ = false;
   uint64_t clock_ = 0;
-  Counters counters_;
+  SumsCounters counters_;
   absl::Status error_;
   absl::Status write_error_;
 };

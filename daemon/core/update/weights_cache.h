@@ -14,7 +14,7 @@
 #include "absl/status/status.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
-#include "daemon/core/node/node_state.h"
+#include "daemon/core/base/views.h"
 #include "daemon/core/plan/memory_plan.h"
 #include "daemon/core/sessions/lease_table.h"
 #include "daemon/core/update/step_pipeline.h"
