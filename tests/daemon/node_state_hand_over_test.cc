@@ -19,6 +19,7 @@
 #include "protocol/durability.h"
 #include "tests/support/job_cases.h"
 #include "tests/support/node_harness.h"
+#include "tests/support/points.h"
 #include "tests/support/status_test.h"
 #include "tests/support/turned_training.h"
 
@@ -55,16 +56,13 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   const NodeState::Options options = OptionsOf(GetParam());
   constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
-  uint64_t points = 0;
-  const bool is_large = GetParam().place == Place::kSumsOnSwap;
-  const uint64_t stride = is_large ? 9 : testing::kPointStride;
-  for (uint64_t point = 0;; point += stride) {
+  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;
+  const std::vector<uint64_t> points =
+      testing::PointsOf<Training>(GetParam(), options, kSteps, stride);
+  for (const uint64_t point : points) {
     Training run(GetParam(), options);
     run.AttachAll();
-    uint64_t turns = 0;
-    for (; turns < point && run.answered_ < kSteps; ++turns) run.Turn();
-    if (run.answered_ >= kSteps) break;
-    ++points;
+    for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
     const uint64_t swap_bytes = run.View().swap_bytes;
     const uint32_t resident = run.View().resident_blocks;
     run.HandOver();
@@ -85,7 +83,7 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
     ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
   }
-  EXPECT_GT(points, 40 / testing::kPointStride);
+  EXPECT_GE(points.size(), 20U);
   EXPECT_GE(steps.size(), 2U);
 }
 

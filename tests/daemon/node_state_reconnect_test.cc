@@ -13,6 +13,7 @@
 #include "protocol/error.h"
 #include "tests/support/job_cases.h"
 #include "tests/support/node_harness.h"
+#include "tests/support/points.h"
 #include "tests/support/turned_training.h"
 
 namespace forebay::daemon::node_state_reconnect_test {
@@ -30,23 +31,20 @@ using ::testing::HasSubstr;
 
 // So that a whole step may be unheard of, and so that something is heard.
 constexpr size_t kUnheard = 8;
-constexpr uint64_t kStride = testing::kSanitized ? 3 * testing::kPointStride : 1;
 
 class NodeStateReconnect : public ::testing::TestWithParam<JobCase> {};
 
 TEST_P(NodeStateReconnect, AtAnyPointARankGoesOn) {
   const NodeState::Options options = OptionsOf(GetParam());
   constexpr uint64_t kSteps = 3;
-  const bool is_large = GetParam().place == Place::kSumsOnSwap;
-  const uint64_t stride = (is_large ? 9 : 1) * kStride;
-  uint64_t points = 0;
-  for (uint64_t point = 0;; point += stride) {
+  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;
+  const std::vector<uint64_t> points =
+      testing::PointsOf<Training>(GetParam(), options, kSteps, stride);
+  for (const uint64_t point : points) {
     Training run(GetParam(), options);
     run.AttachAll();
     run.node_->set_unheard_max(kUnheard);
-    for (uint64_t turns = 0; turns < point && run.answered_ < kSteps; ++turns) run.Turn();
-    if (run.answered_ >= kSteps) break;
-    ++points;
+    for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
     const std::vector<uint64_t> sessions = run.sessions_;
     // One is away for a moment, then the other for as long as three tasks take, and again at once.
     run.LoseClientOf(point % 2, 0);
@@ -65,7 +63,7 @@ TEST_P(NodeStateReconnect, AtAnyPointARankGoesOn) {
     for (const uint64_t session : sessions) ASSERT_FALSE(run.node_->is_closed(session));
     for (const AnswerCommand& answer : run.node_->Logged<AnswerCommand>()) ASSERT_OK(answer.status);
   }
-  EXPECT_GT(points, 40 / kStride);
+  EXPECT_GE(points.size(), 20U);
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, NodeStateReconnect, ::testing::ValuesIn(kCasesThatGoOn));

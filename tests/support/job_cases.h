@@ -10,7 +10,6 @@
 #include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "tests/support/node_harness.h"
-#include "tests/support/sanitized.h"
 #include "tests/support/sharded_job.h"
 
 namespace forebay::testing {
@@ -30,10 +29,6 @@ struct JobCase {
   // The job has as many ranks on another node, which do what these do.
   bool over_nodes = false;
 };
-
-// Between the points at which a daemon ends, where all of them are tried one after the other: sanitizers look for
-// something else, and take long.
-inline constexpr uint64_t kPointStride = kSanitized ? 3 : 1;
 
 inline constexpr uint32_t kCaseRanks = 2;
 

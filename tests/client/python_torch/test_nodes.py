@@ -16,7 +16,7 @@ import pytest
 import torch
 import two_nodes
 from daemon_process import Daemon
-from two_nodes import NODE_RANKS, NodeOfJob
+from two_nodes import NODE_RANKS, NodeOfJob, values_of_tests
 
 HERE = pathlib.Path(__file__).parent
 RANKS = 2 * NODE_RANKS
@@ -38,10 +38,10 @@ DEATHS += ["die=2,3@gather", "die=0,1@decide", "die=2,3@decide"]
 class Run:
     """What the ranks of both nodes have said, and what those of one node with as many ranks have."""
 
-    def __init__(self, network, folder):
+    def __init__(self, network, folder, asked):
         self.folder = pathlib.Path(folder)
         nodes = on_each(network, self.folder)
-        scenarios = [*HOW, *REFUSALS, *DEATHS, DIFFERENCE]
+        scenarios = [*HOW, *REFUSALS, *(deaths for deaths in DEATHS if deaths in asked), DIFFERENCE]
         ranks = [node.ranks(folder, *scenarios) for node in nodes]
         self.lines = [*itertools.chain(*(one.wait(DEADLINE_S) for one in ranks))]
         for node in nodes:
@@ -74,8 +74,8 @@ def on_each(network, folder):
 
 
 @pytest.fixture(scope="module")
-def run(network, tmp_path_factory):
-    return Run(network, tmp_path_factory.mktemp("nodes"))
+def run(network, tmp_path_factory, request):
+    return Run(network, tmp_path_factory.mktemp("nodes"), values_of_tests(request))
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -98,3 +98,9 @@ class Output:
         self._thread.join(timeout)
         assert self.process.returncode == 0, self.text
         return self.said
+
+
+def values_of_tests(request):
+    """The parameters of the collected tests of this file: scenarios that no test looks at need not run."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    return {value for item in tests if hasattr(item, "callspec") for value in item.callspec.params.values()}

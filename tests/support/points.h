@@ -1,0 +1,40 @@
+// The points of a training at which a test ends its daemon.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "daemon/core/node/node_state.h"
+#include "tests/support/job_cases.h"
+
+namespace forebay::testing {
+
+// The turns after which a daemon ends, out of those that a training takes to its step `steps`: one at random of each of 20
+// equal parts, the first included; with FOREBAY_EVERY_POINT, or if there are fewer, every `stride`-th. FOREBAY_SEED
+// gives other ones. `T` is a Training.
+template <typename T>
+std::vector<uint64_t> PointsOf(const JobCase& with, const daemon::NodeState::Options& options,
+                               uint64_t steps, uint64_t stride = 1) {
+  constexpr uint64_t kParts = 20;
+  T run(with, options);
+  run.AttachAll();
+  uint64_t count = 0;
+  for (; run.answered_ < steps; ++count) run.Turn();
+  std::vector<uint64_t> points;
+  if (std::getenv("FOREBAY_EVERY_POINT") != nullptr || count / stride <= kParts) {
+    for (uint64_t point = 0; point < count; point += stride) points.push_back(point);
+    return points;
+  }
+  const char* const given = std::getenv("FOREBAY_SEED");
+  std::mt19937_64 random(given != nullptr ? std::strtoull(given, nullptr, 10) : 14);
+  points.push_back(0);
+  for (uint64_t part = 1; part < kParts; ++part) {
+    const uint64_t begin = count * part / kParts;
+    points.push_back(begin + random() % (count * (part + 1) / kParts - begin));
+  }
+  return points;
+}
+
+}  // namespace forebay::testing
