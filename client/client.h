@@ -57,8 +57,8 @@ struct Nodes {
 };
 
 struct AttachOptions {
-  std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
-  std::string job;     // 1 to 200 bytes of [A-Za-z0-9._-]
+  std::string socket = {};  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
+  std::string job = {};     // 1 to 200 bytes of [A-Za-z0-9._-]
   // Attaches to a job that exists, without a rank: reads weights and states, delivers nothing. The
   // ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
   bool reader = false;
@@ -88,7 +88,7 @@ struct AttachOptions {
   // a new job decides for its life; another level is then refused with E_OPTION. Not set: the job's, of a new
   // one the daemon's default.
   std::optional<protocol::Durability> durability = {};
-  protocol::LayoutSpec layout;
+  protocol::LayoutSpec layout = {};
   // 0: four pieces of at most 32 MiB, sharded two (the least), on GPUs also the gradients of three layers; of a
   // reader: 1 MiB.
   uint64_t grad_arena_bytes = 0;
