@@ -442,8 +442,8 @@ class Run:
         if gradient is None or not parameter.requires_grad or self.is_skipped:
             bound = {"": torch.zeros_like(old)}
         else:
-            relative = NORM_ROUNDINGS * UNIT if self.norm_clipped else 0.0
-            bound = bounds(self.script.rule, group, (old, old_states), gradient, relative)
+            e_gradient = NORM_ROUNDINGS * UNIT * gradient.abs() if self.norm_clipped else 0.0
+            bound = bounds(self.script.rule, group, (old, old_states), gradient, e_gradient)
         self.near_enough(name, whole(parameter), ours, bound[""])
         for key, value in states.items():
             if key == "step":

@@ -7,20 +7,22 @@ ROUNDINGS = 8  # of one quantity, both sides together, its float32 coefficients 
 NORM_ROUNDINGS = 64  # of a clipped gradient: a norm over at most a few hundred elements, and its quotient
 
 
-def bounds(rule, group, before, gradient, relative):
+def bounds(rule, group, before, gradient, e_gradient, e_states=None):
     """How far apart the two sides may be after one update: {"": of the parameter, state: ...}, each a tensor.
 
     Each side rounds each operation to float32, which moves a result by at most UNIT of its size; errors of what it is made of
-    go on as the derivative says. `relative` is the error of the gradient itself, where it was clipped by its norm.
+    go on as the derivative says.
 
-    before    (parameter, states) of the reference, before the update.
+    before      (parameter, states) of the reference, before the update.
+    e_gradient  how far apart the two sides' gradients may be: a tensor, or 0.0.
+    e_states    the same of AdamW's moments, from the bounds of the update before. None: the moments are the same bits.
     """
     e = ROUNDINGS * UNIT
     p, states = before
     lr, decay = group["lr"], group["weight_decay"]
     coupled = rule != "AdamW"
     g = gradient + decay * p if coupled else gradient
-    e_g = relative * gradient.abs() + (e * (gradient.abs() + decay * p.abs()) if coupled else 0.0)
+    e_g = e_gradient + (e * (gradient.abs() + decay * p.abs()) if coupled else 0.0)
     zero = torch.zeros_like(p)
     if rule == "SGD":
         momentum, dampening = group["momentum"], group["dampening"]
@@ -40,9 +42,10 @@ def bounds(rule, group, before, gradient, relative):
     beta1, beta2 = group["betas"]
     step = float(states.get("step", 0)) + 1
     m0, v0 = states.get("exp_avg", zero), states.get("exp_avg_sq", zero)
+    e_m0, e_v0 = (e_states["exp_avg"], e_states["exp_avg_sq"]) if e_states else (zero, zero)
     m, v = beta1 * m0 + (1 - beta1) * g, beta2 * v0 + (1 - beta2) * g * g
-    e_m = e * (beta1 * m0.abs() + (1 - beta1) * g.abs()) + (1 - beta1) * e_g
-    e_v = e * v + (1 - beta2) * (2 * g.abs() * e_g + e_g * e_g)
+    e_m = beta1 * e_m0 + e * (beta1 * m0.abs() + (1 - beta1) * g.abs()) + (1 - beta1) * e_g
+    e_v = beta2 * e_v0 + e * v + (1 - beta2) * (2 * g.abs() * e_g + e_g * e_g)
     top = torch.maximum(v, states.get("max_exp_avg_sq", zero)) if group["amsgrad"] else v
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     e_top = e_v / correction2
