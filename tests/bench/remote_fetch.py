@@ -30,7 +30,8 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401: likewise
 import torch.distributed as dist  # noqa: E402
 from daemon_process import Daemon  # noqa: E402
-from forebay import _attach, _optimizer, _reader  # noqa: E402, F401: likewise
+from forebay import _attach, _optimizer  # noqa: E402, F401: likewise
+from forebay.states import reader  # noqa: E402, F401: likewise
 from network_nodes import ADDRESSES  # noqa: E402
 from remote_gateway import PORT, PRINCIPAL, UID  # noqa: E402
 from torch import nn  # noqa: E402

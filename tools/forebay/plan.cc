@@ -188,7 +188,7 @@ std::string ArenasText(schema::JobPlan::Reader plan) {
 }
 
 // What FSDP2 holds in each process. The group outside the layers stays gathered from forward to backward.
-// A rank that is alone on a GPU gathers nothing, but copies (client/python/forebay/_copy_ahead.py): of the group in use and
+// A rank that is alone on a GPU gathers nothing, but copies (client/python/forebay/sharded/copy_ahead.py): of the group in use and
 // of the next.
 std::string GatheredText(const ModelShape& model, protocol::DType dtype,
                          const PlanOptions& options) {

@@ -20,17 +20,17 @@ from ._memory import return_free_memory
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
 from ._progress import Node
-from ._reader import Reader
 from ._world import World
 from .errors import ForebayError, ForebayTimeoutError, UnavailableError, unsupported, usage_error
 from .optimizers import RULE_OPTIONS, TORCH_IMPLEMENTATIONS, TORCH_OPTIONS, Optimizer
+from .states.reader import Reader
 
 if TYPE_CHECKING:
     from ._core import Attachment
-    from ._fsdp import Unit
-    from ._initial import Initial
-    from ._nodes import Nodes
-    from ._sharded import ShardMember
+    from .sharded.engine import ShardMember
+    from .sharded.fsdp import Unit
+    from .sharded.initial import Initial
+    from .sharded.nodes import Nodes
 
 _trained_here: set[tuple[str, str]] = set()  # socket and job
 PARAM_GROUPS_MAX = 4096  # of the wire
@@ -211,13 +211,13 @@ def shard(
     """fully_shard() on a plain model. Groups of the parameters that it had name those that it has now."""
     if is_fully_sharded(model):
         return request
-    from . import _shard_plan
+    from .sharded import shard_plan
 
     groups = optimizer.params if request.param_groups is None else request.param_groups
     if groups is not None and not isinstance(groups, Groups):
         groups = list(groups)  # before their parameters are replaced
     before = dict(model.named_parameters(remove_duplicate=False))
-    _shard_plan.shard(model, **fsdp)
+    shard_plan.shard(model, **fsdp)
     if groups is None:
         return request
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -253,27 +253,31 @@ def attach_sharded(
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _activations, _core, _fsdp, _initial, _nodes, _ranks, _shard_plan, _sharded
+    from . import _activations, _core
+    from .sharded import collectives, fsdp, shard_plan
+    from .sharded.engine import ShardedEngine, ShardedGuards, bind, install as install_sharded
+    from .sharded.initial import Initial
+    from .sharded.nodes import find as find_nodes, run_of_all
 
-    def check() -> tuple[list[Unit], _initial.Initial, list[Parameter], TorchGroups]:
+    def check() -> tuple[list[Unit], Initial, list[Parameter], TorchGroups]:
         _check_arguments(model, optimizer)
         refuse_unsupported_modules(model)
-        units = _fsdp.units_of(model, name_prefix)
-        _shard_plan.refuse_unusable(units, model)
-        source = _initial.Initial(model, units, name_prefix, initial)
-        parameters = _shard_plan.parameters_of(units)
+        units = fsdp.units_of(model, name_prefix)
+        shard_plan.refuse_unusable(units, model)
+        source = Initial(model, units, name_prefix, initial)
+        parameters = shard_plan.parameters_of(units)
         # As torch's optimizer numbers them, not unit by unit.
         order = {id(tensor): at for at, tensor in enumerate(model.parameters())}
         listed = sorted(parameters, key=lambda parameter: order[id(parameter.tensor)])
         torch_groups = _torch_groups(optimizer, request.param_groups)
         return units, source, parameters, _number_groups(listed, torch_groups)
 
-    units, source, parameters, torch_groups = _ranks.together(check)
-    _ranks.refuse_different("prefetch_bytes", prefetch_bytes)
-    request = replace(request, run=_nodes.run_of_all(request.run))
-    nodes = _nodes.find(request.socket, request.daemon_wait)
-    plan = _shard_plan.make_plan(units, parameters, nodes)
-    _fsdp.ensure_means(units)
+    units, source, parameters, torch_groups = collectives.together(check)
+    collectives.refuse_different("prefetch_bytes", prefetch_bytes)
+    request = replace(request, run=run_of_all(request.run))
+    nodes = find_nodes(request.socket, request.daemon_wait)
+    plan = shard_plan.make_plan(units, parameters, nodes)
+    fsdp.ensure_means(units)
     source.compare_generators()
     undo = _Undo(initial=source)
     try:
@@ -283,7 +287,7 @@ def attach_sharded(
             prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
             return prepared, _layout(plan, optimizer, plan.layout.params)
 
-        prepared, layout = _ranks.together(prepare)
+        prepared, layout = collectives.together(prepare)
 
         def send() -> Attachment:
             undo.attachment = request.send(
@@ -301,9 +305,9 @@ def attach_sharded(
             )
             return undo.attachment
 
-        attachment = _ranks.together(send)
-        _ranks.together(lambda: source.prepare(attachment, plan.layout.index))
-        engine = _sharded.ShardedEngine(
+        attachment = collectives.together(send)
+        collectives.together(lambda: source.prepare(attachment, plan.layout.index))
+        engine = ShardedEngine(
             attachment, plan, request.rank, request.timeout, prefetch_bytes, passes
         )
         engine.node = Node(request.socket, request.job, request.rank)
@@ -312,10 +316,10 @@ def attach_sharded(
             engine.activations = _activations.Activations(attachment, plan.device)
         if attachment.writes_initial:
             source.write(engine)
-        undo.shards = _sharded.bind(engine)
+        undo.shards = bind(engine)
         engine.after_step()  # what is gathered is not the job's
-        undo.guards = _sharded.ShardedGuards(model, plan, engine)
-        undo.handles = _sharded.install(engine, model)
+        undo.guards = ShardedGuards(model, plan, engine)
+        undo.handles = install_sharded(engine, model)
         opt = prepared.optimizer(plan, engine, attachment, undo)
         if early_updates:
             engine.announce = opt._announcement()
@@ -334,7 +338,7 @@ def attach_sharded(
                 _report.say(line)
         except (UnavailableError, ForebayTimeoutError) as error:
             _report.say(f"forebay plan --job {request.job} will say what the job takes, now: {error}")
-        staying = _fsdp.staying_gathered(model, units)
+        staying = fsdp.staying_gathered(model, units)
         _report.say(_report.gathered(units, staying, prefetch_bytes, plan.copies_ahead))
     return opt
 

@@ -12,7 +12,7 @@ import torch
 from .errors import unsupported
 
 if TYPE_CHECKING:
-    from ._fsdp import Unit
+    from .sharded.fsdp import Unit
 
 DRIVER = "libcuda.so.1"  # as dlopen(3) takes it
 KINDS = ("cpu", "cuda")

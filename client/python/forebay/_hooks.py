@@ -294,7 +294,7 @@ class Engine:
     def read_elements(self, name: str, state: str, elements: range) -> tuple[torch.Tensor, int]:
         """These elements of a parameter's state, and how many updates the parameter has had. Over several
         nodes a collective."""
-        from ._reader import read_elements
+        from .states.reader import read_elements
 
         assert self.attachment is not None
         return read_elements(self.attachment, name, state, elements, self.timeout)

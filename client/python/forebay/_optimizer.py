@@ -21,9 +21,9 @@ from . import _writes
 from ._buffers import Buffers, users_part
 from ._hooks import UNBOUNDED, Backward, StepCall, WindowMember, drop_empty_gradients, install, profiled
 from ._progress import metrics_of
-from ._reader import parameter_named, read_states, state_names
-from ._state_dict import DaemonState, StateDicts
 from .errors import ForebayError, unsupported, usage_error
+from .states.reader import parameter_named, read_states, state_names
+from .states.state_dict import DaemonState, StateDicts
 
 if TYPE_CHECKING:
     from ._core import Attachment

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._copy_ahead import HELD
 from ._plan import DTYPE_NAMES
+from .sharded.copy_ahead import HELD
 
 if TYPE_CHECKING:
-    from ._fsdp import Unit
-    from ._shard_plan import ShardedPlan
+    from .sharded.fsdp import Unit
+    from .sharded.shard_plan import ShardedPlan
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

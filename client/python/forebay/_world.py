@@ -6,7 +6,7 @@
    variables of srun and mpirun are not compared: one of their tasks may spawn the ranks.
 3. Without both the variables count: torchrun's, else those of srun or mpirun. A process that has none is alone.
 
-Sharded attachment takes the default process group (_shard_plan.world)."""
+Sharded attachment takes the default process group (sharded/shard_plan.py)."""
 
 from __future__ import annotations
 

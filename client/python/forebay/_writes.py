@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._plan import DTYPE_NAMES, Parameter
-from ._reader import read_elements
-from ._state_dict import PIECE_ELEMS, together, without_interrupts
 from .errors import ForebayError, UsageError, unsupported, usage_error
+from .states.reader import read_elements
+from .states.state_dict import PIECE_ELEMS, together, without_interrupts
 
 if TYPE_CHECKING:
     from ._core import Attachment
     from ._plan import Plan
-    from ._state_dict import StateDicts
+    from .states.state_dict import StateDicts
 
 # After these errors of a rank its parameters are the daemon's again; after others the next step() sends them.
 REFUSED = {"E_NONFINITE", "E_OPTION", "E_RANK", "E_UNSUPPORTED"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ._optimizer import ForebayOptimizer
-    from ._reader import Reader
+    from .states.reader import Reader
 
 # How many ranks the launcher started on this node: torchrun (or srun, by environment_of()), Open MPI, MPICH.
 LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -180,9 +180,9 @@ def attach(
     sharded = [name for name, is_given in given.items() if is_given]
     is_sharded = _attach.mode_of(model, mode, fsdp, sharded) == "sharded"
     if is_sharded:
-        from . import _shard_plan
+        from .sharded import shard_plan
 
-        world = _world.World(*_shard_plan.world(rank, world_size), is_given=False)
+        world = _world.World(*shard_plan.world(rank, world_size), is_given=False)
     else:
         world = _world.find(rank, world_size)
         _refuse_several_nodes(world.world_size, _socket_path(socket))

@@ -39,7 +39,9 @@ torch.set_num_threads(1)
 import forebay  # noqa: E402
 import torch._dynamo  # noqa: E402, F401: fully_shard() does, in each rank if not here
 import torch.distributed as dist  # noqa: E402
-from forebay import _attach, _nodes, _optimizer, _sharded  # noqa: E402, F401: likewise attach()
+from forebay import _attach, _optimizer  # noqa: E402, F401: likewise attach()
+from forebay.sharded import engine as _engine  # noqa: E402, F401
+from forebay.sharded.nodes import Nodes  # noqa: E402
 from models import batch, loss_of, net  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -137,7 +139,7 @@ def run(scenario, rank, size, folder, is_first):
     norm = 0.01 if scenario.clips else None
     job = scenario.name.translate(str.maketrans("+=,@-", "....."))
     attached = []
-    gather = _nodes.Nodes.all_gather
+    gather = Nodes.all_gather
 
     def gathered(nodes, own):
         step = attached[0].committed_step + 1 if attached and is_first else 0
@@ -146,7 +148,7 @@ def run(scenario, rank, size, folder, is_first):
         stop_at(scenario, rank, "decide", step, folder)
         return everyone
 
-    _nodes.Nodes.all_gather = gathered
+    Nodes.all_gather = gathered
     try:
         opt = forebay.attach(
             model, forebay.AdamW(lr=LR, max_grad_norm=norm), job=job, run=scenario.run, durability=scenario.level

@@ -4,7 +4,7 @@ vain."""
 import contextlib
 
 import torch
-from forebay import _sharded
+from forebay.sharded.engine import ShardedEngine
 from models import loss_of, net
 from sharded_ranks import Twins, assert_same, case, full, refused, reshard, small_net
 
@@ -18,7 +18,7 @@ def deep_net():
 @contextlib.contextmanager
 def in_order(model):
     """Names of units as they are gathered, and of layers as they compute: "gather layers.0", ..."""
-    order, before = [], _sharded.ShardedEngine.padded
+    order, before = [], ShardedEngine.padded
 
     def padded(engine, member):
         entry = f"gather {member.group.name}"
@@ -30,11 +30,11 @@ def in_order(model):
         layer.register_forward_hook(lambda *_, name=f"layers.{number}": order.append(f"compute {name}"))
         for number, layer in enumerate(model.layers)
     ]
-    _sharded.ShardedEngine.padded = padded
+    ShardedEngine.padded = padded
     try:
         yield order
     finally:
-        _sharded.ShardedEngine.padded = before
+        ShardedEngine.padded = before
         for handle in handles:
             handle.remove()
 

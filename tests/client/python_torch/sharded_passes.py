@@ -8,8 +8,9 @@ import types
 import forebay
 import torch
 import torch.distributed as dist
-from forebay import _core, _fsdp
+from forebay import _core
 from forebay._report import size
+from forebay.sharded import fsdp
 from models import batch, loss_of, scaled_step
 from sharded_ranks import Twins, assert_same, case, computes_on, full, refused, small_net
 from torch import nn
@@ -340,7 +341,7 @@ def an_fsdp2_without_what_is_used_of_it(ranks):
         ("_post_forward_indices", contextlib.nullcontext, "FSDPParamGroup of its FSDP2 has no _post_"),
     ):
         model = fully_shard(small_net(), mesh=ranks.mesh)
-        (unit,) = _fsdp.units_of(model, "")
+        (unit,) = fsdp.units_of(model, "")
         value = vars(unit._group).pop(name)
         with gloo(), refused("E_UNSUPPORTED", message, "use torch 2.8 to"):
             ranks.attach(model)

@@ -32,7 +32,8 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pa
 import forebay  # noqa: E402
 import late_device  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from forebay import _attach, _fsdp, _sharded  # noqa: E402, F401
+from forebay import _attach  # noqa: E402, F401
+from forebay.sharded import engine, fsdp  # noqa: E402, F401
 from models import batch, loss_of, net  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402

@@ -8,8 +8,8 @@ import types
 
 import forebay
 import torch
-from forebay import _nodes
-from forebay._shard_tensor import ShardTensor
+from forebay.sharded.nodes import _refuse_gaps
+from forebay.sharded.shard_tensor import ShardTensor
 from models import loss_of
 from sharded_ranks import LR, Twins, case, refused, small_net
 from torch import nn
@@ -393,9 +393,9 @@ def ranks_of_a_node_that_reach_several_daemons(ranks):
 
 @case(2)
 def nodes_whose_ranks_do_not_follow_each_other(ranks):
-    _nodes._refuse_gaps(["a", "a", "b", "c", "c"])
+    _refuse_gaps(["a", "a", "b", "c", "c"])
     with refused("E_UNSUPPORTED", "ranks 1 and 2 have two daemons, and that of rank 2 has lower ranks", "map-by slot"):
-        _nodes._refuse_gaps(["a", "b", "a"])
+        _refuse_gaps(["a", "b", "a"])
 
 
 @case()

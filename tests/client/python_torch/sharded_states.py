@@ -7,7 +7,7 @@ import tempfile
 
 import forebay
 import torch
-from forebay import _state_dict
+from forebay.states import state_dict
 from models import net
 from sharded_ranks import LR, Twins, assert_same, case, computes_on, full, refused, small_net
 from sharded_training import Uneven, loss_of_uneven, wide_twins
@@ -108,21 +108,21 @@ def a_load_that_one_rank_does_not_end(ranks):
     twins = Twins(ranks).attach().train(2)
     before, saved = states_of(twins.opt, twins.ours), copy.deepcopy(twins.opt.state_dict())
     twins.train(1)
-    write, done = _state_dict._write, []
+    write, done = state_dict._write, []
 
     def fails_at_the_third(*args):
         done.append(1)
         assert ranks.rank != 1 or len(done) < 3
         write(*args)
 
-    _state_dict._write = fails_at_the_third
+    state_dict._write = fails_at_the_third
     try:
         twins.opt.load_state_dict(saved)
         raise RuntimeError("it has ended")
     except (AssertionError, forebay.UsageError):
         pass
     finally:
-        _state_dict._write = write
+        state_dict._write = write
     for call in (twins.opt.step, twins.opt.state_dict, lambda: twins.opt.save_state("/no/file")):
         with refused("E_NOT_READY", "did not end", "on every rank"):
             call()

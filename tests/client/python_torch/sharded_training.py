@@ -6,7 +6,7 @@ import io
 
 import forebay
 import torch
-from forebay._shard_tensor import ShardTensor
+from forebay.sharded.shard_tensor import ShardTensor
 from models import CheckpointedNet, Net, loss_of
 from sharded_ranks import (
     LR,

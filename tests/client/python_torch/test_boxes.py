@@ -9,8 +9,7 @@ import itertools
 import math
 
 import pytest
-from forebay import _boxes
-from forebay._boxes import Held, Source, boxes_of, elems_of, make_shard_plan
+from forebay.sharded.boxes import BOXES_OF_A_SHARD_MAX, Held, Source, boxes_of, elems_of, make_shard_plan
 
 SHAPES = [(1,), (7,), (1, 1), (4, 6), (5, 1), (1, 5), (3, 4, 2), (2, 1, 3), (2, 3, 2, 2), (2, 2, 1, 3)]
 
@@ -55,7 +54,7 @@ def test_rows_are_one_box_and_columns_are_one_with_a_stride():
 
 
 def test_a_block_of_more_boxes_than_the_wire_takes_is_refused():
-    most = _boxes.BOXES_OF_A_SHARD_MAX
+    most = BOXES_OF_A_SHARD_MAX
     ranges = [(0, most), (0, 2), (0, 1)]  # rows are cut twice: a box for each element of dimension 0
     assert len(boxes_of([most, 3, 2], ranges)) == most
     with pytest.raises(ValueError, match=rf"\[{most + 1}, 3, 2\] has more than {most} boxes"):

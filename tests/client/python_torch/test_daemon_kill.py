@@ -13,7 +13,7 @@ import time
 import forebay
 import pytest
 from daemon_process import missing
-from forebay import _state_dict
+from forebay.states import state_dict
 from models import train
 from test_daemon_restart import (
     DEADLINE_S,
@@ -177,8 +177,8 @@ def test_states_of_more_updates_than_the_job_has_steps(folder, end, level, monke
                 getattr(manager, end)()
             plain(*words)
 
-        plain = _state_dict._write
-        monkeypatch.setattr(_state_dict, "_write", write)
+        plain = state_dict._write
+        monkeypatch.setattr(state_dict, "_write", write)
         opt.load_state_dict(states)
         assert len(writes) > 3
         before = opt.state_sha256()

@@ -15,7 +15,8 @@ import forebay
 import pytest
 import torch
 from daemon_process import on_the_daemon
-from forebay import _optimizer, _progress, _reader, _state_dict, api, errors, optimizers
+from forebay import _optimizer, _progress, api, errors, optimizers
+from forebay.states import reader, state_dict
 
 SOURCES = pathlib.Path(__file__).resolve().parents[3] / "client" / "python"
 
@@ -27,7 +28,7 @@ def public_names():
             if not name.startswith("_") and getattr(thing, "__module__", "") == module.__name__:
                 if inspect.isfunction(thing) or inspect.isclass(thing):
                     yield f"{module.__name__}.{name}", thing
-    shown = (_optimizer.ForebayOptimizer, _state_dict.StateDicts, _progress.Progress, _reader.Reader)
+    shown = (_optimizer.ForebayOptimizer, state_dict.StateDicts, _progress.Progress, reader.Reader)
     for kind in (*shown, *optimizer_classes()):
         for name, thing in vars(kind).items():
             if not name.startswith("_") and (inspect.isfunction(thing) or isinstance(thing, property)):

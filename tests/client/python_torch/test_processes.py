@@ -45,7 +45,7 @@ def package():
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "forebay").mkdir()
     sources = ROOT / "client" / "python" / "forebay"
-    for file in (*sources.glob("*.py"), sources / "integrations"):
+    for file in (*sources.glob("*.py"), *(init.parent for init in sources.glob("*/__init__.py"))):
         (folder / "forebay" / file.name).symlink_to(file)
     (folder / "forebay" / pathlib.Path(CORE).name).symlink_to(CORE)
     return folder

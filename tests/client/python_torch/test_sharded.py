@@ -204,7 +204,7 @@ model(torch.ones(3, 4)).sum().backward()
 opt.step()
 assert (opt.mode, opt.committed_step) == ("shared", 1)
 opt.detach()
-assert "forebay._fsdp" not in sys.modules
+assert "forebay.sharded.fsdp" not in sys.modules
 with tempfile.TemporaryDirectory() as folder:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{{folder}}/store", rank=0, world_size=1

@@ -309,9 +309,9 @@ def test_between_forward_and_backward(node):
 
 def at_write(monkeypatch, number, do):
     """Calls do() before this write of the loads that follow; returns how many there were."""
-    from forebay import _state_dict
+    from forebay.states import state_dict
 
-    write, done = _state_dict._write, []
+    write, done = state_dict._write, []
 
     def counted(*args):
         done.append(1)
@@ -319,7 +319,7 @@ def at_write(monkeypatch, number, do):
             do()
         write(*args)
 
-    monkeypatch.setattr(_state_dict, "_write", counted)
+    monkeypatch.setattr(state_dict, "_write", counted)
     return done
 
 

@@ -307,9 +307,9 @@ def _raised(work):
 @on_daemon
 def test_a_piece_at_a_time(node, folder, monkeypatch):
     """Of tensors of several pieces, the last one short."""
-    from forebay import _state_dict
+    from forebay.states import state_dict
 
-    monkeypatch.setattr(_state_dict, "PIECE_ELEMS", 128)
+    monkeypatch.setattr(state_dict, "PIECE_ELEMS", 128)
     preadv, read = os.preadv, []
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(preadv(*args)) or read[-1])
     model, again = nn.Linear(37, 41), nn.Linear(37, 41)
@@ -328,9 +328,9 @@ def test_a_piece_at_a_time(node, folder, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 def test_pieces_of_a_box(size):
     """Columns 1 to 3 of a matrix, whatever part of a row a piece ends in."""
-    from forebay import _state_file
+    from forebay.states import state_file
 
     matrix = torch.arange(24.0).view(4, 6)
-    box = _state_file.BoxOf(matrix.view(-1), (1, 3, 6, 4))
+    box = state_file.BoxOf(matrix.view(-1), (1, 3, 6, 4))
     pieces = [box[begin : begin + size] for begin in range(0, len(box), size)]
     assert torch.equal(torch.cat(pieces), matrix[:, 1:4].reshape(-1))

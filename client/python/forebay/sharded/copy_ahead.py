@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._device import HostDevice
+from .._device import HostDevice
 
 HELD = 2  # buffers: of the group in use, and of the one whose copy is under way
 

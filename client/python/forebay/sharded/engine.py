@@ -14,13 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from . import _fsdp, _ranks
-from ._boxes import Box, Source
-from ._copy_ahead import CopyAhead
-from ._fsdp import Shard, Unit
-from ._gradient import GradientProxy
-from ._guards import Guards, InertOnCopy, late_gradient
-from ._hooks import (
+from .._gradient import GradientProxy
+from .._guards import Guards, InertOnCopy, late_gradient
+from .._hooks import (
     AfterAccumulate,
     Backward,
     Engine,
@@ -30,15 +26,19 @@ from ._hooks import (
     profiled,
     raise_unless_step_raises,
 )
-from ._plan import DTYPE_NAMES, Parameter
-from ._report import say, size
-from ._shard_plan import ShardedPlan
-from ._shard_tensor import ShardTensor
-from .errors import DETACH, ForebayError, unsupported, usage_error
+from .._plan import DTYPE_NAMES, Parameter
+from .._report import say, size
+from ..errors import DETACH, ForebayError, unsupported, usage_error
+from . import collectives, fsdp
+from .boxes import Box, Source
+from .copy_ahead import CopyAhead
+from .fsdp import Shard, Unit
+from .shard_plan import ShardedPlan
+from .shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
-    from ._core import Attachment
-    from ._nodes import Nodes
+    from .._core import Attachment
+    from .nodes import Nodes
 
 
 T = TypeVar("T")
@@ -166,14 +166,14 @@ class ShardedEngine(Engine):
         prefetch_bytes: int = 0,
         passes: int = 1,
     ) -> None:
-        from . import _core
+        from .. import _core
 
         self._copy_list = _core.copy_list
         self.plan, self._width, self.device = plan, plan.dtype.itemsize, plan.device
         self._reads_in_place = plan.device.is_host and not attachment.weights_on_swap
         self._ahead = CopyAhead(plan.device) if plan.copies_ahead else None
         of_name = {parameter.name: parameter for parameter in plan.parameters}
-        self._process_groups = _fsdp.process_groups_of(plan.units)
+        self._process_groups = fsdp.process_groups_of(plan.units)
         self.shard_groups = []
         self.partition_of: dict[int, int] = {  # this rank's, by group
             group: number
@@ -409,7 +409,7 @@ class ShardedEngine(Engine):
         """What all ranks say, of several nodes; else what this one does."""
         if self.nodes is None:
             return own
-        return [one for of_rank in _ranks.gather(own, self.nodes.group) for one in of_rank]
+        return [one for of_rank in collectives.gather(own, self.nodes.group) for one in of_rank]
 
     def read_elements(self, name: str, state: str, elements: range) -> tuple[torch.Tensor, int]:
         if self.nodes is None:
@@ -530,7 +530,7 @@ class ShardedEngine(Engine):
             self._reset()
 
     def _reset(self) -> None:
-        _fsdp.reset(self.plan.units)
+        fsdp.reset(self.plan.units)
         for member in self.shards():
             if member.arrived:
                 member.tensor.grad = member.delivered
@@ -682,7 +682,7 @@ class AfterForward(InertOnCopy):
 def install(engine: ShardedEngine, model: nn.Module) -> list[RemovableHandle]:
     """Puts every hook; returns the handles that remove them."""
     forward: list[RemovableHandle] = []
-    for root in _fsdp.roots_of(model):
+    for root in fsdp.roots_of(model):
         forward.append(root.register_forward_pre_hook(BeforeForward(engine), prepend=True))
         forward.append(root.register_forward_hook(AfterForward(engine)))
     # FSDP2 calls it for each sharded parameter whose gradient it has reduced.

@@ -11,9 +11,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import _ranks
-from ._run import LAUNCHERS
-from .errors import UnavailableError, unsupported, usage_error
+from .._run import LAUNCHERS
+from ..errors import UnavailableError, unsupported, usage_error
+from . import collectives
 
 PAUSE_S = 0.05
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each machine
@@ -39,13 +39,13 @@ class Nodes:
 
     def all_gather(self, own: bytes) -> list[bytes]:
         """What every rank sends, by rank. A collective."""
-        return _ranks.gather(own, self.group)
+        return collectives.gather(own, self.group)
 
 
 def run_of_all(run: str) -> str:
     """Rank 0's where the launchers of the nodes may each have a token of their own; else this rank's, which its daemon
     compares. A collective over the default process group."""
-    runs = _ranks.gather(run)
+    runs = collectives.gather(run)
     return runs[0] if all(of_rank.startswith(LAUNCHERS) for of_rank in runs) else run
 
 
@@ -60,7 +60,7 @@ def find(socket: str, daemon_wait: float | None) -> Nodes | None:
     """
     places: list[Place] = []
     for _ in range(3):  # one that is started again while they ask is another one
-        before, places = places, _ranks.gather(_ranks.together(lambda: _place(socket, daemon_wait)))
+        before, places = places, collectives.gather(collectives.together(lambda: _place(socket, daemon_wait)))
         if places == before or len({place.daemon for place in places}) == 1:
             break
     _refuse_several_daemons(places)
@@ -76,7 +76,7 @@ def find(socket: str, daemon_wait: float | None) -> Nodes | None:
 
 
 def _place(socket: str, daemon_wait: float | None) -> Place:
-    from . import _core
+    from .. import _core
 
     end = time.monotonic() + _core.first_daemon_wait(daemon_wait)
     while True:

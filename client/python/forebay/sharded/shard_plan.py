@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _device, _fsdp, _ranks
-from ._boxes import Held, ShardPlan, make_shard_plan
-from ._fsdp import Shard, Unit
-from ._nodes import Nodes
-from ._plan import FORMATS, Parameter, Plan, layers_of
-from .errors import UsageError, unsupported, usage_error
+from .. import _device
+from .._plan import FORMATS, Parameter, Plan, layers_of
+from ..errors import UsageError, unsupported, usage_error
+from . import collectives, fsdp
+from .boxes import Held, ShardPlan, make_shard_plan
+from .fsdp import Shard, Unit
+from .nodes import Nodes
 
 
 def shard(
@@ -36,7 +37,7 @@ def shard(
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             _device.refuse_other_kinds(f"parameter {name}", parameter.device)
-        _fsdp.check_runs_on(parameter.device)
+        fsdp.check_runs_on(parameter.device)
         _refuse_empty(name, parameter)
         if parameter.dim() == 0:
             raise unsupported(
@@ -211,7 +212,7 @@ def make_plan(
         for one in unit.shards
     ]
     mesh = {rank for unit in units for one in unit.shards for rank in one.mesh.mesh.flatten().tolist()}
-    everyone = _ranks.gather((held, sorted(mesh)))
+    everyone = collectives.gather((held, sorted(mesh)))
     try:
         layout = make_shard_plan(*zip(*everyone))
     except ValueError as error:

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 
 import torch
 
-from ._boxes import Box
-from .errors import UsageError, usage_error
+from ..errors import UsageError, usage_error
+from ..sharded.boxes import Box
 
 ALIGN_BYTES = 64
 HEADER_BYTES_MAX = 100 << 20  # as the library safetensors

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .errors import unsupported
+from ..errors import unsupported
 
 aten = torch.ops.aten
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _fsdp, _ranks
-from ._buffers import holds_buffers
-from ._checkpoint import Checkpoint, refuse_difference
-from ._fsdp import Shard, Unit
-from ._memory import return_free_memory
-from ._plan import check_finite
-from .errors import unsupported, usage_error
+from .._buffers import holds_buffers
+from .._memory import return_free_memory
+from .._plan import check_finite
+from ..errors import unsupported, usage_error
+from . import collectives, fsdp
+from .checkpoint import Checkpoint, refuse_difference
+from .fsdp import Shard, Unit
 
 if TYPE_CHECKING:
-    from ._core import Attachment
-    from ._sharded import ShardedEngine, ShardGroup, ShardMember
+    from .._core import Attachment
+    from .engine import ShardedEngine, ShardGroup, ShardMember
 
 Initializer = Callable[[nn.Module], object]
 _CURE = (
@@ -145,7 +145,7 @@ class Initial:
         """Whether all ranks would get the same random numbers: on a GPU torch gives each shard its own.
         Of a model on the meta device and a mesh of CPUs a collective over the default process group."""
         if self._is_meta and self._device.type == "cpu":
-            states = _ranks.gather([torch.get_rng_state().numpy().tobytes()])
+            states = collectives.gather([torch.get_rng_state().numpy().tobytes()])
             self._have_same_seed = all(state == states[0] for state in states)
 
     def make_buffers(self) -> None:
@@ -159,7 +159,7 @@ class Initial:
                 if before is None or not (before.is_meta or self._checkpoint is not None):
                     continue
                 if id(before) not in made:
-                    name = self._prefix + _fsdp.plain_name(f"{prefix}.{key}".lstrip("."))
+                    name = self._prefix + fsdp.plain_name(f"{prefix}.{key}".lstrip("."))
                     is_meta = before.is_meta
                     nothing = _nothing(before.shape, before.dtype, self._device)
                     new = nothing if is_meta else before.clone()
@@ -237,7 +237,7 @@ class Initial:
             self._model.named_parameters(remove_duplicate=False),
             self._model.named_buffers(remove_duplicate=False),
         ):
-            full_name = self._prefix + _fsdp.plain_name(name)
+            full_name = self._prefix + fsdp.plain_name(name)
             aliases.setdefault(first.setdefault(id(tensor), full_name), []).append(full_name)
         return aliases
 
@@ -327,7 +327,7 @@ class Initial:
                 what = "parameter" if key in module._parameters else "buffer"
                 kind = type(module).__name__.removeprefix("FSDP")
                 raise unsupported(
-                    f"{what} {key} of {kind} {_fsdp.plain_name(name)} is on the meta device, and neither "
+                    f"{what} {key} of {kind} {fsdp.plain_name(name)} is on the meta device, and neither "
                     "this module nor one around it has reset_parameters()",
                     _CURE if what == "parameter" else f"{_CURE} that has it; or {_ON_CPU}",
                 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .errors import UsageError, unsupported, usage_error
+from ..errors import UsageError, unsupported, usage_error
 
 NAMES_IN_A_MESSAGE = 3
 _DTYPES = {

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from . import _state_file
-from ._reader import read_states, state_names, step_tensor
-from ._state_file import BoxOf, FileTensor, Flat
-from .errors import ForebayError, ForebayTimeoutError, make_error, unsupported, usage_error
-from .optimizers import RULE_OPTIONS
+from ..errors import ForebayError, ForebayTimeoutError, make_error, unsupported, usage_error
+from ..optimizers import RULE_OPTIONS
+from . import state_file
+from .reader import read_states, state_names, step_tensor
+from .state_file import BoxOf, FileTensor, Flat
 
 if TYPE_CHECKING:
-    from ._core import Attachment
-    from ._hooks import Engine, Member
-    from ._plan import Parameter, Plan
-    from ._sharded import ShardedEngine, ShardMember
-    from .optimizers import Optimizer
+    from .._core import Attachment
+    from .._hooks import Engine, Member
+    from .._plan import Parameter, Plan
+    from ..optimizers import Optimizer
+    from ..sharded.engine import ShardedEngine, ShardMember
 
 T = TypeVar("T")
 PIECE_ELEMS = 1 << 20  # of a state, that are read, checked or written at once; whole groups of int8's scales
@@ -651,9 +651,9 @@ def together(
 
 def _exchange(opt: StateDicts, text: str, call: str) -> list[str]:
     if opt._engine.mode == "sharded":
-        from . import _ranks
+        from ..sharded import collectives
 
-        return _ranks.gather(text)
+        return collectives.gather(text)
     own = text.encode()
     if len(own) > REPORT_BYTES_MAX:
         mark = hashlib.sha256(own).hexdigest() if text[0] == "0" else "..."
@@ -726,7 +726,7 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
     pieces = values()
     try:
         if engine.rank == 0:
-            _state_file.write(path, tensors, {"format": "pt", "forebay": described}, pieces)
+            state_file.write(path, tensors, {"format": "pt", "forebay": described}, pieces)
     finally:
         for _ in pieces if engine.is_over_nodes else ():
             pass  # each piece is a collective
@@ -734,13 +734,13 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
 
 def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
     """As a state_dict of FileTensors, until the stack is left, for this rank's parameters."""
-    tensors, metadata = _state_file.read(path, stack)
+    tensors, metadata = state_file.read(path, stack)
     try:
         described = copy.deepcopy(json.loads(metadata["forebay"]))  # as deep as load_state_dict() copies
         kind, groups = described["optimizer"], described["param_groups"]
         number_of = {name: at for at, group in enumerate(groups) for name in group["params"]}
     except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise _state_file.refusal(path, f"it does not say whose states it has: {error!r}") from None
+        raise state_file.refusal(path, f"it does not say whose states it has: {error!r}") from None
     if kind != type(opt._rule).__name__:
         raise usage_error(
             "E_OPTION",
@@ -775,7 +775,7 @@ def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
             names = [f"{member.name}.{state}" for state in (*states, "step")]
             absent = [name for name in names if name not in tensors]
             if absent:
-                raise _state_file.refusal(path, f"it has no {absent[0]}")
+                raise state_file.refusal(path, f"it has no {absent[0]}")
             entries[index] = dict(zip((*states, "step"), (tensors[name] for name in names)))
             entries[index]["step"] = _step_of(member, {"step": tensors[names[-1]][:2]})
             _begin_with_sum(opt, group, entries[index])

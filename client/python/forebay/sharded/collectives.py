@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from . import errors
-from .errors import ForebayError, make_error, usage_error
+from .. import errors
+from ..errors import ForebayError, make_error, usage_error
 
 T = TypeVar("T")
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._hooks import profiled
-from ._plan import part_of
-from .errors import ForebayTimeoutError, make_error, usage_error
+from .._hooks import profiled
+from .._plan import part_of
+from ..errors import ForebayTimeoutError, make_error, usage_error
 
 if TYPE_CHECKING:
-    from ._core import Attachment
-    from ._plan import Parameter, Plan
+    from .._core import Attachment
+    from .._plan import Parameter, Plan
 
 
 class Reader:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._boxes import Box, boxes_of
-from .errors import UsageError, unsupported, usage_error
+from ..errors import UsageError, unsupported, usage_error
+from .boxes import Box, boxes_of
 
 
 def _wrong_torch(message: str) -> UsageError:

@@ -1,0 +1,1 @@
+"""Sharded attachment: ZeRO-3 on torch's FSDP2. Everything in this package is private."""

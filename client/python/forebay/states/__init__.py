@@ -1,0 +1,1 @@
+"""The optimizer's states outside the daemon: torch's state_dict, files, readers. Everything in this package is private."""
