@@ -4,6 +4,9 @@ daemon.
 >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
 
 Importing this package needs no daemon, no GPU and no torch; attach() does.
+
+Public are this module, forebay.api, forebay.errors, forebay.optimizers and forebay.integrations. Modules whose names begin
+with an underscore and the packages forebay.sharded and forebay.states are private.
 """
 
 from ._launcher import set_launcher_environment

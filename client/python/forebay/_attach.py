@@ -14,12 +14,13 @@ from torch import nn
 from . import _report
 from ._adopt import Groups
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
+from ._engine import Engine, Group, WindowMember, windows_of
 from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
-from ._hooks import Engine, Group, WindowMember, drop_empty_gradients, install
+from ._hooks import drop_empty_gradients, install
 from ._memory import return_free_memory
+from ._metrics import Node
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan, part_of
-from ._progress import Node
 from ._world import World
 from .errors import ForebayError, ForebayTimeoutError, UnavailableError, unsupported, usage_error
 from .optimizers import RULE_OPTIONS, TORCH_IMPLEMENTATIONS, TORCH_OPTIONS, Optimizer
@@ -255,6 +256,7 @@ def attach_sharded(
     """See forebay.attach, of a model that fully_shard() was called on."""
     from . import _activations, _core
     from .sharded import collectives, fsdp, shard_plan
+    from .sharded.costs import costs, gathered
     from .sharded.engine import ShardedEngine, ShardedGuards, bind, install as install_sharded
     from .sharded.initial import Initial
     from .sharded.nodes import find as find_nodes, run_of_all
@@ -334,12 +336,12 @@ def attach_sharded(
         try:
             status = _core.status(request.socket)
             takes = _core.plan(request.socket, request.job)
-            for line in _report.costs(plan, request.job, status, takes, passes > 1):
+            for line in costs(plan, request.job, status, takes, passes > 1):
                 _report.say(line)
         except (UnavailableError, ForebayTimeoutError) as error:
             _report.say(f"forebay plan --job {request.job} will say what the job takes, now: {error}")
         staying = fsdp.staying_gathered(model, units)
-        _report.say(_report.gathered(units, staying, prefetch_bytes, plan.copies_ahead))
+        _report.say(gathered(units, staying, prefetch_bytes, plan.copies_ahead))
     return opt
 
 
@@ -653,22 +655,6 @@ def _write_initial(
             part_of(flat, parameter).copy_(values)
         attachment.write_initial(group.number, flat, timeout)
     attachment.initial_done(timeout)
-
-
-def windows_of(plan: Plan, attachment: Attachment) -> list[torch.Tensor]:
-    """One tensor per parameter, each with a storage of its own that starts and ends with it: saving
-    one parameter saves no more than it."""
-    windows = []
-    weights = [_from_dlpack(attachment.weights(number)) for number in range(len(plan.group_names))]
-    for parameter in plan.parameters:
-        view = part_of(weights[parameter.group], parameter)
-        windows.append(_from_dlpack(torch.utils.dlpack.to_dlpack(view)))  # type: ignore[attr-defined]
-    return windows
-
-
-def _from_dlpack(view: Any) -> torch.Tensor:
-    tensor: torch.Tensor = torch.from_dlpack(view)  # type: ignore[attr-defined]
-    return tensor
 
 
 def _bind(

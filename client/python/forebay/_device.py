@@ -3,16 +3,12 @@ streams it works; the core copies there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .errors import unsupported
-
-if TYPE_CHECKING:
-    from .sharded.fsdp import Unit
 
 DRIVER = "libcuda.so.1"  # as dlopen(3) takes it
 KINDS = ("cpu", "cuda")
@@ -70,19 +66,6 @@ class CudaDevice(HostDevice):
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
-
-
-def of_units(units: Sequence[Unit]) -> HostDevice:
-    """Errors: E_UNSUPPORTED where they are on several devices, or on one of another kind."""
-    first = units[0]
-    for unit in units:
-        refuse_other_kinds(f"group {unit.name}", unit.device)
-        if unit.device != first.device:
-            raise unsupported(
-                f"group {first.name} is on device {first.device}, group {unit.name} on {unit.device}",
-                "one device for each rank: call fully_shard() with one mesh",
-            )
-    return (HostDevice if first.device.type == "cpu" else CudaDevice)(first.device)
 
 
 def refuse_mesh(mesh: Any) -> None:

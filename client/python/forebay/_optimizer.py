@@ -18,17 +18,18 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _writes
+from ._base import UNBOUNDED, Backward, StepCall, profiled
 from ._buffers import Buffers, users_part
-from ._hooks import UNBOUNDED, Backward, StepCall, WindowMember, drop_empty_gradients, install, profiled
-from ._progress import metrics_of
+from ._engine import WindowMember, windows_of
+from ._hooks import drop_empty_gradients, install
 from .errors import ForebayError, unsupported, usage_error
 from .states.reader import parameter_named, read_states, state_names
 from .states.state_dict import DaemonState, StateDicts
 
 if TYPE_CHECKING:
     from ._core import Attachment
+    from ._engine import Engine
     from ._guards import Guards
-    from ._hooks import Engine
     from ._plan import Plan
     from .optimizers import HyperRow, Optimizer
 
@@ -486,8 +487,19 @@ class ForebayOptimizer(StateDicts):
         >>> opt.metrics()["forebay/step"], opt.metrics(daemon=False)["forebay/step_s"] > 0
         (1.0, True)
         """
-        attachment, norm = self._live(), self._grad_norm
-        return metrics_of(self._engine, attachment.committed_step, norm, daemon)
+        attachment, engine = self._live(), self._engine
+        values = {
+            "forebay/step": float(attachment.committed_step),
+            "forebay/step_s": engine.clock.step_ns / 1e9,
+            "forebay/exposed_wait_s": engine.clock.step_exposed_ns / 1e9,
+        }
+        if self._grad_norm is not None:
+            values["forebay/grad_norm"] = self._grad_norm
+        if engine.activations is not None:
+            values["forebay/activation_bytes"] = float(engine.activations.store.used_bytes)
+        if daemon and engine.node is not None:
+            values |= engine.node.metrics()
+        return values
 
     def offload_activations(self) -> AbstractContextManager[Any]:
         """While it is entered, what a forward keeps for its backward goes to the daemon's memory, at most
@@ -546,8 +558,6 @@ class ForebayOptimizer(StateDicts):
         """
         if self._phase != Phase.RESTING:
             return
-        from ._attach import windows_of
-
         attachment, model = self._live(), self._guards.model
         now = self._guards.outside_ids() | {id(tensor) for tensor in (model.parameters() if model is not None else ())}
         members = [member for member in self._members if isinstance(member, WindowMember)]

@@ -1,4 +1,4 @@
-"""What a script shows of its training: opt.metrics() and forebay.Progress."""
+"""forebay.Progress: what a script shows of its training."""
 
 from __future__ import annotations
 
@@ -6,79 +6,17 @@ import shutil
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from .errors import ForebayTimeoutError, UnavailableError, usage_error
+from ._metrics import RATE_NAMES
+from ._report import size
+from .errors import usage_error
 
 if TYPE_CHECKING:
-    from ._hooks import Engine
     from ._optimizer import ForebayOptimizer
 
-STATUS_TIMEOUT_S = 10.0
 REWRITE_S = 0.5  # between two states of a line that is written over
 LINE_S = 10.0  # between two lines
-RATE_NAMES = {"read": "forebay/swap_read_bytes_per_s", "written": "forebay/swap_write_bytes_per_s"}
-
-
-class Node:
-    """The daemon of one attachment, asked for its numbers."""
-
-    def __init__(self, socket: str, job: str, rank: int) -> None:
-        self.socket, self.job, self.rank = socket, job, rank
-        self._before: tuple[float, int, int] | None = None  # when, bytes read and written by then
-
-    def metrics(self) -> dict[str, float]:
-        """Empty where the daemon does not answer."""
-        from . import _core
-
-        try:
-            status = _core.status(self.socket, STATUS_TIMEOUT_S)
-        except (UnavailableError, ForebayTimeoutError):
-            self._before = None  # the next daemon counts from 0
-            return {}
-        memory, swap = status["memory"], status["swap"]
-        arenas = (arena for arena in memory["arenas"] if arena["job"] == self.job)
-        values = {
-            "forebay/dram_used_bytes": memory["used_bytes"],
-            "forebay/dram_limit_bytes": memory["limit_bytes"],
-            "forebay/job_dram_bytes": sum(arena["allocated_bytes"] for arena in arenas),
-            "forebay/swap_used_bytes": sum(path["used_bytes"] for path in swap),
-        }
-        for job in status["jobs"]:
-            if job["name"] == self.job:
-                values["forebay/update_s"] = job["last_step_seconds"]
-        return {name: float(value) for name, value in values.items()} | self._rates(swap)
-
-    def _rates(self, swap: list[dict[str, Any]]) -> dict[str, float]:
-        """Of all paths, since the call before."""
-        read = sum(path["read_bytes"] for path in swap)
-        written = sum(path["written_bytes"] for path in swap)
-        before, self._before = self._before, (time.monotonic(), read, written)
-        if before is None or read < before[1] or written < before[2]:  # another daemon's
-            return {}
-        seconds = max(self._before[0] - before[0], 1e-9)
-        return {
-            RATE_NAMES["read"]: (read - before[1]) / seconds,
-            RATE_NAMES["written"]: (written - before[2]) / seconds,
-        }
-
-
-def metrics_of(
-    engine: Engine, committed_step: int, grad_norm: float | None, daemon: bool
-) -> dict[str, float]:
-    """See ForebayOptimizer.metrics."""
-    values = {
-        "forebay/step": float(committed_step),
-        "forebay/step_s": engine.clock.step_ns / 1e9,
-        "forebay/exposed_wait_s": engine.clock.step_exposed_ns / 1e9,
-    }
-    if grad_norm is not None:
-        values["forebay/grad_norm"] = grad_norm
-    if engine.activations is not None:
-        values["forebay/activation_bytes"] = float(engine.activations.store.used_bytes)
-    if daemon and engine.node is not None:
-        values |= engine.node.metrics()
-    return values
 
 
 class Progress:
@@ -185,8 +123,6 @@ class Progress:
         self._width = len(line)
 
     def _line(self, values: dict[str, float]) -> str:
-        from ._report import size  # brings torch, which `import forebay` does without
-
         step, step_s = int(values["forebay/step"]), values["forebay/step_s"]
         wait_s = values["forebay/exposed_wait_s"]
         parts = [f"step {step}" if self._total is None else f"step {step}/{self._total}"]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._base import read_elements
 from ._plan import DTYPE_NAMES, Parameter
 from .errors import ForebayError, UsageError, unsupported, usage_error
-from .states.reader import read_elements
 from .states.state_dict import PIECE_ELEMS, together, without_interrupts
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ import ctypes
 import os
 import pathlib
 
-from forebay import _device
+from forebay._device import HostDevice
+from forebay.sharded import shard_plan
 
 LEFT_OUT = []  # anything: torch's stream and ours do not wait for each other
-OF_UNITS = _device.of_units  # as it is on machines with GPUs
+DEVICE_OF = shard_plan.device_of  # as it is on machines with GPUs
 PROGRAMS = pathlib.Path(
     os.environ.get("FOREBAY_BIN_DIR", pathlib.Path(__file__).parents[3] / "build" / "bin")
 )
@@ -51,7 +52,7 @@ def call(function, *args):
     assert result == 0, (function, result)
 
 
-class LateDevice(_device.HostDevice):
+class LateDevice(HostDevice):
     is_host = False
 
     def options(self):
@@ -74,7 +75,7 @@ def driver():
 def install(registers_read_only):
     """Models on CPUs are on such a device from now on."""
     driver().fake_cuda_start(int(registers_read_only))
-    _device.of_units = lambda units: LateDevice(units[0].device)
+    shard_plan.device_of = lambda units: LateDevice(units[0].device)
 
 
 def mistakes():

@@ -3,7 +3,10 @@
 import forebay
 import late_device
 import torch
-from forebay import _device, _report
+from forebay._device import HostDevice
+from forebay._report import size
+from forebay.sharded import shard_plan
+from forebay.sharded.costs import gathered
 from models import loss_of
 from sharded_ranks import Twins, assert_same, case, full, refused, small_net
 
@@ -25,8 +28,8 @@ def weights_and_gradients_are_copied(ranks):
         assert held < after["copied_bytes"] - before["copied_bytes"] <= 2 * held + 64 * 1024
     of_device = full(on_device)
     opt.detach()
-    before = _device.of_units
-    _device.of_units = lambda units: _device.HostDevice(units[0].device)
+    before = shard_plan.device_of
+    shard_plan.device_of = lambda units: HostDevice(units[0].device)
     try:
         on_host = ranks.shard(small_net())
         opt = ranks.attach(on_host, job=f"{ranks.job}.host")
@@ -36,7 +39,7 @@ def weights_and_gradients_are_copied(ranks):
         assert_same(of_device, full(on_host))
         opt.detach()
     finally:
-        _device.of_units = before
+        shard_plan.device_of = before
 
 
 def losses_of_three_steps(ranks, name):
@@ -62,8 +65,8 @@ def a_rank_alone_waits_for_what_is_copied_ahead(ranks):
     model = ranks.shard(small_net())
     opt = ranks.attach(model, job=f"{ranks.job}.said")
     sizes = sorted((one.gathered_bytes for one in opt._plan.units), reverse=True)
-    said = _report.gathered(opt._plan.units, [], 0, opt._plan.copies_ahead)
-    assert f"{_report.size(sizes[0] + sizes[1])} copied ahead" in said, said
+    said = gathered(opt._plan.units, [], 0, opt._plan.copies_ahead)
+    assert f"{size(sizes[0] + sizes[1])} copied ahead" in said, said
     opt.detach()
     right = losses_of_three_steps(ranks, "right")
     assert len(right) == 3 and right == losses_of_three_steps(ranks, "again")
@@ -104,7 +107,7 @@ def two_devices_of_one_rank(ranks):
             self.name, self.device = unit.name, next(devices)
 
     with refused("E_UNSUPPORTED", "is on device cpu, group .* on cuda:1", "one mesh"):
-        late_device.OF_UNITS([Elsewhere(unit) for unit in units[:2]])
+        late_device.DEVICE_OF([Elsewhere(unit) for unit in units[:2]])
     opt.detach()
 
 

@@ -7,6 +7,7 @@
 import copy
 import io
 import pickle
+import pickletools
 
 import forebay
 import pytest
@@ -155,6 +156,13 @@ def test_a_script_is_made_of_a_copy(attached):
         twin = copy.deepcopy(whole.net)
         assert tables_of(twin) == tables_of(before.net)
         assert_returns_the_same(torch.jit.script(twin.layers[0]), model.net.layers[0], torch.randn(3, WIDTH))
+
+
+def test_a_saved_model_names_nothing_but_guards_of_the_package(attached):
+    """Files that users have saved name it: its path stays."""
+    model, _, _, _, _ = attached
+    words = [argument for _, argument, _ in pickletools.genops(pickle.dumps(model))]
+    assert {word for word in words if str(word).startswith("forebay.")} == {"forebay._guards"}
 
 
 def test_a_detached_model_can_be_scripted(node):

@@ -11,7 +11,7 @@ import forebay
 import pytest
 import torch
 from daemon_process import on_the_daemon
-from forebay import _progress
+from forebay import _metrics
 from models import batch, loss_of, net
 from torch.profiler import ProfilerActivity, profile
 
@@ -109,7 +109,7 @@ def test_swap_rates_are_those_between_two_calls(node, monkeypatch):
     _, opt = trained()
     clock = iter((10.0, 14.0, 15.0))
     status = Status(monkeypatch, status_of(read=100, written=1000))
-    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(_metrics, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert not RATES & opt.metrics().keys()
     status.answer = status_of(read=900, written=1400)
     values = opt.metrics()

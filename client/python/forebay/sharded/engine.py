@@ -14,18 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .._base import Backward, profiled, raise_unless_step_raises
+from .._engine import Engine, Group, Member
 from .._gradient import GradientProxy
 from .._guards import Guards, InertOnCopy, late_gradient
-from .._hooks import (
-    AfterAccumulate,
-    Backward,
-    Engine,
-    Group,
-    Member,
-    graph_nodes,
-    profiled,
-    raise_unless_step_raises,
-)
+from .._hooks import AfterAccumulate, graph_nodes
 from .._plan import DTYPE_NAMES, Parameter
 from .._report import say, size
 from ..errors import DETACH, ForebayError, unsupported, usage_error

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import _device
+from .._device import CudaDevice, HostDevice, refuse_mesh, refuse_other_kinds
 from .._plan import FORMATS, Parameter, Plan, layers_of
 from ..errors import UsageError, unsupported, usage_error
 from . import collectives, fsdp
@@ -33,10 +33,10 @@ def shard(
 
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise _number_of_ranks()
-    _device.refuse_mesh(mesh)
+    refuse_mesh(mesh)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
-            _device.refuse_other_kinds(f"parameter {name}", parameter.device)
+            refuse_other_kinds(f"parameter {name}", parameter.device)
         fsdp.check_runs_on(parameter.device)
         _refuse_empty(name, parameter)
         if parameter.dim() == 0:
@@ -78,8 +78,21 @@ def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
                 f"parameter {name} is in no module that fully_shard() was called on",
                 "fully_shard(model) as the last call, without ignored_params",
             )
-    _device.of_units(units)
+    device_of(units)
     _refuse_mixed_types(units)
+
+
+def device_of(units: Sequence[Unit]) -> HostDevice:
+    """Errors: E_UNSUPPORTED where they are on several devices, or on one of another kind."""
+    first = units[0]
+    for unit in units:
+        refuse_other_kinds(f"group {unit.name}", unit.device)
+        if unit.device != first.device:
+            raise unsupported(
+                f"group {first.name} is on device {first.device}, group {unit.name} on {unit.device}",
+                "one device for each rank: call fully_shard() with one mesh",
+            )
+    return (HostDevice if first.device.type == "cpu" else CudaDevice)(first.device)
 
 
 def _refuse_mixed_types(units: Sequence[Unit]) -> None:
@@ -163,7 +176,7 @@ class ShardedPlan(Plan):
             group_names=layout.group_names,
         )
         self.units, self.layout = units, layout
-        self.device = _device.of_units(units)
+        self.device = device_of(units)
 
     @property
     def grad_dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._hooks import profiled
+from .._base import read_elements
 from .._plan import part_of
 from ..errors import ForebayTimeoutError, make_error, usage_error
 
@@ -128,15 +128,6 @@ def state_names(attachment: Attachment, parameter: Parameter) -> list[str]:
         return []
     wide = (parameter.weights or parameter.tensor.dtype) == torch.float32
     return [state for state in attachment.states if state != "master" or not wide]
-
-
-def read_elements(
-    attachment: Attachment, name: str, state: str, elements: range, timeout: float
-) -> tuple[torch.Tensor, int]:
-    """These elements of a parameter's state, and how many updates the parameter has had."""
-    with profiled("forebay.read_state", name):
-        view, updates = attachment.read_state(name, state, elements.start, len(elements), timeout)
-    return torch.from_dlpack(view), updates  # type: ignore[attr-defined]
 
 
 def read_states(

@@ -29,7 +29,7 @@ from .state_file import BoxOf, FileTensor, Flat
 
 if TYPE_CHECKING:
     from .._core import Attachment
-    from .._hooks import Engine, Member
+    from .._engine import Engine, Member
     from .._plan import Parameter, Plan
     from ..optimizers import Optimizer
     from ..sharded.engine import ShardedEngine, ShardMember
