@@ -9,6 +9,7 @@ A line whose comment, or the line above it, says `house: allow RULE: reason` may
 for `size` the first ten lines may say so.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -366,9 +367,88 @@ def check_kernels(sources):
                 yield path, number, "kernel", text
 
 
+PACKAGE = "client/python/forebay/"
+PACKAGE_FLOORS = (  # modules and folders of the Python package; each imports its own floor and those before it
+    ("_core", "errors", "optimizers", "_memory", "_report"),  # the extension and the words
+    ("_launcher", "_run", "_world", "_device", "_metrics"),  # this process, its launch, device and daemon
+    ("_plan", "_buffers", "_gradient", "_guards", "_activations"),  # one model
+    ("_base", "_engine", "_hooks"),  # its training, while it is attached
+    ("sharded",),  # the same on FSDP2
+    ("states",),  # the optimizer's states in torch's format, in files and for readers
+    ("_writes", "_optimizer", "_adopt", "_attach"),
+    ("api", "_progress", "__init__"),
+    ("integrations",),
+)
+
+
+def package_imports(source, modules):
+    """Yields (line, module) of each import from the package itself: late ones and those for type checks too."""
+    folder = PurePosixPath(source.path[len(PACKAGE) :]).parts[:-1]
+    for node in ast.walk(ast.parse(source.text, source.path)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            names = [name[1:] for name in names if name[0] == "forebay"]
+        elif isinstance(node, ast.ImportFrom):
+            start = (node.module or "").split(".") if node.module else []
+            if node.level:
+                start = [*folder[: len(folder) - node.level + 1], *start]
+            elif start[:1] == ["forebay"]:
+                start = start[1:]
+            else:
+                continue
+            names = [[*start, alias.name] for alias in node.names]
+        for name in names:
+            while name and "/".join(name) not in modules:
+                name = name[:-1]
+            yield node.lineno, "/".join(name) or "__init__"
+
+
+def check_package(sources):
+    """The Python package: imports go down only, and nothing imports itself through others."""
+    floor_of = {name: floor for floor, names in enumerate(PACKAGE_FLOORS) for name in names}
+    own = {}
+    for source in sources:
+        if source.path.startswith(PACKAGE) and source.suffix == ".py":
+            own[re.sub(r"(?<=.)/__init__$", "", source.path[len(PACKAGE) : -len(".py")])] = source
+    imported = {}
+    for module, source in own.items():
+        floor = floor_of.get(module.split("/")[0])
+        if floor is None:
+            yield source.path, 1, "import", f"{module} is on no floor: list it in PACKAGE_FLOORS"
+            floor = len(PACKAGE_FLOORS)
+        imported[module] = {}
+        for number, target in package_imports(source, {*own, *floor_of}):
+            imported[module].setdefault(target, number)
+            if floor_of.get(target.split("/")[0], floor) > floor:
+                yield source.path, number, "import", f"{module} may not import {target}: imports go down only"
+    seen = set()
+    for module in sorted(imported):
+        circle = circle_through(module, imported)
+        if circle and not seen & set(circle):
+            seen |= set(circle)
+            text = f"circle of imports {' -> '.join(circle)}: move what they share into a module below them"
+            yield own[module].path, imported[module][circle[1]], "circle", text
+
+
+def circle_through(module, imported):
+    """The shortest way along imports from a module back to it, both ends included; None if there is none."""
+    ways = [[module]]
+    seen = set()
+    for way in ways:
+        for target in sorted(imported.get(way[-1], ())):
+            if target == module:
+                return [*way, module]
+            if target not in seen:
+                seen.add(target)
+                ways.append([*way, target])
+    return None
+
+
 def check_tree(root, sources):
     """Rules about files rather than lines: (path, line, rule, text)."""
     yield from check_kernels(sources)
+    yield from check_package(sources)
     listed = {}
     for source in sources:
         if source.path.startswith("tests/") and source.path.endswith("CMakeLists.txt"):
