@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import types
 
 import exact_reference
 import forebay
@@ -136,17 +135,3 @@ def test_extra_state_restores_position_and_random_numbers():
     assert train_support.restore(packed, again) == 5
     assert again.position == batches.position and torch.equal(torch.rand(3), want)
     assert len(packed) < 64 * 1024
-
-
-def test_how_long_the_main_job_took_is_printed_and_no_claim(monkeypatch):
-    import quickstart_claims
-
-    run = types.SimpleNamespace(seconds=1000.0, status=0)
-    evidence = types.SimpleNamespace(runs={"plain": run, "forebay": run})
-    for name in ("_size_and_memory", "_swap", "_results", "_kill", "_exact", "_sharded", "_model"):
-        monkeypatch.setattr(quickstart_claims, f"_check{name}", lambda *_: None)
-    claims = quickstart_claims.Claims()
-    quickstart_claims.check_all(claims, evidence)
-    assert "time" not in [claim.name for claim in claims.all]
-    shown = quickstart_claims.durations(evidence.runs, 2000.0)
-    assert shown == "time: 2000 s (plain 1000 s, forebay 1000 s)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs a command beside a daemon and writes down what the kernel and the daemon say about it.
 
-usage: quickstart_watch.py FOREBAY OUT COMMAND...   (in `forebay run`, which sets FOREBAY_SOCKET)
+usage: watch.py FOREBAY OUT COMMAND...   (in `forebay run`, which sets FOREBAY_SOCKET)
 
 OUT/node.json: {"samples": [{"t", "step", "dram", "updates", "early", "rpc_calls", "sessions"}],
 "dram_peak_bytes", "grad_arena_bytes", "io": /proc/PID/io, "direct": [descriptor is O_DIRECT],

@@ -23,11 +23,11 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-import quickstart_claims as claims_of
-import quickstart_service
+import claims as claims_of
 import report
+import service as service_of
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RANKS = 2
 DRAM_MIB = 700  # of fp32: below the 12 bytes a parameter that parameters and moments take
 RESIDENT_SHARE = 0.12  # of the states, in that much
@@ -143,7 +143,7 @@ def inside(run, args, work, command, dram=None, settings=SETTINGS):
     swap.mkdir(parents=True, exist_ok=True)
     flags = [f"--dram={dram or dram_mib(args)}MiB", f"--swap={swap}", f"--swap-size={SWAP_SIZE}"]
     flags += [f"--set={setting}" for setting in settings]
-    watch = [sys.executable, "tools/quickstart_watch.py", args.forebay, run.out]
+    watch = [sys.executable, "tests/quickstart/watch.py", args.forebay, run.out]
     return [args.forebay, "run", *flags, "--", *watch, *command]
 
 
@@ -209,13 +209,13 @@ def train_killed(args, work, run, groups):
     print(f"== and drawn: the daemon in step {run.daemon_kill['step']}", flush=True)
     settings = [f"dram.limit={dram_mib(args)}MiB", f"swap.capacity={KEPT_SWAP_SIZE}"]
     settings += ["jobs.durability=step", "swap.probe=never", *SETTINGS]
-    service = quickstart_service.Service(
+    service = service_of.Service(
         args.forebay.with_name("forebayd"), work / "kept_swap", settings
     )
     environment = {"FOREBAY_SOCKET": service.socket, "FOREBAY_RUN": "quickstart"}
     try:
         service.start()
-        kill = quickstart_service.KillWithinAStep(service, run.daemon_kill["step"] - 1, part)
+        kill = service_of.KillWithinAStep(service, run.daemon_kill["step"] - 1, part)
         run.start(torchrun(run, args, *flags, kill_rank), environment, kill)
         run.daemon_kill["ranks_status"] = run.status
         if kill.has_killed():

@@ -35,7 +35,7 @@ class Service:
         while (self.swap / "log").read_bytes().count(b"forebayd ready") == 0:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"forebayd did not start: {self.log()}")
-            time.sleep(0.05)
+            time.sleep(0.05)  # house: allow sleep: a poll with a deadline
 
     def log(self):
         return (self.swap / "log").read_text(encoding="utf-8", errors="replace")

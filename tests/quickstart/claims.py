@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 RUNS = (
     *("plain", "forebay", "killed", "exact"),
@@ -674,7 +675,7 @@ def _check_model(claims, e):
                 "-c",
                 LOADS_IN_PLAIN_TORCH,
                 str(e.model),
-                str(pathlib.Path(__file__).parent),
+                str(ROOT / "tools"),
                 settings,
                 str(e.ranks),
             ],
