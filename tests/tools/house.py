@@ -445,10 +445,31 @@ def circle_through(module, imported):
     return None
 
 
+def check_imports_of_tools(sources):
+    """Scripts of tools/ may start a program of tests/ and import nothing from there: (path, line, rule, text)."""
+    modules = {
+        room: {PurePosixPath(source.path).stem for source in sources if source.room == room and source.suffix == ".py"}
+        for room in ("tests", "tools")
+    }
+    of_tests = (modules["tests"] - modules["tools"]) | {"tests"}
+    for source in sources:
+        if source.room != "tools":
+            continue
+        for number, line in enumerate(source.lines, 1):
+            if source.suffix == ".py":
+                imported = re.match(r"\s*(?:import|from)\s+(\w+)", line)
+                breaks = (imported and imported.group(1) in of_tests) or re.search(r"sys\.path\b.*\btests\b", line)
+            else:
+                breaks = source.suffix in ("", ".sh") and re.match(r"\s*(source|\.)\s+\S*\btests/", line)
+            if breaks:
+                yield source.path, number, "import", "tools/ imports nothing from tests/: start a program there"
+
+
 def check_tree(root, sources):
     """Rules about files rather than lines: (path, line, rule, text)."""
     yield from check_kernels(sources)
     yield from check_package(sources)
+    yield from check_imports_of_tools(sources)
     listed = {}
     for source in sources:
         if source.path.startswith("tests/") and source.path.endswith("CMakeLists.txt"):

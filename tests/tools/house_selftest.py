@@ -38,6 +38,11 @@ CLEAN = {
     "daemon/main.cc": '#include <spdlog/spdlog.h>\n#include "nvme/volume.h"\nauto* home = std::getenv("HOME");\n',
     "client/environment.cc": 'auto* socket = std::getenv("FOREBAY_SOCKET");\n',
     "tools/forebay/bench_disk.cc": '#include "nvme/volume.h"\n#include "daemon/x.h"\n#include "client/y.h"\n',
+    "tools/start": "#!/bin/sh\nsource tools/setup.sh\nexec python3 tests/main_job/job.py\n",
+    "tools/train.py": "import json\nimport train_support\n",
+    "tools/train_support.py": 'JOB = "tests/main_job/job.py"\n',
+    "tests/main_job/job.py": "import main_claims\nimport train_support\n",
+    "tests/main_job/main_claims.py": "import json\n",
     "tests/nvme/CMakeLists.txt": "forebay_add_test(volume_test SOURCES volume_test.cc)\n"
     "foreach(name\n    looped_test)\n",
     "tests/nvme/looped_test.cc": TEST_HEAD,
@@ -92,6 +97,12 @@ BREACHES = {
         ("protocol/up.cc", '\n#include "daemon/x.h"\n', 2),
         ("client/sideways.cc", '#include "daemon/x.h"\n', 1),
         ("tools/forebay/status.cc", '#include "nvme/volume.h"\n', 1),
+    ],
+    "import": [
+        ("tools/run.py", "import json\nfrom main_claims import Claims\n", 2),
+        ("tools/path.py", 'import sys\nsys.path.append(str(ROOT / "tests" / "main_job"))\n', 2),
+        ("tools/begin", "#!/bin/sh\nset -e\nsource tests/main_job/setup.sh\n", 3),
+        ("tools/begin.sh", '. "$ROOT/tests/setup.sh"\n', 1),
     ],
     "internal": [("daemon/peek.cc", '#include "nvme/internal/map.h"\n', 1)],
     "floor": [
