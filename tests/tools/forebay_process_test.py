@@ -216,14 +216,14 @@ def test_plan_shows_each_rank_and_what_trainers_hold(folders):
     assert 3 * sum(found[part] for part in arena) == found["sessions"]
     text = plan(folders, *model, *where).stdout
     assert re.search(r"each rank has an arena of [\d.]+ MiB for gradients, .* for its ring", text), text
-    assert re.search(r"^OF RANK +WEIGHTS +CACHE ", text, re.MULTILINE), text
+    assert re.search(r"^RANK +WEIGHTS +CACHE ", text, re.MULTILINE), text
     gathered = "beside that each trainer itself holds gathered groups: 47.7 MiB of two layers"
     assert gathered in text and "belongs to no layer" not in text
     decoder = ("--layers", 2, "--width", 64, "--vocab", 16384, "--dram", "1GiB")
     text = plan(folders, *decoder).stdout
     assert "and 4.0 MiB of what belongs to no layer" in text, text
     assert "trainer itself" not in plan(folders, *decoder, "--shared").stdout
-    assert "OF RANK" not in plan(folders, *decoder, "--shared").stdout
+    assert "LARGEST SHARD" not in plan(folders, *decoder, "--shared").stdout
 
 
 def test_plan_of_a_job_that_is_there_is_what_it_takes(folders):
@@ -489,8 +489,8 @@ def test_health_names_a_swap_path_whose_reads_failed(folders):
     flags = [*run_flags(swap)[:-1], *settings.split(), "--"]
     done = forebay(*flags, "sh", "-c", script, env=environment)
     before, after = (text.splitlines() for text in done.stdout.split("===\n"))
-    assert [line.split()[-1] for line in before if "/forebay-run-" in line] == ["well"]
-    assert [line.split()[-1] for line in before if line.startswith(("one", "two"))] == ["well"] * 2
+    assert [line.split()[-1] for line in before if "/forebay-run-" in line] == ["ok"]
+    assert [line.split()[-1] for line in before if line.startswith(("one", "two"))] == ["ok"] * 2
     assert any(line.split()[3:7] == ["STEP", "DURABILITY", "DURABLE", "STEP"] for line in before)
     assert [line.split()[3:6] for line in before if line.startswith("two")] == [["1", "memory", "-"]]
     assert any(re.search(r"(\d+) requests? failed, \1 of them reads: see the log$", line) for line in after)
@@ -498,7 +498,7 @@ def test_health_names_a_swap_path_whose_reads_failed(folders):
     of_the_path = rf" has blocks on swap; {swap}/\S+ had \d+ failed reads? since the daemon started$"
     assert re.search(of_the_path, health["one"]), done.stdout
     assert not any(line.startswith("hint: ") for line in after), "a job has one line"
-    assert not health["two"].endswith("well")  # refused before the decision or failed after it
+    assert not health["two"].endswith("ok")  # refused before the decision or failed after it
 
 
 def test_deleting_a_job_without_a_name_is_an_error(folders):

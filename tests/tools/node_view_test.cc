@@ -54,7 +54,7 @@ TEST_F(NodeView, TheRatesOfAPathNowAreSharesOfItsMeasuredOnes) {
   path().setWriteRateNow(1.8e9);
   path().setWriteShare(0.9);
   for (const std::string& text : {Swap(), StatusText(status_.asReader())}) {
-    EXPECT_THAT(text, AllOf(HasSubstr("NOW GB/S"), HasSubstr("4.00 read, 2.00 written"),
+    EXPECT_THAT(text, AllOf(HasSubstr("RATE NOW GB/S"), HasSubstr("4.00 read, 2.00 written"),
                             HasSubstr("3.00 (75 %) read, 1.80 (90 %) written")));
   }
 }
@@ -78,13 +78,13 @@ TEST_F(NodeView, AStepIsAShareOfTheMeasuredRateOfAllPaths) {
   job().setLastStepSeconds(3);
   job().setLastDecisionSeconds(1);
   job().setLastUpdateBytes(4'000'000'000);
-  EXPECT_THAT(Jobs(), HasSubstr("3.000 s, 0.80 of the disk"));
+  EXPECT_THAT(Jobs(), HasSubstr("3.000 s, 0.80 of the disk's rate"));
   path().setMixedRate(0);
-  EXPECT_THAT(Jobs(), AllOf(HasSubstr("3.000 s"), Not(HasSubstr("of the disk"))));
+  EXPECT_THAT(Jobs(), AllOf(HasSubstr("3.000 s"), Not(HasSubstr("of the disk's rate"))));
 }
 
 TEST_F(NodeView, AJobShowsWhatAStepReadsAndWritesOnSwap) {
-  EXPECT_THAT(Jobs(), AllOf(HasSubstr("SWAP A STEP"), Not(HasSubstr("written"))));
+  EXPECT_THAT(Jobs(), AllOf(HasSubstr("SWAP PER STEP"), Not(HasSubstr("written"))));
   job().setLastStepReadBytes(uint64_t{3} << 30);
   job().setLastStepWrittenBytes(uint64_t{2} << 30);
   EXPECT_THAT(Jobs(), HasSubstr("3.0 GiB read, 2.0 GiB written"));

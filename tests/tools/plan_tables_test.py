@@ -19,7 +19,7 @@ PAGES = [
 ]
 # The staging arena depends on the workers, which else are as many as the machine has CPUs.
 DAEMON = ["--dram", "256MiB", "--set", "update.workers=2", "--set", "swap.probe=never"]
-HEADER = ("options", "parameters", "weights", "states", "gradients", "DRAM in all", "swap", "on swap a step")
+HEADER = ("options", "parameters", "weights", "states", "gradients", "DRAM total", "swap", "on swap a step")
 HEADER += ("step", "gathered")
 
 

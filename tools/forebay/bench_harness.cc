@@ -74,7 +74,7 @@ nlohmann::ordered_json ToJson(const BenchResult& result) {
 
 std::string ResultsText(const std::vector<BenchResult>& results) {
   Table table({"CASE", "VALUE", "LIMIT", "UNIT", "SHARE", "SAMPLES", "SPREAD", "READ", "WRITTEN",
-               "LIMIT IS"});
+               "LIMIT FROM"});
   for (const BenchResult& result : results) {
     table.Add({result.what.name, absl::StrFormat("%.3g", result.value),
                absl::StrFormat("%.3g", result.limit), result.what.unit,

@@ -257,13 +257,13 @@ std::string ClusterText(const ClusterModel& model, const ClusterOptions& options
   const ClusterMemory& node = plan.node;
   const ClusterTraffic& traffic = plan.traffic;
   const ClusterTime& time = plan.seconds;
-  Table memory({"OF EACH NODE", "DRAM", "SWAP"});
+  Table memory({"PER NODE", "DRAM", "SWAP"});
   memory.Add({"weights", Bytes(node.weights), Bytes(node.weights_on_swap)});
   memory.Add({"states", Bytes(node.states), Bytes(node.states_on_swap)});
   memory.Add({"gradients, until their step is decided", Bytes(node.gradients), ""});
-  memory.Add({"new weights, until then", Bytes(node.new_weights), ""});
-  memory.Add({"in all", Bytes(node.dram()), absl::StrCat(Bytes(node.swap), " taken")});
-  Table step({"OF A STEP", "BYTES", "SECONDS"});
+  memory.Add({"new weights, until their step is decided", Bytes(node.new_weights), ""});
+  memory.Add({"total", Bytes(node.dram()), absl::StrCat(Bytes(node.swap), " allocated")});
+  Table step({"PER STEP", "BYTES", "SECONDS"});
   const auto add = [&](const char* what, const std::string& bytes, double seconds) {
     step.Add({what, bytes, seconds > 0 ? absl::StrFormat("%.3f", seconds) : "-"});
   };

@@ -157,7 +157,7 @@ std::vector<Finding> Examine(const std::vector<std::string>& folders) {
 }
 
 std::string FindingsText(const std::vector<Finding>& findings) {
-  Table table({"", "WHAT", "SEEN"});
+  Table table({"RESULT", "CHECK", "FOUND"});
   std::string fixes;
   for (const Finding& finding : findings) {
     table.Add({std::string(Name(finding.result)), finding.what, finding.seen});

@@ -307,7 +307,7 @@ absl::StatusOr<json> ListKept(const fs::path& state_folder) {
 
 std::string KeptText(const json& runs) {
   if (runs.empty()) return "no runs are kept\n";
-  Table table({"NAME", "STATE", "TRAININGS", "DRAM", "SWAP", "ON"});
+  Table table({"NAME", "STATE", "TRAININGS", "DRAM", "SWAP", "PATHS"});
   for (const json& run : runs) {
     std::vector<KeptTraining> trainings;
     for (const json& one : run["trainings"]) {

@@ -59,33 +59,33 @@ std::string FirstLine(std::string_view text) {
   return std::string(text.substr(0, text.find('\n')));
 }
 
-// "well", or why not; a job that is being made says how far it is.
+// "ok", or the reason if not; a job under creation or restore shows its progress.
 std::string HealthOf(schema::JobStatus::Reader job, SwapPaths swap) {
   if (job.hasFailed()) return FirstLine(job.getFailed().cStr());
   if (job.getMakingBytes() > 0) {
-    return absl::StrCat(job.getDurableStep() > 0 ? "comes back from swap: " : "is being made: ",
+    return absl::StrCat(job.getDurableStep() > 0 ? "restoring from swap: " : "creating: ",
                         FormatBytes(job.getMadeBytes()), " of ", FormatBytes(job.getMakingBytes()));
   }
   if (job.hasSwapWait())
-    return absl::StrCat("waits for swap: ", FirstLine(job.getSwapWait().cStr()));
+    return absl::StrCat("waiting for swap: ", FirstLine(job.getSwapWait().cStr()));
   for (const auto path : swap) {
     if (SwappedBlocks(job) == 0 || path.getReadErrors() == 0) continue;
     return absl::StrCat("has blocks on swap; ", path.getPath().cStr(), " had ",
                         Counted(path.getReadErrors(), "failed read"), " since the daemon started");
   }
-  return "well";
+  return "ok";
 }
 
 std::string HealthOf(schema::SwapPathStatus::Reader path) {
   if (path.getLateNow() > 0) {
-    return absl::StrFormat("does not answer: %s for up to %.0f s",
+    return absl::StrFormat("not responding: %s for up to %.0f s",
                            Counted(path.getLateNow(), "request"), path.getLateSeconds());
   }
-  if (path.getErrors() == 0) return "well";
+  if (path.getErrors() == 0) return "ok";
   const std::string errors = absl::StrCat(Counted(path.getErrors(), "request"), " failed, ",
                                           path.getReadErrors(), " of them reads: see the log");
   if (!path.getMarked()) return errors;
-  return absl::StrCat("fails, used where no other has room: ", errors);
+  return absl::StrCat("failing, used only if no other path has room: ", errors);
 }
 
 }  // namespace
@@ -116,7 +116,7 @@ std::string RatesOf(schema::SwapPathStatus::Reader path) {
                          path.getWriteRate() / kGb);
 }
 
-// "2.10 (97 %) read, 1.15 (96 %) written": GB/s of the last transfers, and their share of what it gives.
+// "2.10 (97 %) read, 1.15 (96 %) written": GB/s of the last transfers, and their share of the measured rate.
 std::string RatesNow(schema::SwapPathStatus::Reader path) {
   std::vector<std::string> rates;
   const auto add = [&](double rate, double measured, double share, const char* what) {
@@ -133,8 +133,9 @@ std::string RatesNow(schema::SwapPathStatus::Reader path) {
 
 std::string SwapText(schema::NodeStatus::Reader status) {
   if (status.getSwap().size() == 0) return "no swap\n";
-  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "IN 24 H", "IN ALL", "LIFE",
-               "GIVES GB/S", "NOW GB/S", "SHARE", "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
+  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "WRITTEN 24 H", "WRITTEN TOTAL",
+               "LIFE", "RATE GB/S", "RATE NOW GB/S", "SHARE", "ERRORS", "RETRIES", "O_DIRECT",
+               "HEALTH"});
   for (const auto path : status.getSwap()) {
     paths.Add({path.getPath(), FormatBytes(path.getCapacityBytes()),
                FormatBytes(path.getUsedBytes()), FormatBytes(path.getReadBytes()),
@@ -162,7 +163,7 @@ std::string StepTraffic(schema::JobStatus::Reader job) {
                       FormatBytes(job.getLastStepWrittenBytes()), " written");
 }
 
-// "0.482 s"; "0.482 s, 0.93 of the disk": what was read and written from the decision on, of the rate that the
+// "0.482 s"; "0.482 s, 0.93 of the disk's rate": what was read and written from the decision on, of the rate that the
 // paths were measured with.
 std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader status) {
   std::string text = absl::StrFormat("%.3f s", job.getLastStepSeconds());
@@ -174,7 +175,7 @@ std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader s
     rate += path.getMixedRate();
   }
   if (bytes == 0 || rate == 0 || seconds <= 0) return text;
-  absl::StrAppendFormat(&text, ", %.2f of the disk", bytes / seconds / rate);
+  absl::StrAppendFormat(&text, ", %.2f of the disk's rate", bytes / seconds / rate);
   return text;
 }
 
@@ -188,7 +189,7 @@ std::string JobsText(schema::NodeStatus::Reader status) {
   const auto jobs = status.getJobs();
   if (jobs.size() == 0) return "no jobs\n";
   Table table({"JOB", "UID", "RANKS", "STEP", "DURABILITY", "DURABLE STEP", "PARAMS", "FORMAT",
-               "WEIGHTS+STATES", "ON SWAP", "SWAP A STEP", "STEP TIME", "HEALTH"});
+               "WEIGHTS+STATES", "ON SWAP", "SWAP PER STEP", "STEP TIME", "HEALTH"});
   for (const auto job : jobs) {
     table.Add({job.getName(), absl::StrCat(job.getUid()),
                absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
@@ -204,7 +205,7 @@ std::string TraceText(capnp::List<schema::TraceEvent>::Reader events) {
   if (events.size() == 0) return "no events yet: no step has been committed\n";
   uint64_t first = UINT64_MAX;
   for (const auto event : events) first = std::min(first, event.getStartNs());
-  Table table({"START ms", "TOOK ms", "PROCESS", "LANE", "WHAT", "BYTES"});
+  Table table({"START ms", "DURATION ms", "PROCESS", "LANE", "EVENT", "BYTES"});
   for (const auto event : events) {
     table.Add({Milliseconds(event.getStartNs() - first),
                Milliseconds(event.getEndNs() - event.getStartNs()), event.getProcess(),

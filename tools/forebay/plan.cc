@@ -144,7 +144,7 @@ void AppendStepTime(const PlanOptions& options, const DiskTime& disk, std::strin
 
 // What partitions of each rank take; ranks with the same in one row.
 std::string RanksText(schema::JobPlan::Reader plan) {
-  Table table({"OF RANK", "WEIGHTS", "CACHE", "STATES", "GRADIENT SUMS", "WEIGHTS ON SWAP",
+  Table table({"RANK", "WEIGHTS", "CACHE", "STATES", "GRADIENT SUMS", "WEIGHTS ON SWAP",
                "STATES ON SWAP", "LARGEST SHARD"});
   std::vector<std::string> row;
   uint32_t first = 0;
@@ -234,8 +234,8 @@ std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t rank
   add(absl::StrCat("states, ", plan.getResidentBlocks(), " of ", plan.getBlocks(), " blocks"),
       plan.getStates());
   const uint64_t gradients = plan.getGradientsOnSwap();
-  add(gradients == 0 ? "sums of gradients"
-                     : absl::StrCat("sums of gradients (", FormatBytes(gradients), " on swap)"),
+  add(gradients == 0 ? "gradient sums"
+                     : absl::StrCat("gradient sums (", FormatBytes(gradients), " on swap)"),
       plan.getSums());
   if (plan.getNewWeights() > 0) {
     add("new weights, until their step is decided", plan.getNewWeights());
@@ -246,8 +246,8 @@ std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t rank
   const uint64_t job = plan.getWeights() + plan.getWeightsCache() + plan.getStates() +
                        plan.getSums() + plan.getNewWeights() + plan.getExtraState() +
                        plan.getSessions() + plan.getTables();
-  add("the job", job);
-  add("the daemon", plan.getNode());
+  add("job total", job);
+  add("daemon", plan.getNode());
   if (plan.getOthers() > 0) add("other jobs", plan.getOthers());
   std::string text = absl::StrCat(
       "\n", table.Text(), "\nof a limit of ", FormatBytes(plan.getLimit()), "; with ",

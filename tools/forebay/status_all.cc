@@ -131,7 +131,7 @@ std::string HealthOf(const json& job) {
   for (const char* key : {"failed", "swap_wait"}) {
     if (const std::string text = Text(job, key); !text.empty()) return FirstLine(text);
   }
-  return Number(job, "making_bytes") > 0 ? "is being made" : "well";
+  return Number(job, "making_bytes") > 0 ? "creating" : "ok";
 }
 
 std::string HealthOfSwap(const json& paths) {
@@ -141,7 +141,7 @@ std::string HealthOfSwap(const json& paths) {
       names.push_back(Text(path, "path"));
     }
   }
-  return names.empty() ? "well" : absl::StrCat("swap has errors: ", absl::StrJoin(names, ", "));
+  return names.empty() ? "ok" : absl::StrCat("swap has errors: ", absl::StrJoin(names, ", "));
 }
 
 }  // namespace
