@@ -170,16 +170,26 @@ wheel_digest() {
   } | sha256sum | cut -d' ' -f1
 }
 
+# tag_wheel WHEEL FOLDER: writes the wheel to FOLDER with its shared libraries inside, each under a name of its own, and with the
+# tag of the C library that its binaries need.
+tag_wheel() {
+  local log
+  if ! log=$(PATH=$PWD/$VENV/bin:$PATH "$VENV_PYTHON" -m auditwheel repair --wheel-dir "$2" "$1" 2>&1); then
+    printf '%s\n' "$log" >&2
+    return 1
+  fi
+}
+
 # build_wheel FOLDER [PYTHON]: the wheel for a Python that has nanobind and scikit-build-core. The archives and programs are those
 # of the default preset; only the extension itself is compiled.
 build_wheel() {
   local python=${2:-$VENV_PYTHON}
   build_preset default forebay forebayd || return 1
   say "building the wheel"
-  rm -f "$1"/forebay-*.whl
-  "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$1" \
+  rm -rf "$1"/forebay-*.whl "$1/linux"
+  "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$1/linux" \
     --config-settings "cmake.define.FOREBAY_BUILD=$PWD/build" ./client/python &&
-    "$python" tools/package/tag_wheel.py "$1"/forebay-*.whl
+    tag_wheel "$1"/linux/forebay-*.whl "$1"
 }
 
 # Builds the wheel, build/wheel/forebay-*.whl, and installs it into the environment, where its sources changed.
