@@ -38,6 +38,9 @@ constexpr uint64_t kLeaseMsMax = 3'600'000;
 constexpr uint64_t kSwapDeadlineMsMin = 1000;
 constexpr uint64_t kSwapDeadlineMsMax = 3'600'000;
 
+// A key of older releases. It has no effect, and its value is not read. The next release removes it.
+constexpr std::string_view kEnduranceKey = "swap.endurance";
+
 constexpr std::array kKeys = {
     ConfigKey{"socket.path", "path", "where clients connect"},
     ConfigKey{"socket.mode", "octal string", "permissions of the socket, \"0660\""},
@@ -50,8 +53,6 @@ constexpr std::array kKeys = {
     ConfigKey{"swap.uid_quota", "size", "the same of swap"},
     ConfigKey{"swap.paths", "list of paths", "directories or block devices; none: no swap"},
     ConfigKey{"swap.capacity", "size or list of sizes", "reserved on each path"},
-    ConfigKey{"swap.endurance", "size or list of sizes",
-              "that may still be written to each path's drive; then its days left are shown"},
     ConfigKey{"swap.staging", "size", "memory between swap and the update"},
     ConfigKey{"swap.deadline", "milliseconds",
               "how long a transfer is waited for; then it fails with E_SWAP_TIMEOUT; 60000 by "
@@ -207,7 +208,6 @@ absl::Status SetDram(const toml::node& node, const Place& place, Config& config)
 
 std::vector<uint64_t>* SizesByPath(std::string_view key, Config& config) {
   if (key == "swap.capacity") return &config.swap_capacity_bytes;
-  if (key == "swap.endurance") return &config.swap_endurance_bytes;
   return key == "swap.limit_rate" ? &config.swap_limit_rate : nullptr;
 }
 
@@ -333,6 +333,10 @@ absl::Status SetMode(const toml::node& node, const Place& place, Config& config)
 
 absl::Status SetKey(const toml::node& node, const Place& place, Config& config) {
   const std::string& key = place.key;
+  if (key == kEnduranceKey) {
+    config.sets_endurance = true;
+    return absl::OkStatus();
+  }
   if (std::ranges::none_of(kKeys, [&](const ConfigKey& known) { return known.name == key; })) {
     return MakeError(ErrorId::kConfig,
                      absl::StrCat(place.text, ": unknown key ", absl::Utf8SafeCEscape(key)),
@@ -469,7 +473,6 @@ absl::Status CheckConfig(const Config& config) {
                      "give the size to reserve on each path, as 256GiB");
   }
   for (const auto& [key, sizes] : {std::pair("swap.capacity", capacities),
-                                   {"swap.endurance", config.swap_endurance_bytes.size()},
                                    {"swap.limit_rate", config.swap_limit_rate.size()}}) {
     if (sizes <= 1 || sizes == paths) continue;
     return MakeError(ErrorId::kConfig,

@@ -37,11 +37,10 @@ struct Config {
   uint64_t dram_uid_bytes = 0;      // that the jobs of one user may take; 0: no quota
   uint64_t swap_uid_bytes = 0;      // the same
   std::vector<std::string> swap_paths;
-  std::vector<uint64_t> swap_capacity_bytes;   // one for all paths, or one per path
-  std::vector<uint64_t> swap_endurance_bytes;  // the same; empty: not known
-  uint64_t swap_staging_bytes = 0;             // 0: two slots per worker and four more
-  std::vector<uint64_t> swap_limit_rate;       // bytes a second, the same; empty: none
-  uint64_t swap_ledger_bytes = 0;              // room for a ledger; 0: by the capacity
+  std::vector<uint64_t> swap_capacity_bytes;  // one for all paths, or one per path
+  uint64_t swap_staging_bytes = 0;            // 0: two slots per worker and four more
+  std::vector<uint64_t> swap_limit_rate;      // bytes a second, the same; empty: none
+  uint64_t swap_ledger_bytes = 0;             // room for a ledger; 0: by the capacity
   nvme::FileLife swap_life = nvme::FileLife::kKept;
   // Not a key: kReclaim gives up durable jobs that the paths hold.
   nvme::OpenMode swap_mode = nvme::OpenMode::kRecover;
@@ -49,6 +48,8 @@ struct Config {
   OtherPlace swap_other_place = OtherPlace::kRefused;
   // Not a key: what is kept of swap paths that are block devices is here; empty: nothing is.
   std::string state_folder;
+  // Not a key: swap.endurance is set, which has no effect.
+  bool sets_endurance = false;
   std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // of a transfer
   // Measures paths that keep no rates; kept files alone.
   bool swap_probe = true;

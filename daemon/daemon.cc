@@ -170,8 +170,7 @@ absl::Status PrepareSwap(const Config& config, Prepared& prepared) {
 std::vector<uint64_t> WrittenBefore(const SwapSpaceOptions& options) {
   std::vector<uint64_t> bytes;
   for (size_t i = 0; i < options.paths.size(); ++i) {
-    const uint64_t endurance = options.endurance_bytes.empty() ? 0 : options.endurance_bytes[i];
-    bytes.push_back(LoadWrittenBytes(options.paths[i].path, options.state_folder, endurance));
+    bytes.push_back(LoadWrittenBytes(options.paths[i].path, options.state_folder));
   }
   return bytes;
 }

@@ -332,6 +332,11 @@ int main(int argc, char** argv) {
   if (state_folders != nullptr) config->state_folder = FirstFolder(state_folders);
   if (target != nullptr && config->update_target == "best") config->update_target = target;
   SetUpLog(config->log_level);
+  if (config->sets_endurance) {
+    spdlog::warn(
+        "swap.endurance has no effect and is removed in the next release: take it out of the "
+        "settings; forebay swap shows the bytes written to each path");
+  }
   if (line.check) {
     const absl::Status status = Daemon::Check(*config);
     return status.ok() ? 0 : Fail(status);

@@ -79,11 +79,6 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPo
       .deadline_ns = static_cast<uint64_t>(std::chrono::nanoseconds(config.swap_deadline).count()),
       .staging_slot_bytes = StagingSlotBytes(config.block_elems),
       .arenas = arenas};
-  if (!config.swap_endurance_bytes.empty()) {
-    for (size_t path = 0; path < config.swap_paths.size(); ++path) {
-      options.endurance_bytes.push_back(SizeOfPath(config.swap_endurance_bytes, path));
-    }
-  }
   options.ledger_bytes_max = LedgerBytes(config, options);
   const uint64_t slots = config.swap_staging_bytes == 0
                              ? 2 * workers + 4

@@ -4,7 +4,7 @@
 # Everything that happens once (hello, attach, descriptors, statistics) is here; whatever happens in every training
 # step goes through the rings (protocol/wire.h). Outcomes a caller must handle are ordinary results: `Outcome` with a
 # stable id; an exception means a broken connection. One descriptor a message. No message is larger than 256 KiB: a
-# layout travels in a memfd.
+# layout travels in a memfd. A field that was removed keeps its number, which is never used again, under the name "obsolete".
 
 using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("forebay::schema");
@@ -299,9 +299,9 @@ struct SwapPathStatus {
   lateNow @11 :UInt32;   # of these, in flight: the device does not answer
   lateSeconds @12 :Float64;  # how long the longest of these waits
   readErrors @13 :UInt64;    # of `errors`, the reads: blocks that could not be read back
-  writtenDay @14 :UInt64;    # of the last 24 hours; zeros over slots that jobs take are written too
-  enduranceBytes @15 :UInt64;  # that may still be written to the drive, as configured less writtenInAll; 0: not known
-  daysLeft @16 :Float64;     # of that, at the rate of the last day; 0: not known, or nothing was written
+  obsolete14 @14 :UInt64;    # was writtenDay
+  obsolete15 @15 :UInt64;    # was enduranceBytes
+  obsolete16 @16 :Float64;   # was daysLeft
   # As measured at the daemon's first start on this path, bytes a second; 0: not measured.
   readRate @17 :Float64;
   writeRate @18 :Float64;
@@ -318,7 +318,8 @@ struct SwapPathStatus {
   # writes at once, each of both counts the time that the other leaves.
   readShare @27 :Float64;
   writeShare @28 :Float64;
-  writtenInAll @29 :UInt64;  # in all starts of the daemon where its files are kept, since swap.endurance has its value
+  writtenInAll @29 :UInt64;  # over all starts of the daemon if the path's files are kept; zeros over slots that jobs
+                             # take are written too
 }
 
 struct JobStatus {

@@ -5,6 +5,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
@@ -49,6 +50,15 @@ std::string SnakeCase(capnp::Text::Reader name) {
   return key;
 }
 
+// The fields that have a meaning. "obsolete14" only keeps its number from being used again.
+std::vector<capnp::StructSchema::Field> FieldsOf(const capnp::DynamicStruct::Reader& object) {
+  std::vector<capnp::StructSchema::Field> fields;
+  for (const auto field : object.getSchema().getFields()) {
+    if (!field.getProto().getName().startsWith("obsolete")) fields.push_back(field);
+  }
+  return fields;
+}
+
 void Append(const DynamicValue::Reader& value, const std::string& indent, std::string& json);
 
 // `items` between brackets, a line each.
@@ -85,12 +95,10 @@ void Append(const DynamicValue::Reader& value, const std::string& indent, std::s
                        [&](const DynamicValue::Reader& item) { Append(item, deeper, json); });
     case DynamicValue::STRUCT: {
       const auto object = value.as<capnp::DynamicStruct>();
-      return AppendAll("{}", object.getSchema().getFields(), indent, json,
-                       [&](capnp::StructSchema::Field field) {
-                         absl::StrAppend(&json, "\"", SnakeCase(field.getProto().getName()),
-                                         "\": ");
-                         Append(object.get(field), deeper, json);
-                       });
+      return AppendAll("{}", FieldsOf(object), indent, json, [&](capnp::StructSchema::Field field) {
+        absl::StrAppend(&json, "\"", SnakeCase(field.getProto().getName()), "\": ");
+        Append(object.get(field), deeper, json);
+      });
     }
     default:  // kinds that no message has
       json += "null";

@@ -52,8 +52,7 @@ void FillMemory(const NodeSnapshot& snapshot, const Viewer& viewer,
   }
 }
 
-void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
-              schema::SwapPathStatus::Builder swap) {
+void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder swap) {
   swap.setPath(snapshot.path.c_str());
   swap.setCapacityBytes(snapshot.stats.capacity_bytes);
   swap.setUsedBytes(snapshot.view.used_bytes);
@@ -71,19 +70,7 @@ void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
   swap.setLate(snapshot.stats.late);
   swap.setLateNow(snapshot.late_requests);
   swap.setLateSeconds(snapshot.late_seconds);
-  swap.setWrittenDay(snapshot.written_in_a_day);
   swap.setWrittenInAll(snapshot.wear.written_bytes);
-  const uint64_t endurance_bytes =
-      snapshot.wear.endurance_bytes -
-      std::min(snapshot.wear.endurance_bytes, snapshot.wear.written_bytes);
-  swap.setEnduranceBytes(endurance_bytes);
-  if (snapshot.wear.endurance_bytes > 0 && snapshot.written_in_a_day > 0) {
-    constexpr double kDaySeconds = 86400;
-    constexpr double kLeastSeconds = 600;  // what was written in less says nothing of a day
-    const double days = std::clamp(uptime_seconds, kLeastSeconds, kDaySeconds) / kDaySeconds;
-    swap.setDaysLeft(static_cast<double>(endurance_bytes) * days /
-                     static_cast<double>(snapshot.written_in_a_day));
-  }
   if (snapshot.rates) {
     swap.setReadRate(snapshot.rates->read);
     swap.setWriteRate(snapshot.rates->write);
@@ -172,7 +159,7 @@ void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const Served
   FillMemory(snapshot, viewer, status.initMemory());
   auto swap = status.initSwap(static_cast<unsigned>(snapshot.swap.size()));
   for (unsigned i = 0; i < swap.size(); ++i) {
-    FillSwap(snapshot.swap[i], snapshot.uptime_seconds, swap[i]);
+    FillSwap(snapshot.swap[i], swap[i]);
   }
   std::vector<const JobSnapshot*> shown;
   for (const JobSnapshot& job : snapshot.jobs) {

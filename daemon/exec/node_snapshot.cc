@@ -17,14 +17,12 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
   snapshot.arenas = from.registry.Lines();
   if (from.swap != nullptr) {
     const nvme::VolumeStats stats = from.swap->stats();
-    const std::vector<uint64_t> written = from.swap->written_in_a_day();
     const std::vector<PathWear> wear = from.swap->wear();
     for (size_t i = 0; i < stats.paths.size(); ++i) {
       const LatePath& late = from.swap->late()[i];
       snapshot.swap.push_back({.path = from.swap->paths()[i].path,
                                .stats = stats.paths[i],
                                .view = snapshot.node.swap_paths[i],
-                               .written_in_a_day = written[i],
                                .wear = wear[i],
                                .rates = from.swap->rates(i),
                                .late_requests = late.requests,

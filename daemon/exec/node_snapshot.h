@@ -24,7 +24,6 @@ struct SwapPathSnapshot {
   std::string path;
   nvme::PathStats stats;
   SwapPathView view;
-  uint64_t written_in_a_day = 0;
   PathWear wear;
   std::optional<nvme::PathRates> rates = {};
   // That the device has not answered in time, and how long the longest waits.

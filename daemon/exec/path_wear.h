@@ -1,4 +1,4 @@
-// What was written to the drives of swap paths, over all starts of the daemon.
+// The bytes that were written to swap paths, over all starts of the daemon.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,12 @@ namespace forebay::daemon {
 
 struct PathWear {
   std::string path;
-  // As configured; 0: not known. Where it is another one, the count begins anew.
-  uint64_t endurance_bytes = 0;
   uint64_t written_bytes = 0;
 };
 
-// What is kept of the path: a directory's in its forebay.wear.toml, a block device's in `state_folder`. 0 where there is
-// nothing, or it is of another device or endurance. Blocks.
-uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_folder,
-                          uint64_t endurance_bytes);
+// Returns the recorded bytes of the path: a directory has the record in its forebay.wear.toml, a block device in
+// `state_folder`. Returns 0 if there is no record, or it is of another device. Blocks.
+uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_folder);
 
 // Blocks, but does not wait for the disk. What fails is logged.
 void SaveWear(const std::vector<PathWear>& paths, const std::string& state_folder);

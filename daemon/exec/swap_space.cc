@@ -86,7 +86,6 @@ SwapSpace::SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine)
       engine_(engine),
       pending_(&memory_),
       late_(options.paths.size()),
-      written_(options.paths.size(), DayCounter(MonotonicNs())),
       next_warning_ns_(options.paths.size(), 0) {
   queues_.reserve(options.paths.size());
   for (size_t path = 0; path < options.paths.size(); ++path) {
@@ -400,7 +399,6 @@ void SwapSpace::GiveUpLate(std::vector<SwapDone>& done) {
 
 uint64_t SwapSpace::next_tick_ns() const {
   uint64_t next = std::min(next_check_ns_, keep_wear_ns_);
-  for (const DayCounter& counter : written_) next = std::min(next, counter.next_ns());
   if (!paused_.empty()) next = std::min(next, paused_.front().due_ns);
   return next;
 }
@@ -408,10 +406,6 @@ uint64_t SwapSpace::next_tick_ns() const {
 void SwapSpace::Tick(std::vector<SwapDone>& done) {
   const uint64_t now = MonotonicNs();
   if (now < next_tick_ns()) return;
-  for (size_t path = 0; path < written_.size(); ++path) {
-    if (now < written_[path].next_ns()) continue;
-    written_[path].Advance(now, stats().paths[path].written_bytes);
-  }
   StartWaiting(done);
   if (now < next_check_ns_) return;
   GiveUpLate(done);
@@ -445,26 +439,13 @@ void SwapSpace::CheckDeadlines(uint64_t now_ns) {
   late_.swap(late);
 }
 
-std::vector<uint64_t> SwapSpace::written_in_a_day() const {
-  const nvme::VolumeStats counted = stats();
-  std::vector<uint64_t> bytes;
-  for (size_t path = 0; path < written_.size(); ++path) {
-    bytes.push_back(written_[path].InLastDay(counted.paths[path].written_bytes));
-  }
-  return bytes;
-}
-
 std::vector<PathWear> SwapSpace::wear() const {
   const nvme::VolumeStats counted = stats();
   std::vector<PathWear> wear;
   for (size_t path = 0; path < counted.paths.size(); ++path) {
-    const auto of = [path](const std::vector<uint64_t>& bytes) {
-      return bytes.empty() ? 0 : bytes[path];
-    };
-    wear.push_back(
-        {.path = options_.paths[path].path,
-         .endurance_bytes = of(options_.endurance_bytes),
-         .written_bytes = of(options_.written_before) + counted.paths[path].written_bytes});
+    const uint64_t before = options_.written_before.empty() ? 0 : options_.written_before[path];
+    wear.push_back({.path = options_.paths[path].path,
+                    .written_bytes = before + counted.paths[path].written_bytes});
   }
   return wear;
 }

@@ -19,7 +19,6 @@
 #include "daemon/core/base/limits.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
-#include "daemon/exec/day_counter.h"
 #include "daemon/exec/path_wear.h"
 #include "daemon/exec/transfer_queue.h"
 #include "daemon/exec/volume_place.h"
@@ -33,13 +32,11 @@ namespace forebay::daemon {
 // Longer than the kernel waits for an NVMe drive before it resets the drive and gives up.
 inline constexpr uint64_t kSwapDeadlineNs = 60'000'000'000;
 
-// What a daemon that is killed forgets of the wear of its drives.
+// A daemon that is killed forgets the bytes written since the newest record, which is at most so old.
 inline constexpr uint64_t kKeepWearNs = 60'000'000'000;
 
 struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
-  // By path: what may still be written to its drive; empty: not known.
-  std::vector<uint64_t> endurance_bytes = {};
   // Where records of block devices are; empty: nowhere.
   std::string state_folder = {};
   // By path: what was written to its drive before, as kept; empty: nothing.
@@ -202,8 +199,6 @@ class SwapSpace {
   // In flight at the volume; what waits or pauses here is not counted.
   uint32_t in_flight() const { return volume_->requests_in_flight(); }
   nvme::VolumeStats stats() const { return volume_->stats(); }
-  // By path; of the last 24 hours.
-  std::vector<uint64_t> written_in_a_day() const;
   // By path.
   std::vector<PathWear> wear() const;
   const std::string& state_folder() const { return options_.state_folder; }
@@ -269,8 +264,7 @@ class SwapSpace {
   std::vector<TransferQueue> queues_;     // by path
   std::vector<Paused> paused_;            // by due time
   std::vector<LatePath> late_;
-  std::vector<LatePath> late_now_;   // room for the next check
-  std::vector<DayCounter> written_;  // by path
+  std::vector<LatePath> late_now_;  // room for the next check
   uint64_t next_check_ns_ = UINT64_MAX;
   uint64_t next_progress_ns_ = 0;
   uint64_t keep_wear_ns_ = UINT64_MAX;

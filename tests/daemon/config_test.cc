@@ -211,11 +211,6 @@ TEST(Config, RefusesValuesThatAKeyCannotHave) {
   EXPECT_OK(ApplySetting("swap.capacity=[4096, 4096]", config));
   EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.capacity: 2; paths in swap.paths: 3");
   EXPECT_OK(ApplySetting("swap.capacity=4096", config));
-  EXPECT_OK(ApplySetting("swap.endurance=1TiB", config));
-  EXPECT_OK(CheckConfig(config));
-  EXPECT_OK(ApplySetting("swap.endurance=[4096, 4096]", config));
-  EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.endurance: 2; paths in swap.paths: 3");
-  EXPECT_OK(ApplySetting("swap.endurance=[]", config));
   EXPECT_OK(ApplySetting("swap.limit_rate=[4096, 4096]", config));
   EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.limit_rate: 2; paths in swap.paths: 3");
   EXPECT_OK(ApplySetting("swap.limit_rate=1GiB", config));
@@ -269,6 +264,35 @@ TEST(Config, RefusesWhatWouldMeanSomethingElse) {
   }
   const TempDir dir;  // a directory reads as an empty file
   EXPECT_THAT(LoadConfigFile(dir.path(), config), HasError(ErrorId::kConfig));
+}
+
+TEST(Config, AcceptsTheOldKeyOfEnduranceWithAnyValue) {
+  const TempDir dir;
+  for (const char* line :
+       {"endurance = \"600TiB\"", "endurance = [4096, 4096]", "endurance = -1"}) {
+    Config config;
+    EXPECT_FALSE(config.sets_endurance);
+    EXPECT_OK(LoadConfigFile(dir.Write("c.toml", std::string("[swap]\n") + line + "\n"), config));
+    EXPECT_TRUE(config.sets_endurance) << line;
+    EXPECT_OK(CheckConfig(config));
+  }
+  Config config;
+  EXPECT_OK(ApplySetting("swap.endurance=often", config));
+  EXPECT_TRUE(config.sets_endurance);
+  EXPECT_THAT(ApplySetting("swap.endurances=1TiB", config), HasError(ErrorId::kConfig));
+}
+
+TEST(Forebayd, WarnsOnceThatTheOldKeyOfEnduranceHasNoEffect) {
+  const TempDir dir;
+  const std::string config = dir.Write("c.toml", "[swap]\nendurance = \"600TiB\"\n");
+  const testing::Ended ended = RunProgram({FOREBAYD_PATH, "--check", "--config", config, "--set",
+                                           "swap.endurance=1TiB", "--set", "memlock=best_effort"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.errors;
+  const std::string warning = "swap.endurance has no effect and is removed in the next release";
+  const size_t first = ended.errors.find(warning);
+  ASSERT_NE(first, std::string::npos) << ended.errors;
+  EXPECT_THAT(ended.errors, HasSubstr("forebay swap shows the bytes written to each path"));
+  EXPECT_EQ(ended.errors.find(warning, first + 1), std::string::npos) << ended.errors;
 }
 
 TEST(Forebayd, EndsWithTheErrorOfABadStart) {

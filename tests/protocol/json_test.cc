@@ -57,6 +57,15 @@ TEST(Json, NestsAndWritesEmptyListsAndDoublesThatReadBack) {
   EXPECT_NE(JsonOf(status.asReader()).find("\"uptime_seconds\": null,\n"), std::string::npos);
 }
 
+TEST(Json, LeavesOutObsoleteFields) {
+  capnp::MallocMessageBuilder message;
+  auto path = message.initRoot<schema::SwapPathStatus>();
+  path.setObsolete14(7);
+  const std::string json = JsonOf(path.asReader());
+  EXPECT_EQ(json.find("obsolete"), std::string::npos) << json;
+  EXPECT_NE(json.find("\"read_errors\": 0,\n  \"read_rate\": 0,"), std::string::npos) << json;
+}
+
 TEST(Json, EscapesTextAndReplacesWhatIsNoUtf8) {
   capnp::MallocMessageBuilder message;
   auto jobs = message.initRoot<schema::JobStatus>().initGroups(4);

@@ -103,12 +103,6 @@ std::string MemoryText(schema::MemoryStatus::Reader memory) {
   return absl::StrCat(MemoryLine(memory), arenas.empty() ? "" : "\n" + arenas.Text());
 }
 
-// "212 days", at the rate of the last day.
-std::string LifeOf(schema::SwapPathStatus::Reader path) {
-  if (path.getDaysLeft() <= 0) return "-";
-  return absl::StrFormat("%.0f days", path.getDaysLeft());
-}
-
 // "2.17 read, 1.20 written": GB/s.
 std::string RatesOf(schema::SwapPathStatus::Reader path) {
   if (path.getReadRate() <= 0) return "-";
@@ -133,16 +127,15 @@ std::string RatesNow(schema::SwapPathStatus::Reader path) {
 
 std::string SwapText(schema::NodeStatus::Reader status) {
   if (status.getSwap().size() == 0) return "no swap\n";
-  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "WRITTEN 24 H", "WRITTEN TOTAL",
-               "LIFE", "RATE GB/S", "RATE NOW GB/S", "SHARE", "ERRORS", "RETRIES", "O_DIRECT",
-               "HEALTH"});
+  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "WRITTEN TOTAL", "RATE GB/S",
+               "RATE NOW GB/S", "SHARE", "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
   for (const auto path : status.getSwap()) {
     paths.Add({path.getPath(), FormatBytes(path.getCapacityBytes()),
                FormatBytes(path.getUsedBytes()), FormatBytes(path.getReadBytes()),
-               FormatBytes(path.getWrittenBytes()), FormatBytes(path.getWrittenDay()),
-               FormatBytes(path.getWrittenInAll()), LifeOf(path), RatesOf(path), RatesNow(path),
-               Percent(path.getShare()), absl::StrCat(path.getErrors()),
-               absl::StrCat(path.getRetries()), path.getDirect() ? "yes" : "no", HealthOf(path)});
+               FormatBytes(path.getWrittenBytes()), FormatBytes(path.getWrittenInAll()),
+               RatesOf(path), RatesNow(path), Percent(path.getShare()),
+               absl::StrCat(path.getErrors()), absl::StrCat(path.getRetries()),
+               path.getDirect() ? "yes" : "no", HealthOf(path)});
   }
   const std::string reason = status.getIoEngineReason();
   return absl::StrCat("engine  ", status.getIoEngine().cStr(),
