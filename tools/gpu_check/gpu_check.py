@@ -17,7 +17,6 @@ import pathlib
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -457,12 +456,9 @@ def last_json(text):
 
 
 def launch():
-    """The environment of one rank, as torchrun makes it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """The environment of one rank, as torchrun makes it; its store listens on a port that the kernel chooses."""
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def before_others(variable, *folders):

@@ -14,13 +14,13 @@ import os
 import pathlib
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import warnings
 
 import torch
 
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "support"))
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made from configs
 
@@ -29,6 +29,7 @@ import exact_reference  # noqa: E402
 import forebay  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
+from rendezvous import Rendezvous  # noqa: E402
 from forebay import _attach  # noqa: E402, F401
 from forebay.integrations import accelerate as forebay_accelerate  # noqa: E402
 from forebay.integrations import transformers as forebay_transformers  # noqa: E402
@@ -454,11 +455,10 @@ def examples(rank, attempt, folder, options):
 SCENARIOS = {"trainer": trainer, "loop": loop, "several": several, "refused": refused, "examples": examples}
 
 
-def run_rank(rank, attempt, scenario, ranks, port, folder, options):
+def run_rank(rank, attempt, scenario, ranks, meeting, folder, options):
     if ranks > 1:
         launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in launch.items()})
+        os.environ.update({name: str(value) for name, value in launch.items()} | meeting)
     torch.set_num_threads(1)  # torch makes its pool of threads anew after a fork
     warnings.simplefilter("ignore")
     if scenario == "script":
@@ -474,12 +474,10 @@ def run_rank(rank, attempt, scenario, ranks, port, folder, options):
 
 def launch(attempt, scenario, ranks, *arguments):
     """The exit statuses of the ranks, of which each that is left when one was killed is killed too."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    rendezvous = Rendezvous()
     fork = multiprocessing.get_context("fork")
     processes = [
-        fork.Process(target=run_rank, args=(rank, attempt, scenario, ranks, port, *arguments))
+        fork.Process(target=run_rank, args=(rank, attempt, scenario, ranks, rendezvous.environment(), *arguments))
         for rank in range(ranks)
     ]
     for process in processes:

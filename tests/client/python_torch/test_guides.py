@@ -7,13 +7,13 @@ import os
 import re
 import runpy
 import signal
-import socket
 import sys
 
 import pytest
 import torch
 from apply_guide import GUIDE, ROOT, applied, diffs_of
 from daemon_process import on_the_daemon
+from rendezvous import Rendezvous
 from torch import multiprocessing
 
 DEADLINE_S = 120
@@ -29,16 +29,9 @@ DEEPSPEEDS_LOSSES = [
 ]
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def rank_main(rank, world, script, folder, port, killed_in):
+def rank_main(rank, world, script, folder, meeting, killed_in):
     launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in launch.items()})
+    os.environ.update({name: str(value) for name, value in launch.items()} | meeting)
     with open(folder / f"out{rank}", "a", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
     os.chdir(folder)
@@ -64,7 +57,8 @@ def output_of(script, folder, world=1, killed_in=0):
     """What rank 0 has printed in all runs in this folder."""
     folder.mkdir(exist_ok=True)
     forked = multiprocessing.get_context("fork")
-    arguments = (world, script, folder, free_port(), killed_in)
+    rendezvous = Rendezvous()
+    arguments = (world, script, folder, rendezvous.environment(), killed_in)
     ranks = [forked.Process(target=rank_main, args=(rank, *arguments)) for rank in range(world)]
     for rank in ranks:
         rank.start()

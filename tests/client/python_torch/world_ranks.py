@@ -11,8 +11,10 @@ import torch
 
 torch.set_num_threads(1)
 
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "support"))
 import forebay  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from rendezvous import Rendezvous  # noqa: E402
 from torch import multiprocessing, nn  # noqa: E402
 
 PATIENCE = datetime.timedelta(seconds=120)
@@ -196,10 +198,9 @@ def by_file(folder):
 
 def by_tcp(folder):
     """The parent serves the store: its port is nobody else's."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
-    multiprocessing.spawn(spawned, (f"tcp://127.0.0.1:{store.port}", "tcp"), nprocs=2)
+    rendezvous = Rendezvous()
+    os.environ.update(rendezvous.environment())
+    multiprocessing.spawn(spawned, (f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", "tcp"), nprocs=2)
 
 
 def forked(body, ranks):
