@@ -1,4 +1,4 @@
-#include "tools/forebay/bench_cluster_node.h"
+#include "tests/bench/cluster_node.h"
 
 #include <algorithm>
 #include <deque>
@@ -8,7 +8,7 @@
 
 #include "protocol/os/status_macros.h"
 #include "protocol/wire.h"
-#include "tools/forebay/bench_cluster_daemon.h"
+#include "tests/bench/cluster_daemon.h"
 #include "tools/forebay/cluster_model.h"
 
 namespace forebay::tools {

@@ -2,6 +2,8 @@
 // and collectives take no time, beside the same session's calls and the same collectives without a
 // pipeline.
 
+#include "client/pipeline.h"
+
 #include <chrono>
 #include <memory>
 #include <span>
@@ -11,7 +13,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/flat_shards.h"
-#include "client/pipeline.h"
 #include "gpu/host_communicator.h"
 #include "gpu/host_device.h"
 #include "protocol/error.h"

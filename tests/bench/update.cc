@@ -18,7 +18,7 @@
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_adam_limits.h"
 #include "tools/forebay/bench_adam_pass.h"
-#include "tools/forebay/bench_disk.h"
+#include "tools/forebay/bench_disk_limit.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/bench_job.h"
 

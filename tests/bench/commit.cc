@@ -11,7 +11,7 @@
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench.h"
-#include "tools/forebay/bench_disk.h"
+#include "tools/forebay/bench_disk_limit.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/bench_job.h"
 

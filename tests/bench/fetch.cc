@@ -23,7 +23,7 @@
 #include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench.h"
-#include "tools/forebay/bench_disk.h"
+#include "tools/forebay/bench_disk_limit.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/bench_job.h"
 

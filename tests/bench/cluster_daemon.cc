@@ -1,4 +1,4 @@
-#include "tools/forebay/bench_cluster_daemon.h"
+#include "tests/bench/cluster_daemon.h"
 
 #include <algorithm>
 #include <string>

@@ -14,7 +14,7 @@
 #include "absl/status/status.h"
 #include "daemon/core/node/node_state.h"
 #include "protocol/wire.h"
-#include "tools/forebay/bench_cluster_node.h"
+#include "tests/bench/cluster_node.h"
 
 namespace forebay::tools {
 
