@@ -12,6 +12,7 @@
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 #include "tests/bench/cluster_node.h"
+#include "tests/bench/lab.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/cluster_model.h"
@@ -24,8 +25,10 @@ constexpr uint32_t kSteps = 3;
 constexpr uint64_t kBlockElems = uint64_t{1} << 20;
 constexpr uint64_t kBlockUnit = 65536;
 
-absl::StatusOr<VirtualNodeOptions> NodeOf(const BenchOptions& options, const ClusterModel& model,
-                                          const ClusterOptions& cluster, const ClusterPlan& plan) {
+absl::StatusOr<VirtualNodeOptions> NodeOf(const BenchOptions& options,
+                                          const ClusterBenchOptions& asked,
+                                          const ClusterModel& model, const ClusterOptions& cluster,
+                                          const ClusterPlan& plan) {
   const uint64_t params = (model.params + cluster.nodes - 1) / cluster.nodes;
   const ModelShape shape = EvenShape(params, static_cast<uint32_t>(model.layers));
   ASSIGN_OR_RETURN(
@@ -33,17 +36,19 @@ absl::StatusOr<VirtualNodeOptions> NodeOf(const BenchOptions& options, const Clu
       protocol::Layout::Create(LayoutOf(shape, {.dtype = model.dtype,
                                                 .format = model.format,
                                                 .optimizer = model.optimizer,
-                                                .ranks = std::min(cluster.gpus, options.ranks)})));
+                                                .ranks = std::min(cluster.gpus, asked.ranks)})));
   VirtualNodeOptions node;
   node.layout = std::make_shared<const protocol::Layout>(std::move(layout));
   node.dram_bytes = cluster.dram_bytes;
   node.block_elems = std::max(
-      kBlockElems, protocol::RoundUp((params + options.blocks - 1) / options.blocks, kBlockUnit));
-  node.workers = options.workers;
-  node.staging_bytes = options.staging_bytes;
+      kBlockElems, protocol::RoundUp((params + asked.blocks - 1) / asked.blocks, kBlockUnit));
+  node.workers = asked.workers;
+  if (!asked.staging.empty()) {
+    ASSIGN_OR_RETURN(node.staging_bytes, protocol::ParseBytes(asked.staging));
+  }
   node.early_updates = cluster.early_updates;
-  node.drain = options.drain;
-  node.in_turn = options.in_turn;
+  node.drain = asked.drain;
+  node.in_turn = asked.in_turn;
   node.compute_s = options.compute_ms > 0 ? options.compute_ms * 1e-3 : plan.seconds.compute;
   node.forward_share = ForwardShare(cluster);
   node.gather_s_per_elem =
@@ -58,11 +63,12 @@ absl::StatusOr<VirtualNodeOptions> NodeOf(const BenchOptions& options, const Clu
 
 }  // namespace
 
-absl::Status BenchCluster(const BenchOptions& options, const Report& report) {
-  PlanOptions asked = options.plan;
-  asked.params = options.params;
-  ASSIGN_OR_RETURN(const ClusterModel model, ClusterModelOf(asked));
-  ASSIGN_OR_RETURN(ClusterOptions cluster, ClusterOptionsOf(asked));
+absl::Status BenchCluster(const BenchOptions& options, const ClusterBenchOptions& asked,
+                          const Report& report) {
+  PlanOptions planned = asked.plan;
+  planned.params = options.params;
+  ASSIGN_OR_RETURN(const ClusterModel model, ClusterModelOf(planned));
+  ASSIGN_OR_RETURN(ClusterOptions cluster, ClusterOptionsOf(planned));
   if (cluster.nodes == 0) {
     return protocol::MakeError(protocol::ErrorId::kOption, "bench cluster needs a cluster",
                                "give --nodes, --gpus and a model as to forebay plan");
@@ -71,14 +77,14 @@ absl::Status BenchCluster(const BenchOptions& options, const Report& report) {
     cluster.gpu_tflops = ClusterFlops(model, cluster) / (options.compute_ms * 1e-3) / 1e12;
   }
   ASSIGN_OR_RETURN(const ClusterPlan plan, PlanCluster(model, cluster));
-  ASSIGN_OR_RETURN(const VirtualNodeOptions node, NodeOf(options, model, cluster, plan));
+  ASSIGN_OR_RETURN(const VirtualNodeOptions node, NodeOf(options, asked, model, cluster, plan));
   ASSIGN_OR_RETURN(const VirtualSteps steps, SimulateNode(node, kSteps));
   BenchResult result;
   result.what = {
       .bench = "cluster",
       .name = absl::StrCat("cluster/params=", model.params, "/nodes=", cluster.nodes,
                            "/gpus=", cluster.gpus, "/early=", cluster.early_updates ? "yes" : "no",
-                           "/drain=", options.drain ? "yes" : "no"),
+                           "/drain=", asked.drain ? "yes" : "no"),
       .unit = "s",
       .limit_what = "the closed form",
       .measure = Measure::kTime};

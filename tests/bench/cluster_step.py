@@ -1,4 +1,4 @@
-"""One node, predicted and measured: `forebay bench cluster` beside `forebay bench step`, whose disk is limited to a rate and
+"""One node, predicted and measured: `forebay-bench cluster` beside `forebay-bench step`, whose disk is limited to a rate and
 whose compute is timers.
 
 usage: python3 tests/bench/cluster_step.py [--swap DIRECTORY] [--samples N]
@@ -14,7 +14,7 @@ import re
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOREBAY = ROOT / "build/bin/forebay"
+BENCH = ROOT / "build/bin/forebay-bench"
 PARAMS, GROUPS = 1 << 25, 32
 RATE_MIB = 500
 COMPUTE_MS = (500, 1000, 2000)
@@ -27,7 +27,7 @@ FLAGS = {
 
 
 def lines(*words):
-    done = subprocess.run([FOREBAY, "bench", *map(str, words), "--json"], capture_output=True, text=True)
+    done = subprocess.run([BENCH, *map(str, words), "--json"], capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -1,4 +1,4 @@
-"""Two nodes, predicted and measured: `forebay bench cluster` beside FSDP2 over gloo in two network namespaces, a daemon in
+"""Two nodes, predicted and measured: `forebay-bench cluster` beside FSDP2 over gloo in two network namespaces, a daemon in
 each, whose disks and link are limited to a rate and whose compute is timers. Needs root.
 
 usage: python3 tests/bench/cluster_two_nodes.py [--swap DIRECTORY] [--steps N]

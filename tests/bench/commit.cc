@@ -10,6 +10,7 @@
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
+#include "tests/bench/lab.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_disk_limit.h"
 #include "tools/forebay/bench_harness.h"

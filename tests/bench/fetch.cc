@@ -22,6 +22,7 @@
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
+#include "tests/bench/lab.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_disk_limit.h"
 #include "tools/forebay/bench_harness.h"

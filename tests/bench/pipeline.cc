@@ -17,6 +17,7 @@
 #include "gpu/host_device.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "tests/bench/lab.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/private_daemon.h"

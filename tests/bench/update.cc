@@ -15,6 +15,7 @@
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
+#include "tests/bench/lab.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_adam_limits.h"
 #include "tools/forebay/bench_adam_pass.h"

@@ -9,12 +9,25 @@ import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOREBAY = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build/bin")) / "forebay"
+BENCH = FOREBAY.with_name("forebay-bench")
 DEADLINE_S = 60
+BENCH_KEYS = [  # of a line of --json
+    *("bench", "case", "value", "unit", "limit", "limit_what", "share", "samples", "spread"),
+    *("bytes_read", "bytes_written"),
+]
 
 
 def forebay(*words, deadline_s=DEADLINE_S, **options):
+    return run_program(FOREBAY, *words, deadline_s=deadline_s, **options)
+
+
+def forebay_bench(*words, deadline_s=DEADLINE_S, **options):
+    return run_program(BENCH, *words, deadline_s=deadline_s, **options)
+
+
+def run_program(program, *words, deadline_s, **options):
     return subprocess.run(
-        [FOREBAY, *map(str, words)],
+        [program, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=deadline_s,

@@ -16,6 +16,7 @@ import tempfile
 
 import pytest
 from forebay_command import (
+    BENCH_KEYS,
     DEADLINE_S,
     FOREBAY,
     ROOT,
@@ -25,11 +26,6 @@ from forebay_command import (
     forebay,
     run_flags,
 )
-
-BENCH_KEYS = [
-    *("bench", "case", "value", "unit", "limit", "limit_what", "share", "samples", "spread"),
-    *("bytes_read", "bytes_written"),
-]
 
 SWAP = "--swap {swap} --swap-size 64MiB"
 
@@ -590,56 +586,10 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
     assert scalar.returncode == 0 and "/shape=flat/target=scalar" in scalar.stdout
     assert forebay("bench", "adam", "--list", "--case", "no such").returncode == 1
     assert forebay("bench", "adam", "--params", 1024).returncode == 1
-    assert forebay("bench", "fetch", "--list").returncode == 1
+    assert forebay("bench", "disk", "--list").returncode == 1
 
 
-@pytest.mark.parametrize(
-    "flags, cases",
-    [
-        (
-            ["fetch", "--samples", 1, "--params", 2**22],
-            ["fetch/place=dram/ranks=1", "fetch/place=nvme/ranks=1", "fetch/place=nvme/ranks=4"],
-        ),
-        (
-            ["pipeline", "--samples", 1],
-            ["pipeline/device=host/dir=forward", "pipeline/device=host/dir=backward"],
-        ),
-        (
-            ["update", "--samples", 1, "--params", 8 << 20],
-            [
-                "update/opt=adamw/format=exact/place=dram",
-                "update/opt=adamw/format=fp32/place=dram",
-                "update/opt=adamw/format=exact/place=dram/recorded",
-                "update/opt=adamw/format=fp32/place=dram/recorded",
-                "update/opt=adamw/format=bf16/place=dram/recorded",
-                "update/opt=adamw/format=int8/place=dram/recorded",
-                "update/opt=adamw/format=fp32/place=nvme",
-                "update/opt=adamw/format=fp32/place=nvme/in_dram=0.50",
-                "update/opt=adamw/format=fp32/place=nvme/in_dram=0.75",
-            ],
-        ),
-    ],
-)
-def test_each_bench_prints_one_line_a_case(folders, flags, cases):
-    environment, _, swap = folders
-    done = forebay("bench", *flags, "--swap", swap, "--json", deadline_s=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["case"] for line in lines] == cases
-    for line in lines:
-        assert list(line)[: len(BENCH_KEYS)] == BENCH_KEYS
-        more = {key: line[key] for key in list(line)[len(BENCH_KEYS) :]}
-        if line["case"].startswith("update"):
-            assert 0 < more.pop("loop_us_per_event") < 10_000
-        if line["case"].startswith("fetch/place=dram"):
-            assert more.pop("p99") >= line["value"] and more.pop("limit_p99") >= line["limit"]
-        loops = more.values()
-        of_adam = line["case"].startswith("update") and line["case"].endswith("place=dram")
-        assert bool(loops) == of_adam and line["limit"] == max(loops, default=line["limit"])
-        assert line["value"] > 0 and line["limit"] > 0 and line["samples"] == 1
-
-
-SWAP_CASES = [f"swap/op={op}/block=8MiB/pages=2MiB" for op in ("read", "write", "mixed")]
+DISK_CASES = [f"disk/op={op}/block=8MiB/pages=2MiB" for op in ("read", "write", "mixed")]
 STUB_OF_FIO = """#!/bin/sh
 for flag in "$@"; do
   case "$flag" in
@@ -651,13 +601,13 @@ echo '{"jobs": [{"read": {"bw_bytes": 6e15}, "write": {"bw_bytes": 1e15}}]}' > "
 """
 
 
-def test_bench_swap_shows_the_daemons_transfers_beside_the_better_of_two_limits(folders, tmp_path):
+def test_bench_disk_shows_the_daemons_transfers_beside_the_better_of_two_limits(folders, tmp_path):
     environment, _, swap = folders
-    flags = ["swap", "--samples", 1, "--params", 4 << 20, "--swap", swap, "--json"]
+    flags = ["disk", "--samples", 1, "--params", 4 << 20, "--swap", swap, "--json"]
     done = forebay("bench", *flags, env={**environment, "PATH": ""})
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["case"] for line in lines] == SWAP_CASES
+    assert [line["case"] for line in lines] == DISK_CASES
     for line, (reads, writes) in zip(lines, ((1, 0), (0, 1), (1, 1)), strict=True):
         assert list(line)[: len(BENCH_KEYS)] == BENCH_KEYS
         assert line["value"] > 0 and line["limit"] == line["bare"] > 0 and "fio" not in line
@@ -699,10 +649,10 @@ def test_bench_step_shows_what_updates_under_compute_hide(folders):
         assert line["compute_s"] == 0.05 and line["update_s"] > 0
         assert line["limit"] == max(line["compute_s"], line["update_s"])
         assert line["value"] > 0.05, "the timers at least"
-    assert forebay("bench", "fetch", "--compute-ms", 50).returncode == 1
+    assert forebay("bench", "disk", "--compute-ms", 50).returncode == 1
 
 
-def test_bench_step_and_update_limit_the_rate_of_swap(folders):
+def test_bench_step_limits_the_rate_of_swap(folders):
     environment, _, swap = folders
     flags = ["--samples", 1, "--params", 4 << 20, "--limit-rate", "512MiB", "--swap", swap, "--json"]
     done = forebay("bench", "step", *flags, deadline_s=300, env=environment)
@@ -713,41 +663,11 @@ def test_bench_step_and_update_limit_the_rate_of_swap(folders):
         assert line["case"].endswith("/rate=512MiB")
         assert line["update_s"] == 0.125, "64 MiB at the rate"
         assert line["limit"] == line["compute_s"] >= 0.125
-    done = forebay("bench", "update", *flags, deadline_s=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    [line] = (
-        line
-        for line in map(json.loads, done.stdout.splitlines())
-        if line["case"] == "update/opt=adamw/format=fp32/place=nvme/rate=512MiB"
-    )
-    assert line["value"] > 0 and line["limit"] == pytest.approx(512 * 2**20 / 1e9)
-    flags[flags.index("512MiB")] = "512MiB,256MiB"
-    done = forebay("bench", "update", *flags, deadline_s=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout.splitlines()[-1])
-    assert line["case"].endswith("/rate=512MiB,256MiB")
-    assert line["value"] > 0 and line["limit"] == pytest.approx(768 * 2**20 / 1e9)
-    assert forebay("bench", "fetch", "--limit-rate", "512MiB").returncode == 1
     refused = forebay("bench", "step", "--limit-rate", "fast", env=environment)
     assert refused.returncode == 1 and "--limit-rate fast is no size" in refused.stderr
     for rates in ("1GiB,0", "1GiB,", ","):
         refused = forebay("bench", "step", "--limit-rate", rates, env=environment)
         assert refused.returncode == 1 and f"--limit-rate {rates} is no size" in refused.stderr
-
-
-def test_bench_commit_shows_what_a_durable_step_writes_and_costs(folders):
-    environment, _, swap = folders
-    params = 4 << 20
-    flags = ["--samples", 1, "--params", params, "--swap", swap, "--json"]
-    done = forebay("bench", "commit", *flags, deadline_s=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["case"] for line in lines] == [f"commit/level=step/place={place}" for place in ("dram", "nvme")]
-    for line in lines:
-        # Weights and states of format exact; beside them whole pages, and the ledger twice.
-        assert 1 <= line["written_bytes"] / (12 * params) < 1.02
-        assert line["value"] > 0 and line["limit"] >= line["memory_s"] > 0
-    assert os.listdir(swap) == []
 
 
 def test_bench_copies_measures_each_way_and_direction_on_a_driver():
@@ -773,9 +693,30 @@ def test_bench_copies_measures_each_way_and_direction_on_a_driver():
 def test_bench_copies_without_a_driver_says_so():
     done = forebay("bench", "copies", "--driver", "libcuda-that-is-nowhere.so.1")
     assert done.returncode == 1 and "error[E_UNSUPPORTED]: no CUDA on this machine" in done.stderr
-    assert forebay("bench", "fetch", "--driver", "libcuda.so.1").returncode == 1
+    assert forebay("bench", "disk", "--driver", "libcuda.so.1").returncode == 1
+
+
+def test_bench_swap_is_disk_and_says_so(folders):
+    environment, _, swap = folders
+    flags = ["--samples", 1, "--params", 1 << 20, "--swap", swap, "--json"]
+    done = forebay("bench", "swap", *flags, env={**environment, "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["case"] for line in done.stdout.splitlines()] == DISK_CASES
+    assert done.stderr.startswith("note: bench swap is now called disk")
+    assert forebay("bench", "disk", *flags, env={**environment, "PATH": ""}).stderr == ""
 
 
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "adam, cluster, commit, copies, fetch, pipeline, step, swap, update" in done.stderr
+    assert done.returncode == 1 and "hint: one of: adam, copies, disk, step\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["cluster --nodes 4 --gpus 2 --staging 64MiB", "commit", "fetch --samples 1", "pipeline", "update"]
+)
+def test_a_bench_of_the_source_tree_is_refused_with_the_program_that_has_it(words):
+    done = forebay("bench", *words.split())
+    name = words.split()[0]
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"error[E_OPTION]: `forebay bench` has no {name}: `forebay-bench {name}` has it\n" in done.stderr
+    assert f"build/bin/forebay-bench {name}" in done.stderr.splitlines()[1]

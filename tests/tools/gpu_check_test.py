@@ -37,7 +37,7 @@ def unpacked(tmp_path_factory):
     backend = f"cp{sys.version_info.major}{sys.version_info.minor}"
     for name in ("bin", "tests", "python", f"python/backends/{backend}"):
         (folder / name).mkdir(parents=True)
-    programs = [BIN / "forebay", BIN / "forebayd"]
+    programs = [BIN / "forebay", BIN / "forebay-bench", BIN / "forebayd"]
     programs += [BUILT_TESTS / "gpu_device_contract_test", BUILT_TESTS / "client_perceptron_test"]
     programs += [BUILT_TESTS / "gpu_communicator_contract_test"]
     cases = (ROOT / "tests" / "client" / "python_torch").glob("[!t]*.py")

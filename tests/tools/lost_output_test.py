@@ -117,7 +117,7 @@ def test_a_job_is_deleted_whether_or_not_somebody_reads_it(daemon):
 
 def test_a_bench_ends_at_the_first_case_that_it_cannot_print(folders):
     environment, _, swap = folders
-    check(f"forebay bench swap --json --samples 1 --swap {shlex.quote(str(swap))}", env=environment)
+    check(f"forebay bench disk --json --samples 1 --swap {shlex.quote(str(swap))}", env=environment)
 
 
 def test_scrub_of_a_stopped_daemon(folders):

@@ -1,4 +1,4 @@
-"""Goal    The tables of docs/reports/scale.md are what `forebay plan --nodes` and `forebay bench cluster` say, and the two agree.
+"""Goal    The tables of docs/reports/scale.md are what `forebay plan --nodes` and `forebay-bench cluster` say, and the two agree.
 Method  Each row names its options; both commands are run with them and those of its table. Time is virtual: the same
         numbers on every machine. The last cell, what others have published, is kept. `scale_tables_test.py --write`
         writes the tables.
@@ -10,7 +10,7 @@ import shlex
 import sys
 
 import pytest
-from forebay_command import ROOT, forebay
+from forebay_command import ROOT, forebay, forebay_bench
 
 PAGE = ROOT / "docs/reports/scale.md"
 TABLE = re.compile(r"(<!-- cluster: (?P<common>[^>]*) -->\n)(?P<rows>(?:\|.*\n)+)")
@@ -22,8 +22,8 @@ SMALL = "--nodes 4 --gpus 2 --params 400000000 --layers 16 --gpu-tflops 0.4"
 DEADLINE_S = 300
 
 
-def answer(*words):
-    done = forebay(*words, "--json", deadline_s=DEADLINE_S)
+def answer(run, *words):
+    done = run(*words, "--json", deadline_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -42,7 +42,7 @@ def for_plan(words):
 
 def both(options):
     words = shlex.split(options)
-    return answer("plan", *for_plan(words)), answer("bench", "cluster", *words)
+    return answer(forebay, "plan", *for_plan(words)), answer(forebay_bench, "cluster", *words)
 
 
 def tib(count):
@@ -135,9 +135,13 @@ def test_a_plan_of_no_cluster_says_why(words, says):
 
 
 def test_only_bench_cluster_has_a_cluster():
-    assert "has no cluster" in forebay("bench", "step", "--nodes", 2).stderr
-    assert "needs a cluster" in forebay("bench", "cluster", "--params", 1000000).stderr
-    assert "more than bench update makes" in forebay("bench", "update", "--params", 1 << 40).stderr
+    for option in (("--nodes", 2), ("--staging", "64MiB"), ("--width", 512), ("--no-drain",)):
+        refused = forebay_bench("step", *option)
+        assert refused.returncode == 1
+        assert f"error[E_OPTION]: bench step has no {option[0]}\n" in refused.stderr
+        assert f"hint: leave out {option[0]}: it belongs to cluster" in refused.stderr
+    assert "needs a cluster" in forebay_bench("cluster", "--params", 1000000).stderr
+    assert "more than bench update makes" in forebay_bench("update", "--params", 1 << 40).stderr
 
 
 def test_a_plan_of_a_cluster_reads_as_text():

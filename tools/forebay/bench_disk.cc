@@ -1,4 +1,4 @@
-// Bench swap: blocks between staging memory and a swap path, by the code that the daemon's loop thread
+// Bench disk: blocks between staging memory and a swap path, by the code that the daemon's loop thread
 // runs (SwapSpace, Volume, IoEngine): reads, writes, and a write for each read; beside a bare loop and,
 // where it is installed, fio.
 
@@ -209,7 +209,7 @@ constexpr std::array kCases = {
 
 }  // namespace
 
-absl::Status BenchSwap(const BenchOptions& options, const Report& report) {
+absl::Status BenchDisk(const BenchOptions& options, const Report& report) {
   const uint64_t params = options.params == 0 ? kParams : options.params;
   const uint64_t blocks = std::max<uint64_t>(1, params * kStateBytes / kBlockBytes);
   const uint64_t bytes = blocks * kBlockBytes;
@@ -228,8 +228,8 @@ absl::Status BenchSwap(const BenchOptions& options, const Report& report) {
     }
     ASSIGN_OR_RETURN(BenchResult result,
                      MeasureCase(
-                         {.bench = "swap",
-                          .name = absl::StrCat("swap/op=", one.name, "/block=8MiB/pages=2MiB"),
+                         {.bench = "disk",
+                          .name = absl::StrCat("disk/op=", one.name, "/block=8MiB/pages=2MiB"),
                           .unit = "GB/s",
                           .limit_what = has_fio ? "the better of a bare loop and fio"
                                                 : "bare loop; fio is not installed",

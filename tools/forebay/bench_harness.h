@@ -69,16 +69,11 @@ std::string ResultsText(const std::vector<BenchResult>& results);
 // Receives a result as soon as it is there.
 using Report = std::function<absl::Status(const BenchResult& result)>;
 
-// The benches; each reports its cases one by one.
+// The benches of `forebay bench`; each reports its cases one by one.
 struct BenchOptions;
 absl::Status BenchAdam(const BenchOptions& options, const Report& report);
-absl::Status BenchCluster(const BenchOptions& options, const Report& report);
-absl::Status BenchCommit(const BenchOptions& options, const Report& report);
 absl::Status BenchCopies(const BenchOptions& options, const Report& report);
-absl::Status BenchFetch(const BenchOptions& options, const Report& report);
-absl::Status BenchPipeline(const BenchOptions& options, const Report& report);
+absl::Status BenchDisk(const BenchOptions& options, const Report& report);
 absl::Status BenchStep(const BenchOptions& options, const Report& report);
-absl::Status BenchSwap(const BenchOptions& options, const Report& report);
-absl::Status BenchUpdate(const BenchOptions& options, const Report& report);
 
 }  // namespace forebay::tools

@@ -32,6 +32,7 @@
 #include "tools/forebay/launch_node.h"
 #include "tools/forebay/node_view.h"
 #include "tools/forebay/plan.h"
+#include "tools/forebay/plan_options.h"
 #include "tools/forebay/run.h"
 #include "tools/forebay/scrub.h"
 #include "tools/forebay/status_all.h"
@@ -175,8 +176,6 @@ int ShowDoctor(const Arguments& arguments) {
                    failed ? kError : kGood);
 }
 
-int ShowBench(const Arguments& arguments) { return Exit(Bench(arguments.bench, arguments.json)); }
-
 int ShowPlan(const Arguments& arguments) {
   PlanOptions options = arguments.plan;
   options.socket = arguments.socket;
@@ -218,55 +217,6 @@ CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& 
   return view;
 }
 
-// Of a model, and of the node it is for; --params aside.
-void AddModel(CLI::App* command, PlanOptions& plan) {
-  command->add_option("--hf", plan.hugging_face, "the model: a config.json of Hugging Face's");
-  command->add_option("--layers", plan.layers, "of --params and --width")
-      ->check(CLI::Range(1, 10000));
-  command->add_option("--width", plan.width, "the model: a decoder of this width")
-      ->check(CLI::Range(1, 1 << 20));
-  command->add_option("--vocab", plan.vocab, "of --width")->check(CLI::Range(1, 1 << 24));
-  command->add_flag("!--no-early-updates", plan.early_updates,
-                    "blocks wait for step: no room for their new weights");
-  command->add_option("--dtype", plan.dtype, "of the weights");
-  command->add_option("--format", plan.format, "of the states (exact for bfloat16, else fp32)");
-  command->add_option("--optimizer", plan.optimizer, "adamw, ...");
-  command->add_option("--dram", plan.dram,
-                      "on an empty node with this limit; else on this one, as it is");
-  command->add_option("--read-rate", plan.read_rate, "of the swap, GB/s: the disk's time is shown")
-      ->check(CLI::Range(1e-3, 1e6));
-  command->add_option("--write-rate", plan.write_rate, "the same")->check(CLI::Range(1e-3, 1e6));
-}
-
-// Returns --nodes, without which there is no cluster.
-CLI::Option* AddCluster(CLI::App* command, ClusterOptions& cluster) {
-  CLI::Option* nodes =
-      command
-          ->add_option("--nodes", cluster.nodes,
-                       "of a cluster: each node's share, each link's bytes, and a step's time; "
-                       "no daemon is asked")
-          ->check(CLI::Range(1, 1 << 20));
-  const auto add = [&](const char* name, auto& value, const char* help) {
-    return command->add_option(name, value, help)->needs(nodes);
-  };
-  add("--gpus", cluster.gpus, "of a node (8)")->check(CLI::Range(1, 1024));
-  add("--tensor-parallel", cluster.tensor_parallel, "GPUs of a node that split each layer (1)")
-      ->check(CLI::Range(1, 1024));
-  add("--tokens", cluster.tokens, "of a step, for each GPU of the cluster (2048)")
-      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40));
-  command->add_flag("--recompute", cluster.recompute, "activation checkpointing")->needs(nodes);
-  const CLI::Range rates(1e-3, 1e9);
-  add("--gpu-tflops", cluster.gpu_tflops, "what a GPU achieves, without waiting")->check(rates);
-  add("--gpu-link-rate", cluster.gpu_link_rate, "GB/s of a GPU to others of its node")
-      ->check(rates);
-  add("--link-rate", cluster.link_rate, "GB/s of a node to the others, each way")->check(rates);
-  add("--host-link-rate", cluster.host_link_rate, "GB/s of DRAM to all GPUs of a node, each way")
-      ->check(rates);
-  add("--update-rate", cluster.update_rate, "GB/s of DRAM under the optimizer's pass")
-      ->check(rates);
-  return nodes;
-}
-
 CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   PlanOptions& plan = arguments.plan;
   CLI::App* command =
@@ -274,7 +224,7 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   CLI::Option* job = command->add_option("--job", plan.job, "a job of the daemon's, as it is");
   command->add_option("--params", plan.params, "the model: so many parameters in equal layers")
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 50));
-  AddModel(command, plan);
+  AddModelOptions(command, plan);
   command->add_option("--swap-size", plan.swap_size, "and so much swap")
       ->needs(command->get_option("--dram"));
   CLI::Option* ranks =
@@ -292,7 +242,7 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
           ->add_option("--compute", plan.compute_s,
                        "seconds of forward and backward a step: the step's time is shown")
           ->check(CLI::Range(0.0, 1e6));
-  CLI::Option* nodes = AddCluster(command, plan.cluster);
+  CLI::Option* nodes = AddClusterOptions(command, plan.cluster);
   for (CLI::Option* other : {job, ranks, shared, gpu, accumulate, durability, compute}) {
     nodes->excludes(other);
   }
@@ -482,57 +432,17 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   doctor->add_option("FOLDER", arguments.folders, "candidates for swap");
   CLI::App* bench =
       AddView(app, "bench", "measure against this machine's limits, in the same run", arguments);
-  bench
-      ->add_option(
-          "WHAT", arguments.bench.what,
-          absl::StrCat("one of: ", BenchNames(),
-                       "; adam: the fused passes of the optimizers, without a daemon; "
-                       "cluster: a step of a cluster, in virtual time; "
-                       "copies: a GPU's, from and to the daemon's memory; "
-                       "fetch: from the request to the lease of a group, in DRAM and on swap; "
-                       "pipeline: a group's cost in a loop in C++, each way; "
-                       "step: forward, backward and update on swap, beside the longer of both; "
-                       "swap: the daemon's transfers of blocks, without a daemon; "
-                       "update: a whole step of AdamW, in DRAM and on swap"))
-      ->required();
-  bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
-  bench->add_option("--params", arguments.bench.params, "of the synthetic job; adam: 100000000")
-      ->check(CLI::Range(uint64_t{1024}, uint64_t{1} << 50));
-  bench->add_option("--swap", arguments.bench.swap_folder, "a directory for the cases on swap");
-  bench->add_option("--driver", arguments.bench.driver,
-                    "copies: a driver in the place of libcuda.so.1");
-  bench->add_option("--case", arguments.bench.only, "adam: only cases whose name contains this");
-  bench
-      ->add_option("--compute-ms", arguments.bench.compute_ms,
-                   "step, cluster: of forward and backward together; else as long as the update "
-                   "takes, or as --gpu-tflops says")
-      ->check(CLI::Range(1, 3600000));
-  bench->add_option(
-      "--limit-rate", arguments.bench.limit_rate,
-      "step, update: bytes a second of swap at most, reads and writes together, "
-      "\"500MiB\", or of several paths, \"500MiB,250MiB\"; the daemon's swap.limit_rate");
-  bench->add_option("--workers", arguments.bench.workers, "cluster: of a node's daemon (2)")
-      ->check(CLI::Range(1, 1024));
-  bench->add_option("--blocks", arguments.bench.blocks, "cluster: of a node at most (4096)")
-      ->check(CLI::Range(16, 1 << 24));
-  bench
-      ->add_option("--ranks", arguments.bench.ranks,
-                   "cluster: of a node at most, shared by its GPUs (4)")
-      ->check(CLI::Range(1, 1024));
-  bench->add_flag("!--no-drain", arguments.bench.drain, "cluster: step waits for its update");
-  bench->add_flag("--in-turn", arguments.bench.in_turn,
-                  "cluster: nothing crosses a link while GPUs compute, as with FSDP2 over gloo");
-  bench->add_option("--staging", arguments.bench.staging, "cluster: the daemon's swap.staging");
-  AddModel(bench, arguments.bench.plan);
-  AddCluster(bench, arguments.bench.plan.cluster);
-  bench->add_flag_callback(
-      "--list", [&] { arguments.bench.list = BenchOptions::List::kNames; },
-      "adam: print the names of the cases and measure nothing");
+  const std::vector<NamedBench> benches = UserBenches();
+  AddBenchOptions(*bench, benches, arguments.bench);
 
   std::reverse(words.begin(), words.end());  // as CLI11 wants them
   try {
     app.parse(words);
   } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() != 0 &&
+        IsLabBench(arguments.bench.what)) {  // with options of its own
+      return Exit(LabBenchError(arguments.bench.what));
+    }
     std::ostringstream text;
     const int code = app.exit(error, text, std::cerr) == 0 ? kGood : kUsage;
     return ExitShown(WriteOutput(text.str()), code);
@@ -569,7 +479,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   if (scrub->parsed()) return ShowScrub(arguments);
   if (doctor->parsed()) return ShowDoctor(arguments);
   if (explain->parsed()) return ShowExplain(arguments);
-  return ShowBench(arguments);
+  return Exit(RunBench(benches, arguments.bench, arguments.json));
 }
 
 }  // namespace

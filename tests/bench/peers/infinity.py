@@ -4,7 +4,7 @@ with NVMe, in alternation in one run.
 
 Makes an environment of its own with torch and DeepSpeed from PyPI (whose asynchronous I/O compiles for a
 quarter of an hour, once) and builds what it needs of ours. First the transfers alone: DeepSpeed's aio
-handle on its own pinned memory beside `forebay bench swap`. Then, with one rank and with two, the step of
+handle on its own pinned memory beside `forebay bench disk`. Then, with one rank and with two, the step of
 a GPT of 110 M parameters in bf16: each setting of DeepSpeed's beside Forebay with as much on swap, and
 beside `compute`: FSDP2's forward and backward of the same model, all of it in memory and without an
 optimizer. That is the limit: nothing that trains is faster beside DeepSpeed than `deepspeed-over-compute`.
@@ -203,9 +203,9 @@ def cpu_rows(kept, case, by):
             yield row | {"kernel": figures.spread(kernel)["value"]}
 
 
-def bench_swap(args):
+def bench_disk(args):
     """GB/s of the daemon's transfers of blocks: {"read": ..., "write": ..., "mixed": ...}."""
-    command = [args.build / "bin" / "forebay", "bench", "swap", "--json", "--swap", args.out / "swap"]
+    command = [args.build / "bin" / "forebay", "bench", "disk", "--json", "--swap", args.out / "swap"]
     command += ["--samples", "1", *(["--params", str(2**22)] if args.size == "smoke" else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows = map(json.loads, done.stdout.splitlines())
@@ -221,7 +221,7 @@ def transfers(place, args):
     samples = []
     try:
         for number in range(args.rounds):
-            works = [("deepspeed", side.turn), ("forebay", lambda: bench_swap(args))]
+            works = [("deepspeed", side.turn), ("forebay", lambda: bench_disk(args))]
             samples.append({by: work() for by, work in (works if number % 2 else reversed(works))})
         side.end()
     finally:
