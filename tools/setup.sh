@@ -8,6 +8,9 @@ readonly TORCH_MIN=2.4
 readonly GIB_FOR_DEBIAN=2  # what debian-packages.txt takes on a bare system, rounded up
 readonly GIB_FOR_TORCH=9   # torch's CUDA build from PyPI: 3 GiB to download, 5.4 GiB installed
 readonly GIB_FOR_BUILD=3   # build trees of the default and the asan preset
+readonly MINUTES_FOR_DEBIAN=3
+readonly MINUTES_FOR_TORCH=5    # at 10 MB/s
+readonly MINUTES_FOR_PROGRAMS=6  # forebay and forebayd, without a compiler cache
 
 # Checkouts share what they have compiled. What uses a precompiled header is its own checkout's (FOREBAY_CCACHE_OF_CHECKOUT in
 # CMakeLists.txt): a precompiled header has the paths of its own.
@@ -16,6 +19,13 @@ export CCACHE_BASEDIR=$PWD
 export CCACHE_SLOPPINESS=pch_defines,time_macros  # without it, what uses a precompiled header is compiled each time
 
 say() { printf '== %s\n' "$*"; }
+
+# announce WHAT MINUTES: a part that takes long.
+announce() {
+  local unit=minutes
+  if [[ $2 == 1 ]]; then unit=minute; fi
+  say "$1: about $2 $unit on two cores"
+}
 
 # die MESSAGE HINT: one error in the form that every program of Forebay uses.
 die() {
@@ -115,7 +125,7 @@ install_debian_packages() {
   if [[ $(id -u) != 0 ]]; then
     die "not root, and these Debian packages are missing: $missing" "sudo $command"
   fi
-  say "installing Debian packages: $missing"
+  announce "installing Debian packages ($missing)" "$MINUTES_FOR_DEBIAN"
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -q || true  # the install below tells whether it mattered
   # shellcheck disable=SC2086  # a list of words
@@ -139,8 +149,9 @@ make_venv() {
   fi
   missing=$(missing_python_packages)
   if [[ -n $missing ]]; then
-    say "installing Python packages: ${missing//$'\n'/ }"
-    local packages
+    local packages minutes=1
+    if [[ $missing == *torch* ]]; then minutes=$MINUTES_FOR_TORCH; fi
+    announce "installing Python packages (${missing//$'\n'/ })" "$minutes"
     mapfile -t packages <<<"$missing"
     # Of ten thousand files a tenth is imported, and compiled then.
     if ! "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile "${packages[@]}"; then
@@ -158,7 +169,25 @@ build_preset() {
     target_flags=(--target "$@")
   fi
   say "building preset $preset"
-  cmake --preset "$preset" "-DFOREBAY_TESTS=${FOREBAY_TESTS:-ON}" --log-level=WARNING >/dev/null && cmake --build --preset "$preset" "${target_flags[@]}"
+  cmake --preset "$preset" "-DFOREBAY_TESTS=${FOREBAY_TESTS:-ON}" --log-level=WARNING >/dev/null || return 1
+  local -x NINJA_STATUS='[%f/%t, %e s] '
+  if [[ -t 1 ]]; then  # ninja updates one line
+    cmake --build --preset "$preset" "${target_flags[@]}"
+  else
+    cmake --build --preset "$preset" "${target_flags[@]}" | every_tenth_step
+    return "${PIPESTATUS[0]}"
+  fi
+}
+
+# Copies ninja's output, but of its progress lines one for each 10 %.
+every_tenth_step() {
+  awk '/^\[[0-9]+\/[0-9]+, / {
+         split(substr($0, 2), part, /[\/,]/)
+         tenth = int(10 * part[1] / part[2])
+         if (tenth == shown) next
+         shown = tenth
+       }
+       { print; fflush() }'
 }
 
 # Digest of everything the wheel is made from.
@@ -185,7 +214,7 @@ tag_wheel() {
 build_wheel() {
   local python=${2:-$VENV_PYTHON}
   build_preset default forebay forebayd || return 1
-  say "building the wheel"
+  announce "building the wheel" 1
   rm -rf "$1"/forebay-*.whl "$1/linux"
   "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$1/linux" \
     --config-settings "cmake.define.FOREBAY_BUILD=$PWD/build" ./client/python &&

@@ -90,11 +90,34 @@ def parse_args():
     return args
 
 
+# Each training, and its rough minutes on two cores: of 100 steps where --steps counts, else of its own.
+TRAININGS = {
+    "plain": ("torch alone", 2),
+    "forebay": ("Forebay, most states on swap", 2),
+    "killed": ("Forebay, a rank and later the daemon killed", 3),
+    "exact": ("a bfloat16 model beside the scalar reference", 1),
+    "fsdp2": ("a model that FSDP2 shards, torch alone", 1),
+    "sharded": ("the same with Forebay", 1),
+    "sharded_killed": ("the same with all ranks killed", 1),
+    "roomy": ("a deep model with plenty of DRAM", 1),
+    "infinity": (f"the deep model of {DEEP_SHARE} times the DRAM", 1),
+    "infinity_killed": ("the same with all ranks killed", 2),
+}
+
+
+def announce(args, name):
+    title, minutes = TRAININGS[name]
+    if name in ("plain", "forebay", "killed"):
+        minutes = max(1, round(minutes * args.steps / 100))
+    return f"{name} ({title}): about {minutes} minute{'s' * (minutes > 1)} on two cores"
+
+
 class Run:
     """One training: its folder, what it printed, how it ended."""
 
-    def __init__(self, name, work):
+    def __init__(self, name, work, announcement):
         self.name = name
+        self.announcement = announcement
         self.out = work / name
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir(parents=True)
@@ -104,6 +127,8 @@ class Run:
 
     def start(self, command, environment=None, on_line=None):
         """Runs to the end; every line is shown and kept, and `on_line` called with it. May be started again."""
+        if self.status is None:
+            print(f"== {self.announcement}", flush=True)
         print(f"== {self.name}: {' '.join(map(str, command))}", flush=True)
         began = time.monotonic()
         with open(self.out / "stdout.log", "a", encoding="utf-8") as log:
@@ -176,7 +201,7 @@ def draw_kill(args, run, steps, what, count):
 
 
 def train_all(args, work):
-    runs = {name: Run(name, work) for name in args.runs}
+    runs = {name: Run(name, work, announce(args, name)) for name in args.runs}
     plain, forebay, killed = runs["plain"], runs["forebay"], runs["killed"]
 
     plain.start(torchrun(plain, args, "--plain"))

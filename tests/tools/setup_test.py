@@ -114,6 +114,41 @@ def test_an_edited_source_is_another_wheel(folder):
     assert len(digests[0]) == 65
 
 
+NINJA = """cmake() {
+  [[ $1 == --preset ]] && return 0
+  [[ $NINJA_STATUS == '[%f/%t, %e s] ' ]] || return 9
+  for ((i = 1; i <= 200; ++i)); do
+    printf '[%d/200, %d.5 s] Building CXX object %d.cc.o\\n' "$i" "$i" "$i"
+    ((i != 57)) || printf 'FAILED: 57.cc.o\\n57.cc:3: error: it is wrong\\n'
+  done
+  return "$status"
+}"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_compilation_that_no_terminal_shows_prints_a_line_a_tenth_and_all_errors(folder, status):
+    done = setup(folder, f"status={status}", NINJA, "build_preset default forebay")
+    assert done.returncode == status
+    begin, *lines = done.stdout.splitlines()
+    assert begin == "== building preset default"
+    failed = lines.index("FAILED: 57.cc.o")
+    assert lines[failed + 1] == "57.cc:3: error: it is wrong"
+    progress = lines[:failed] + lines[failed + 2 :]
+    assert progress == [f"[{i}/200, {i}.5 s] Building CXX object {i}.cc.o" for i in range(20, 201, 20)]
+
+
+def test_each_long_part_says_what_comes_and_how_long_it_takes(folder):
+    quiet = "id() { echo 0; }\napt-get() { return 0; }"
+    done = setup(folder, ALL_BUT_LIBURING, quiet, "install_debian_packages")
+    assert done.stdout == "== installing Debian packages (liburing-dev): about 3 minutes on two cores\n", done.stderr
+    stand_in_python(folder, '[[ $1 == -m || $1 == -c ]] && exit 0')
+    requirements = folder / "tools" / "python-requirements.txt"
+    for package, about in (("torch>=99", "5 minutes"), ("no-such-package", "1 minute")):
+        requirements.write_text(f"{package}\n")
+        done = setup(folder, "make_venv")
+        assert done.stdout == f"== installing Python packages ({package}): about {about} on two cores\n", done.stderr
+
+
 def test_help_of_quickstart_installs_nothing(folder):
     (folder / "tools" / "quickstart").write_bytes((ROOT / "tools" / "quickstart").read_bytes())
     shutil.copytree(ROOT / "tests" / "quickstart", folder / "tests" / "quickstart")
