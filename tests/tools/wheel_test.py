@@ -21,6 +21,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 DEADLINE_S = 120
+VERSION = "0.2.0"
 WHEEL_BYTES_MAX = 12 << 20
 # Of RHEL 9, the oldest distribution that the tag means: glibc 2.34, the libraries of GCC 11.
 VERSIONS_MAX = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
@@ -64,7 +65,7 @@ def unpacked(wheel, tmp_path_factory):
 
 
 def scripts(folder):
-    return folder / "forebay-0.1.0.data" / "scripts"
+    return folder / f"forebay-{VERSION}.data" / "scripts"
 
 
 def binaries(folder):
@@ -81,11 +82,11 @@ def test_it_is_small_and_its_tag_names_the_oldest_c_library(wheel):
     assert wheel.stat().st_size <= WHEEL_BYTES_MAX
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     python = "cp312-abi3" if sys.version_info >= (3, 12) else f"{python}-{python}"
-    assert wheel.name == f"forebay-0.1.0-{python}-manylinux_2_34_x86_64.whl"
+    assert wheel.name == f"forebay-{VERSION}-{python}-manylinux_2_34_x86_64.whl"
 
 
 def test_it_needs_no_package_and_torch_is_an_extra(unpacked):
-    text = (unpacked / "forebay-0.1.0.dist-info" / "METADATA").read_text(encoding="utf-8")
+    text = (unpacked / f"forebay-{VERSION}.dist-info" / "METADATA").read_text(encoding="utf-8")
     metadata = email.parser.Parser().parsestr(text)
     needs = metadata.get_all("Requires-Dist")
     assert [need for need in needs if "extra ==" not in need] == []
@@ -101,9 +102,14 @@ def test_it_brings_the_whole_package(unpacked):
     assert [name for name in inside if re.fullmatch(r"_core\..*so", name)]
 
 
+def test_the_package_states_the_version_of_the_wheel(unpacked):
+    words = [sys.executable, "-S", "-c", "import forebay; print(forebay.__version__)"]
+    assert run(*words, env={"PYTHONPATH": str(unpacked)}, cwd="/").stdout == f"{VERSION}\n"
+
+
 def test_it_brings_both_programs_and_the_terms_of_what_is_linked(unpacked):
     assert {path.name for path in scripts(unpacked).iterdir()} == {"forebay", "forebayd"}
-    licenses = unpacked / "forebay-0.1.0.dist-info" / "licenses"
+    licenses = unpacked / f"forebay-{VERSION}.dist-info" / "licenses"
     assert LICENSES <= {path.name for path in licenses.iterdir()}
 
 
@@ -199,7 +205,7 @@ def test_the_programs_run_where_nothing_but_the_c_library_is(unpacked, tmp_path)
     environment = {"LD_LIBRARY_PATH": "/lib"}
     for program in ("forebay", "forebayd"):
         done = run("chroot", tmp_path, f"/{program}", "--version", env={**os.environ, **environment})
-        assert done.stdout == f"{program} 0.1.0\n"
+        assert done.stdout == f"{program} {VERSION}\n"
     doctor = run("chroot", tmp_path, "/forebay", "doctor", env={**os.environ, **environment}, check=False)
     assert "CPU target" in doctor.stdout, doctor.stderr
 
@@ -214,7 +220,7 @@ def test_the_programs_have_the_instruction_sets_that_highway_finds(unpacked):
 def test_the_source_distribution_has_all_that_is_built(tmp_path):
     code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
     run(sys.executable, "-c", code, tmp_path, cwd=ROOT / "client" / "python")
-    (archive,) = tmp_path.glob("forebay-0.1.0.tar.gz")
+    (archive,) = tmp_path.glob(f"forebay-{VERSION}.tar.gz")
     with tarfile.open(archive) as tar:
         inside = {name.partition("/")[2] for name in tar.getnames()}
     rooms = ["client", "cpu_adam", "daemon", "gpu", "nvme", "pinned_mem", "protocol", "tools/forebay"]
@@ -246,7 +252,7 @@ def unpack(package, folder):
 @pytest.fixture(scope="module")
 def tree(packages, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tree")
-    (package,) = packages.glob("forebay_0.1.0_amd64.deb")
+    (package,) = packages.glob(f"forebay_{VERSION}_amd64.deb")
     depends = unpack(package, folder)
     assert depends <= {"libc6", "libgcc-s1"}, depends
     return folder
@@ -270,7 +276,7 @@ def test_the_package_has_all_its_parts_and_needs_the_c_library_alone(tree):
 
 
 def test_the_gateway_is_a_package_of_its_own_that_needs_ucx(packages, tree, tmp_path):
-    made = list(packages.glob("forebay-gateway_0.1.0_amd64.deb"))
+    made = list(packages.glob(f"forebay-gateway_{VERSION}_amd64.deb"))
     if not made:
         pytest.skip("forebay-gateway is not built: no libucx-dev 1.13 or newer")
     depends = unpack(made[0], tmp_path)

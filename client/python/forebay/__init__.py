@@ -9,6 +9,7 @@ Public are this module, forebay.api, forebay.errors, forebay.optimizers and fore
 with an underscore and the packages forebay.sharded and forebay.states are private.
 """
 
+from ._core import __version__
 from ._launcher import set_launcher_environment
 from ._progress import Progress
 from .api import attach, attach_reader, status, trace
@@ -21,8 +22,6 @@ from .errors import (
     UsageError,
 )
 from .optimizers import SGD, Adagrad, Adam, AdamW, Lamb, Lion
-
-__version__ = "0.1.0"
 
 __all__ = [
     "SGD",

@@ -1,6 +1,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+__version__: str
+
 class ForebayError(RuntimeError):
     code: str
     hint: str

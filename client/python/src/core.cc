@@ -746,6 +746,7 @@ void BindActivationStore(nb::module_& module) {
 NB_MODULE(_core, module) {
   // A trainer may end with its attachment alive; the daemon cleans up.
   nb::set_leak_warnings(false);
+  module.attr("__version__") = FOREBAY_VERSION;
   BindErrors(module);
   BindAdmin(module);
   BindAttachment(module);
