@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a forward pass keeps for its backward, in host memory of the session's instead of the device's.
 #pragma once
 

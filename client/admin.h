@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading a node's state, deleting jobs, planning them: what tools show.
 #pragma once
 

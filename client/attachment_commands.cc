@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The initial parameters, leases, reads of states.
 
 #include <algorithm>

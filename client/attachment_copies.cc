@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies on the device that are under way: what waits for them, and who waits for that.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradient slots and their delivery.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job over several nodes: its ranks tell each other what their nodes have prepared, and bring every daemon what they
 // conclude.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients a parameter at a time: pieces that are filled, delivered and flushed.
 
 #include <algorithm>

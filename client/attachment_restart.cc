@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A daemon that is restarted under its jobs: the session attaches again and goes on.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Step: at most one is in flight; a repeated call waits for the same one.
 
 #include <algorithm>

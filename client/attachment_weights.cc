@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of weights to the device: lease, copy, give back when the copy has ended.
 
 #include <algorithm>

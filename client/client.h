@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A process's connection to the node: one rank of a job, or a reader of it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the client reads from environment variables, all of it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups cut into equal parts, one a rank: what a loop without FSDP2 attaches with.
 #pragma once
 

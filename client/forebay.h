@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Forebay's client in C: one session of a training process. C99; every function returns a code. */
 #pragma once
 

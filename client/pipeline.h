@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ZeRO for a training loop of its own: groups of weights that are gathered ahead of compute, gradients that
 // are reduced and delivered behind it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/window_registry.h"
 
 #include <signal.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fate of a write into a job's weights: the pages become the writer's own where that is allowed, else it is
 // explained which parameter was meant.
 //

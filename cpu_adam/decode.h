@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // States as float32 values, whatever a format holds them in: how they leave the daemon, and how they
 // come in.
 #pragma once

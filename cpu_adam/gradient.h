@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A run of gradient elements, of any type that gradients travel in.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LAMB, whose step length depends on the norms of a whole parameter.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sum of squares that does not depend on the order or the split of its parts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scalars of one step of an optimizer, from hyper-parameters and the number of the step.
 #pragma once
 

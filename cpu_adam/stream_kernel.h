@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The passes over gradients around an update. No allocation, no threads, no I/O, no errors.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The streaming passes for every instruction set that has a fused multiply-add. Includes its contract
 // and Highway alone; the bits are those of internal/stream_scalar.cc.
 

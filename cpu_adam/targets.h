@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which instruction set the kernels of update_kernel.h run on.
 #pragma once
 

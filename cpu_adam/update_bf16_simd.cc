@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The update with bfloat16 moments: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The update of masters split into weights and remainder: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The update of float32 weights: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE

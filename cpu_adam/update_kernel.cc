@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cpu_adam/update_kernel.h"
 
 #include "cpu_adam/internal/dispatch.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused pass of a step: each state of an element is read once and written once. No allocation,
 // no threads, no I/O, no errors.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threads that run the kernels: a bounded queue, parked when idle.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a person may set: a TOML file, then `--set key=value` on top of it.
 #pragma once
 

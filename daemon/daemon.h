@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The whole daemon as an object: `forebayd` holds one, and so does a test.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Descriptors that outlive this process: the service manager keeps them for the next one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // forebayd: the service.
 
 #include <capnp/message.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Messages to the service manager; where it does not listen they are dropped.
 #pragma once
 

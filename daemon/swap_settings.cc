@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/swap_settings.h"
 
 #include <linux/magic.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the configuration says of swap, and of jobs that outlive the daemon there.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives between the ranks of a job, each with a device of its own.
 #pragma once
 

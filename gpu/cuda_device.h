@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An NVIDIA GPU, through the driver that is found at run time.
 #pragma once
 

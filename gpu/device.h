@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What computes: streams of ordered work, events between them, memory of its own, and host memory that it
 // may reach.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives of CPU ranks of one node, over memory that they share.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The processor itself as a device: copies happen at once, on the calling thread.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives of ranks on NVIDIA GPUs, through the NCCL that is found at run time.
 #pragma once
 

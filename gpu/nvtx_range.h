@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Named stretches of a thread's time, for NVIDIA's tools.
 #pragma once
 

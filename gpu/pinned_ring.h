@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies to a device from memory that it cannot reach by itself, through a small buffer that it can.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The checksum of swapped data: an opaque identity and the digests of all pages, so that right
 // bytes in a wrong place or from an old step fail too, and each page can be digested while it is
 // warm, in any order.

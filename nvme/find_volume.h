@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What swap paths hold, before anything on them is locked, reserved or written.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a swap path gives, measured through a volume as the daemon uses it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The machine's own file system: directories and block devices, locked, checked and reserved.
 #include <fcntl.h>
 #include <linux/fs.h>

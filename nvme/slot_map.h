@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The free space of all swap paths, given out as slots.
 #pragma once
 

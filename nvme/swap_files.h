@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The seam to the file system: what a Volume does once, blocking, when it is opened. Everything
 // later goes through the IoEngine.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Verification of what was read from swap, against its checksum.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slots on one or more swap paths: asynchronous reads and writes, and one ledger whose commits
 // survive a power cut.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory this process may use: of the machine, and of its control group.
 #pragma once
 

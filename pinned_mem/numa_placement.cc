@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "pinned_mem/numa_placement.h"
 
 #include <hwloc.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which NUMA node each part of an arena comes from.
 #pragma once
 

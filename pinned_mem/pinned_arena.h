@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page-locked, NUMA-bound host memory that is shared with training processes by file descriptor.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "pinned_mem/range_allocator.h"
 
 #include <iterator>

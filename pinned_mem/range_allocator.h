@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which pages of a segment are taken. Arithmetic on offsets alone: no memory is touched.
 #pragma once
 

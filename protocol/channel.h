@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Commands one way, completions the other: the seam between a session's client and the daemon. In
 // production a pair of rings in shared memory with a doorbell each way; in tests also a fake
 // (tests/support/fake_channel.h).

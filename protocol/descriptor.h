@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of the schema: a capability that carries a descriptor, and outcomes.
 #pragma once
 

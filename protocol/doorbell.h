@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What wakes a sleeping side of a channel or queue.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Widths and names of the element types.
 #pragma once
 

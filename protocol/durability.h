@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much of a job's training a power cut, or the death of the daemon, can undo.
 #pragma once
 

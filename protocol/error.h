@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every error a user can meet: a stable id, the numbers and the cause, and a hint.
 #pragma once
 

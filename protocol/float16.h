@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // IEEE binary16 as raw bits, without a vector unit.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 @0x99f8f5f99f3e5b87;
 # The control plane of Forebay: Cap'n Proto RPC over a Unix socket.
 #

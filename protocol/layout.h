@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layout of a job: where each parameter lies in the weights and in the states of its owner, and
 // which planes the states have. Client and daemon compute it with the same functions, so that neither
 // has to trust the other.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "protocol/layout_codec.h"
 
 #include <capnp/message.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A LayoutSpec as bytes: the content of the memfd that goes with attach.
 #pragma once
 

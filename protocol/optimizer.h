@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of optimizers: names, moments, passes, hyper-parameters and state planes. Daemon,
 // clients, kernels and tools take all of these from here.
 //

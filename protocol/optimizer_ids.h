@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a kernel must know of types, optimizers and formats at compile time. Numbers alone, no
 // function: this is the one header of ours that a kernel's contract includes (optimizer.h has the
 // rest of the table).

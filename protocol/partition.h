@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which elements of which parameters an owner holds: partitions of groups, made of boxes.
 #pragma once
 

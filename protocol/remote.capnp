@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 @0xb7c3a5d21e9f4c60;
 # The control plane between an agent, which serves a trainer on another node, and a gateway: over TLS. No descriptor
 # travels here; what the rings and arenas hold goes over UCX (protocol/remote_wire.h).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What travels over UCX between a gateway, which is a client of the daemon on its node, and an agent, which serves a
 // trainer on another node. Every message has this header; it and every range in it are checked before they are used.
 #pragma once

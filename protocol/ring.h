@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two ends of one single-producer single-consumer ring that lies in memory shared with another
 // process.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every connection of the control plane has in common: how large its messages are, the other side's first capability,
 // and that a server does not pile up answers.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Standard output, of programs that say so when it is lost.
 #pragma once
 

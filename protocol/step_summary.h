@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the nodes of a job tell each other of a step, through their ranks: each node a summary of its part, and all of
 // them together that of the world, which decides. The ranks carry it; daemons never talk to each other.
 #pragma once

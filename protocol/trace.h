@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Timed events of a client's newest step, in memory that the daemon reads when somebody asks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Byte sizes as people write and read them. IEC units only.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lies in shared memory between a client and the daemon: ring entries and the step request.
 // Trivially copyable, explicit widths, sizes asserted. Whoever reads bytes that the other side can
 // write copies them once, checks the copy, then uses it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For all Python tests."""
 
 import pathlib

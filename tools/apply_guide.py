@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The diffs of the guides in docs/guide/, applied to the scripts that they are of.
 
 usage: apply_guide.py PAGE FOLDER      the first diff of docs/guide/PAGE: FOLDER/SCRIPT.py, and FOLDER/SCRIPT_changed.py

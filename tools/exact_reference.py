@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scalar reference of --reference-check: AdamW with format `exact`, as cpu_adam/update_kernel.h
 defines it, in torch.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Setup shared by tools/quickstart and tools/test: packages, virtual environment, builds. Sourced
 # by bash, from the root of the checkout. Every function looks first and does only what is missing,
 # so that a second call is quick.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Trains a decoder-only GPT on the King James Bible, with Forebay or, with --plain, with torch's
 own DDP and AdamW.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Trains the GPT of train_gpt.py as torch's FSDP2 shards it, with Forebay or, with --plain, with
 torch's own AdamW.
 

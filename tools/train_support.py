@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What train_gpt.py needs around the training loop: text, batches, logs, meters, restart and the
 planned kill.
 

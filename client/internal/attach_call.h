@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an attach asks the daemon for.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/internal/attachment_state.h"
 
 #include <unistd.h>

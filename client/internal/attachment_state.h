@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an Attachment is made of: its connection, its windows, the commands that it has in flight.
 #pragma once
 

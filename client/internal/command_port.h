@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Commands and the completions that answer them: tags, the daemon's death and restart. Nothing here waits
 // for an answer.
 #pragma once

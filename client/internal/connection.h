@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A session's connection to a daemon: made at attach, and again where the daemon was restarted.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The control plane of one client: connection, hello, and the calls of a session as plain values.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/internal/control_thread.h"
 
 #include <capnp/rpc-twoparty.h>

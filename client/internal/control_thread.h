@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one thread on which a client's Cap'n Proto connection lives, and calls into it from any
 // other.
 #pragma once

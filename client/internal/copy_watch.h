@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Notices between two calls of a session that copies on the device have ended.
 #pragma once
 

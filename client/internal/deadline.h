@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a call gives up, and who may stop it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the streams of a device did in a step, by the device's own clock.
 #pragma once
 

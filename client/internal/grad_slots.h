@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which ranges of a session's gradient arena are in use.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A mapped range that unmaps itself.
 #pragma once
 

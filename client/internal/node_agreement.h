@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks of a job over several nodes tell each other, and what they conclude: every rank the same, from the same
 // messages. Pure.
 #pragma once

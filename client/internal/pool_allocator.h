@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An allocator for std::allocate_shared whose pool lives as long as what came from it.
 #pragma once
 

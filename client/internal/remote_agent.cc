@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/internal/remote_agent.h"
 
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The process that stands between this one and a gateway on another node: UCX and TLS live there, and what fails in
 // them ends that process and not this one.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The blocking layer above CommandPort: time limits, interrupts, when to spin and when to sleep.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages of a read-only window of shared memory that this process has written: they are its own then, at the same addresses.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cpu_adam/internal/cpu_topology.h"
 
 #include <hwloc.h>

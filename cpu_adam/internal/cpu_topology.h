@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which CPUs the threads of a pool may use, by NUMA node, and how many cores these are.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernel files leave out of Highway's targets: those without a fused multiply-add, whose
 // place the scalar definition takes, and SVE of one length, where SVE of any length serves. Comes
 // before every header of Highway.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each instruction set provides. Part of the kernels' contract: no function of ours is inline
 // here, so that nothing compiled for a newer processor can replace code of an older one.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The definition of the streaming passes, one element at a time.
 
 #include <algorithm>

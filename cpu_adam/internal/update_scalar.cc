@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The definition of an update: one element at a time, every rounding written out.
 
 #include <algorithm>

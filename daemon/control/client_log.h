@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The log of what clients do wrong: one user cannot fill it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The control thread: Cap'n Proto RPC over a Unix socket, one process watched per connection.
 #pragma once
 

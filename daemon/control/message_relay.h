@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keeps the descriptors that clients send away from the control thread: whoever closes one may have to
 // wait for as long as its sender likes (a TCP socket that lingers, a file of a FUSE server).
 #pragma once

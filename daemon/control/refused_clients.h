@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clients that are turned away before anything is made for them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The capabilities a client holds: Node, Session, Admin. Everything here lives on the control
 // thread; the loop is asked by LoopCall and answers by ControlCall.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A report of what a scrub has found, as a message.
 #pragma once
 

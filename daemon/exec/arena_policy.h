@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How this node makes its arenas: on which NUMA nodes, locked or not, populated by how many threads.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/exec/arena_registry.h"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every segment of shared memory that the daemon has made: what `forebay mem` shows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Moves what a job has in an arena, a block of states, weights or a page of gradient sums, to a swap slot and back.
 #pragma once
 

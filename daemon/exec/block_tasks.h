@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What workers do to bytes: one pure function per action of the state machine.
 #pragma once
 

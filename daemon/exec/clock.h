@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clocks for timelines, uptime and statistics alone: the state machine knows no time.
 #pragma once
 

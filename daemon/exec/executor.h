@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the state machine: turns calls and outcomes into events, and actions into work.
 #pragma once
 

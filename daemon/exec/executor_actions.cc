@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the executor does for each action of the state machine.
 
 #include <algorithm>

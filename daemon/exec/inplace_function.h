@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A callable that is stored where it stands: making, moving and calling one takes no heap.
 #pragma once
 

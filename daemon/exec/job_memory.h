@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arenas of jobs: made while the job is created, freed when nobody uses them any more.
 #pragma once
 

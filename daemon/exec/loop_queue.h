@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A bounded queue into the loop thread, with the eventfd that wakes it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/exec/node_snapshot.h"
 
 #include <optional>

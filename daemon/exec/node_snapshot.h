@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A snapshot of the node as values, taken on the loop thread and written into a message on the
 // control thread.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads and verifies what durable jobs have on swap, while the daemon works.
 #pragma once
 

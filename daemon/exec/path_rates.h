@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The measured rates of swap paths, kept beside their data.
 #pragma once
 

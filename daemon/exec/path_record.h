@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small TOML files about swap paths that outlive the daemon: private to what keeps them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes that were written to swap paths, over all starts of the daemon.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of a job that wait for each other's bytes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loop thread: sleeps in the IoEngine, wakes for doorbells, disk, workers and calls.
 #pragma once
 

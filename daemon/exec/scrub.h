@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads everything that the durable jobs of a stopped volume have on swap, and says what is damaged.
 #pragma once
 

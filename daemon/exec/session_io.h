@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The executor's half of one session: its arenas, doorbells and channel. The rules of a session are in
 // the state machine.
 #pragma once

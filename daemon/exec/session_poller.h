@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the commands of sessions from their rings and turns them into events.
 #pragma once
 

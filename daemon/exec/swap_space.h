@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Swap as the state machine's actions see it: slots of jobs, staging slots, one volume below.
 #pragma once
 

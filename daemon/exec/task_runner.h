@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs work beside the loop thread and brings its outcome back.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What happened when in the newest published step of a job.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Transfers of one swap path that wait for their turn.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a volume with durable jobs is: what tells a daemon that the jobs on its swap paths are its own.
 #pragma once
 

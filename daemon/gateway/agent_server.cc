@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/gateway/agent_server.h"
 
 #include <capnp/rpc-twoparty.h>

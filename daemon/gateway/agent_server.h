@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The agent: serves one trainer on its socket as a daemon would, from a gateway on another node.
 #pragma once
 

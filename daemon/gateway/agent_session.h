@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The agent's end of a session: serves the trainer's ring as the daemon would, with what the gateway sends.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From data threads to the control thread, which is kj's.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/gateway/daemon_link.h"
 
 #include <sys/socket.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A connection to the daemon of this node, on behalf of one principal. Lives on the control thread.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The thread of one UCX worker, and the sessions whose bytes it moves.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/gateway/gateway_server.h"
 
 #include <capnp/rpc-twoparty.h>

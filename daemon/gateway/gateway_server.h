@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The service: accepts agents over TLS and gives each principal's sessions their data plane.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gateway's end of a session: a client of the daemon's ring, whose commands come from the agent.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // forebay-gateway: the way from a daemon to trainers on other nodes. As a service it is a client of the daemon for
 // principals elsewhere; as an agent (`connect`, which the client library starts) it serves one trainer on its node.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which bytes of a partition's weights change with a step, and which only where they are written.
 #pragma once
 

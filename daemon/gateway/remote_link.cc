@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/gateway/remote_link.h"
 
 #include <utility>

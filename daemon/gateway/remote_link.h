@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One session's way to its peer: messages with the session's header, and whether the peer is alive.
 #pragma once
 

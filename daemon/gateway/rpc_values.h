@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of the schema that both modes of the gateway carry.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A memfd, mapped for as long as somebody uses its bytes.
 #pragma once
 

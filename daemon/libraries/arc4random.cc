@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // glibc has it since 2.36. libstdc++ asks for it, for a random device that nothing of ours uses: with this the programs run
 // with older ones too.
 

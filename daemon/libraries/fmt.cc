@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fmt, of which Debian has no archive: what its src/format.cc compiles, for char alone.
 
 #include <fmt/format-inl.h>

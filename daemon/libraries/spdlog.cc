@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // spdlog, of which Debian has no archive: what its src/ compiles of the loggers to stderr.
 
 #include <spdlog/async.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // toml++, of which Debian has no archive.
 
 #define TOML_HEADER_ONLY 0

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What hwloc's archive asks of libudev, of which Debian has none. It asks about disks alone, which no topology of ours has;
 // without udev it would read /run/udev itself.
 

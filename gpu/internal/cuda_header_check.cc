@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares internal/cuda_types.h and internal/cuda_functions.inc with NVIDIA's header. Compiled by the preset `cuda` alone; no code.
 
 #include <cuda.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Types and numbers of the CUDA driver API, declared here so that every build has them and none needs the
 // toolkit; internal/cuda_header_check.cc compares them with NVIDIA's header.
 #pragma once

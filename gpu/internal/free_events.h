@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events that are recorded again once nobody holds them.
 #pragma once
 

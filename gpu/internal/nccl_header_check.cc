@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares internal/nccl_types.h and internal/nccl_functions.inc with NVIDIA's header. Compiled by the
 // preset `cuda` alone; no code.
 

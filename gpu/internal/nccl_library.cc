@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gpu/internal/nccl_library.h"
 
 #include "absl/strings/str_cat.h"

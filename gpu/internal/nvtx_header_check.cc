@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares internal/nvtx_types.h with NVIDIA's header. Compiled by the preset `cuda` alone; no code.
 
 #include <nvtx3/nvToolsExt.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an application and a tool of NVIDIA's (Nsight Systems) agree on, declared here so that no build
 // needs the header; internal/nvtx_header_check.cc compares it with NVIDIA's.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The same hash compiled for two instruction sets. Plain C types alone: no inline function of ours
 // may be compiled for the wider set.
 #pragma once

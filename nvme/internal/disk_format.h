@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lies where on the swap paths, and how labels, records and ledgers look. Little-endian.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zeroed memory that O_DIRECT accepts.
 #pragma once
 

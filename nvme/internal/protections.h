@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Switches for tests that show what each protection is for. Production never changes them.
 #pragma once
 

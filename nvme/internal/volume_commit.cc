@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Volume: making a ledger durable.
 #include <algorithm>
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Volume: what happens once, blocking: a fresh start, or finding the newest durable state.
 #include <sys/random.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a Volume knows, and the steps of its requests. Implemented by the volume_*.cc files.
 #pragma once
 

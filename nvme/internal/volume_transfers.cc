@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Volume: reads, writes and zeroing, from their start to their last completion.
 #include <algorithm>
 #include <cerrno>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "nvme/io/engine_factory.h"
 
 #include <liburing.h>

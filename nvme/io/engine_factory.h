@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chooses the IoEngine of this machine.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "nvme/io/io_engine.h"
 
 #include <cstddef>

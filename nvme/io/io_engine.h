@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The seam to the disk: asynchronous reads, writes and flushes of registered files, and the one
 // place where the reactor sleeps. Production: io_uring, or threads where io_uring is forbidden.
 // Tests: a simulated disk.

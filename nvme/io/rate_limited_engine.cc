@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "nvme/io/rate_limited_engine.h"
 
 #include <algorithm>

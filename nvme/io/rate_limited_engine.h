@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An IoEngine that lets the transfers of a file end no faster than a given rate: for benches of a disk that
 // is slower than the one that is there.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "nvme/io/thread_engine.h"
 
 #include <sys/epoll.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The IoEngine on io_uring.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which pieces of a mapping the kernel has on 2 MiB pages.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A memfd with its mode and seals.
 #pragma once
 

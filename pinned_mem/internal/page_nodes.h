@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NUMA nodes of pages: how the kernel is asked for one, and on which they are.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "pinned_mem/internal/segment.h"
 
 #include <sys/mman.h>

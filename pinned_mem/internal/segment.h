@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A mapping of a whole memfd, populated with the largest pages the kernel gives.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CHECK: a broken invariant is a bug, and the process stops. No byte from a client may reach one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The clock of every time that two processes compare, and when a wait gives up.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether a core is idle, so that spinning slows no other thread down.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sealed memfds: bytes that a process hands to another, which nobody can change any more.
 #pragma once
 

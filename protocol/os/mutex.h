@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A std::mutex that clang's thread-safety analysis understands (the packaged absl::Mutex gives
 // false races under ThreadSanitizer, which does not see into a library that was built without it).
 #pragma once

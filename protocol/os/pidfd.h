@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Descriptors that stand for processes: readable once the process has ended.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A message of a Unix socket that may carry a file descriptor.
 #pragma once
 

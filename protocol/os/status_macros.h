@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Early return on an error Status; the only macros that hide control flow.
 #pragma once
 

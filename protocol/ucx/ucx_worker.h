@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // UCX for one thread: a context, its worker, endpoints to other workers, active messages and remote reads. The only
 // files that name UCX.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench cluster: a step of one node of a cluster in virtual time, by the daemon's own state machine, beside the
 // closed form of `forebay plan --nodes`. The other nodes are like this one and wait for nothing else.
 

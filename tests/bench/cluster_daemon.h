@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The daemon's state machine in virtual time, with a disk and workers that take as long as their rates say.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One node of a cluster in virtual time: the daemon's own state machine, with a disk, workers, links and GPUs
 // that take as long as their rates say. Nothing sleeps, no byte is moved.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One node, predicted and measured: `forebay-bench cluster` beside `forebay-bench step`, whose disk is limited to a rate and
 whose compute is timers.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two nodes, predicted and measured: `forebay-bench cluster` beside FSDP2 over gloo in two network namespaces, a daemon in
 each, whose disks and link are limited to a rate and whose compute is timers. Needs root.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench commit: a step that is durable when it is answered, beside the same step at level memory and a bare loop that
 // writes what the first one has written more.
 

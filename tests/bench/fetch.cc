@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench fetch: from the request for a resident group to its lease, beside a bare eventfd round
 // trip; groups on swap, one after the other, beside a bare loop of reads; the parts of several
 // ranks, at once, beside one rank.

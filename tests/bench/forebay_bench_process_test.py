@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    forebay-bench runs the benches of `forebay bench` and those of Forebay's own work, a line a case.
 Method  Real processes of build/bin; each case once, small, on a private daemon of its own.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times a token of transformers' generate() on an attached model beside the same model in plain torch, in turns.
 
 usage: forebay run --dram 1GiB -- python tests/bench/generate.py [ROUNDS]

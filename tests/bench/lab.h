@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The benches that `forebay-bench` has beside those of `forebay bench`.
 #pragma once
 

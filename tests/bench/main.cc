@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // forebay-bench: every bench, those of `forebay bench` and those that serve Forebay's own work. Exit codes as forebay's:
 // 0 good, 1 error, 2 usage.
 

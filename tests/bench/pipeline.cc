@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench pipeline: what a group costs a training loop in C++ beside its bytes: groups so small that copies
 // and collectives take no time, beside the same session's calls and the same collectives without a
 // pipeline.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What a fetch from a daemon on another node takes, beside UCX's own ucx_perftest and iperf3 over the same link: two
 network namespaces of this machine, all in turns. One JSON line a case, as forebay bench prints them.
 

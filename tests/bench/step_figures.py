@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Plots docs/reports/step_time.svg from what tests/daemon/step_time_test.cc prints: a step's time against its compute, and
 against the share of the states in DRAM, in each of the ways, with the bound.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of cluster_two_nodes.py: a sharded model whose layers compute nothing for a time. Prints a JSON line: seconds of
 each step, bytes that the link has sent in one, and blocks of its node in DRAM and in all.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench update: a whole step of AdamW, all in DRAM beside the memory limit, the same with a record beside it without one,
 // and all, half and a quarter of the states on swap beside the disk limit.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What a forward pass saves is what its backward finds, however late the device does its work; each
 //         event and each wait is needed for that; the room is never exceeded, and whole again at the end.
 // Method  CUDA over a driver that does nothing before it must: once as it is, and once without each of the

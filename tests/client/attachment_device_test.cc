@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Ranks whose gradients and weights are on a device train to the reference's bits, whatever memory
 //         the device takes; when a device fails its rank says so, the other ranks hear of it, and the job goes
 //         on where it was.

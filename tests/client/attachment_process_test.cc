@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    When the daemon is killed every blocked call returns E_DAEMON_GONE; a forked child is
 //         refused, never hangs and harms nothing; a write into the weights is explained.
 // Method  A real forebayd, killed with SIGKILL while threads wait in each call that can; real

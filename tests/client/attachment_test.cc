@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Attach, its waits and its errors; what outlives a detach; what an administrator sees.
 // Method  Daemon and clients as threads of one process.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    After the daemon's death every call of every client returns E_DAEMON_GONE with a hint, and
 //         a new connection E_NO_DAEMON; a daemon started on the same socket is attached to and
 //         trains.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Weights that are copied to a device, and gradients that are copied from it, are the right
 //         bytes however late the device does its work; each event and each wait on the way is needed.
 // Method  A scripted daemon serves slots of its own for leases and poisons what is given back; the

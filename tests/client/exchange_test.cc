@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Ranks of a job get each other's bytes through the daemon; where one of them is gone the others are
 //         answered instead of waiting, and the next exchange works.
 // Method  Daemon and clients as threads of one process.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    No two ranges overlap, all stay inside, and whatever is open, one largest gradient can
 //         travel once the daemon has given everything back.
 // Method  Seeded random takes, deliveries and frees against a list of ranges; the promise is tried

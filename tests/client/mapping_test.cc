@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A window begins where 2 MiB pages of its file can stay 2 MiB pages, and no file is
 //         mapped that could shrink under it.
 // Method  Memfds of several sizes and seals.

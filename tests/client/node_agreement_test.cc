@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every rank concludes the same from what all say: a step is committed where all nodes have prepared it alike,
 //         else every rank hears what another one met; at attach all nodes come to one step, or both are named.
 // Method  Messages of four ranks on two nodes, encoded and decoded.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A training loop in C++ computes the same on two ranks, in every stage of ZeRO and with every
 //         communicator, as one process does with the whole batch: every loss and every weight, bit by bit.
 // Method  A perceptron of two layers that predicts the next character of a text. Each rank has half of the

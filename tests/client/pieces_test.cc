@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A gradient that comes a parameter at a time is delivered in ranges of whole units as soon
 //         as they are complete, with zeros where a parameter has none; what is flushed in part waits
 //         for the rest or for Step; a dropped attempt begins the next one.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank with a pipeline, on the host, on the drivers of the tests or on a GPU.
 #pragma once
 

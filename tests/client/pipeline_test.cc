@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A loop that gathers, computes and reduces through the pipeline trains to the reference's bits in
 //         every stage of ZeRO, with every communicator and however late the device is; its memory is what the
 //         stage promises; a rank that is gone is an error.

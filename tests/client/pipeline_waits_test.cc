@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Each event and each wait of the pipeline is needed, however late the device does its work.
 // Method  One rank alone, so that nothing waits for anybody else; a daemon that poisons whatever is given
 //         back; CUDA over a driver that does nothing before it must. Once as it is, and once without

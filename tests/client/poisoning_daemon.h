@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A daemon that serves weights from slots which are poison as soon as they are given back, and poisons
 // gradients when it has taken them: whatever a device reads or writes too early or too late is seen.
 #pragma once

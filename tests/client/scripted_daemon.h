@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The daemon's end of a ring on a thread of its own, answering as a test says; and a session in
 // front of it.
 #pragma once

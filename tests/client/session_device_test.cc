@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A session makes its arenas known to the device in the way that the device takes them, copies
 //         rightly in each, and ends with the error's name when the device fails.
 // Method  Both ends of a real ring in one process, a script plays the daemon; CUDA over a driver that is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Whatever the daemon does, no call hangs: death, silence, interrupts, a full ring,
 //         impossible answers.
 // Method  Both ends of a real ring in one process; a script plays the daemon, well or badly.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A session whose daemon says that it is being restarted asks the next daemon on the socket for the same
 //         job and memory, and ends where that has another, or where none comes in time.
 // Method  A real forebayd, whose word the test writes into the ring before it kills the daemon: the next one

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A session whose daemon is restarted goes on with the next one as if nothing had happened: what was
 //         not answered is sent again, old leases are nobody's, but for those on weights on swap, which go on, and nothing
 //         waits longer than it may. Where the next daemon has not the same job and memory, the session ends.

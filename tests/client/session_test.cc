@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Each call of a session writes the command the protocol says and reads its answer
 //         rightly; what fails later is an error of a later call; a call that gives up leaks nothing.
 // Method  Both ends of a real ring in one process; a script plays the daemon.

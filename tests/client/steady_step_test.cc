@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A step like the steps before it takes no memory of the process's: not the pipeline, not the
 //         session, not the device.
 // Method  This program's operator new counts, on every thread, but for calls from the drivers of the tests.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A write into the weights ends the process as it would have, but says first which parameter
 //         it was, in whose group, and what to do; a fault elsewhere is none of our business.
 // Method  A layout with padding over a read-only mapping; writes in child processes.

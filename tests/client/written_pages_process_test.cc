@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Pages that this process writes become its own at the same addresses, however many threads meet the first fault; others'
 //         pages and the shared file stay as they are; a return to the file's pages loses what was written.
 // Method  A window over a file that is opened for reading, larger than a chunk, and writes by plain stores.

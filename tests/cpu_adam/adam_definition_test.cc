@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The definition is AdamW: close to double precision in every step, right at the first and
 //         the millionth step, and `exact` holds the masters of `fp32`.
 // Method  Recompute each line of update_kernel.h in double from the same float32 inputs and compare

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Each state format holds what it says: the same masters as float32, weights rounded as
 //         stated, moments within their format's error of float32's and right on average.
 // Method  Run one step in a format and in float32 from the same state, decoded here with formulas of

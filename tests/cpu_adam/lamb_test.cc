@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    LAMB is what its paper says, in every format, whatever the split of a parameter and the
 //         instruction set.
 // Method  Recompute a step of a whole parameter in double from its new moments and

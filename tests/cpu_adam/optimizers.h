@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the parameterized tests of the kernels run over.
 #pragma once
 

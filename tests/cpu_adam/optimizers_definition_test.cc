@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Each optimizer is what its source says: close to double precision in every step, with the
 //         scalars of its first, second and millionth step.
 // Method  Recompute every result in double from the float32 inputs of the step and compare within 4

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Guarded, deliberately misaligned arrays and the data that the kernel tests run on.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The sum of squares is right, and no split, order or target changes a bit of it.
 // Method  Compare with long double sums; split seeded data at random multiples of the chunk and
 //         merge the parts in random order; feed the accumulator the largest and the smallest chunk

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every plane that a optimizer and a format can have, guarded, with data for them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The streaming passes give the bits of their scalar definition on every instruction set.
 // Method  Run each on every target and on "scalar" at every size and some misalignments, on seeded
 //         data, and on all 2^16 bfloat16 values; compare bit by bit.

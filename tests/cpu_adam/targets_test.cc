@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The best instruction set is used, each one can be forced, and the tests really cover
 //         them.
 // Method  Compare the list with what the processor says of itself; force every entry and a wrong

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every instruction set gives the bits of the scalar definition for every optimizer and format,
 //         at every size, tail and misalignment, and writes nothing else; what it is about to change it saves.
 // Method  Run two steps on each target that this processor has and on "scalar", on the same seeded

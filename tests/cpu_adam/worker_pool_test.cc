@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Tasks run in order, none is lost, a full queue refuses at once, and the destructor leaves
 //         neither a task nor a thread behind.
 // Method  Hold the workers at a latch to fill the queue; count tasks and the process's threads.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A daemon that is started on swap paths of another place, or on a copy of another daemon's, is refused until a
 //         person says that it may take the jobs over. From then on two volumes are two.
 // Method  Real daemons on folders that are renamed and copied, and on machines that an interposed library names; a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Arenas are populated by as many threads as update, and go to the nodes of their CPUs.
 // Method  Options for a machine of two nodes that hwloc makes from a text.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The table of blocks gives each write a free slot, spreads them over the paths, keeps what is
 //         published untouched until Publish(), and uses failing slots and paths last.
 // Method  Values computed by hand; invariants are checked after each call.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every trainable element lies in exactly one run of one block, where the layout's boxes put
 //         it and where Locate finds it; padding and frozen parameters lie in none; sizes add up. Of partitions whose
 //         weights are on swap, frozen elements lie in blocks of their own.

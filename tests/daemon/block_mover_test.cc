@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A block that leaves DRAM comes back with the same bytes, and its place in the arena has memory
 //         in between for neither less nor more than it must. Whatever goes wrong, no bytes are lost:
 //         after a failed write the block is in DRAM, after a failed read or a wrong checksum its

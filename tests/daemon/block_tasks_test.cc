@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    One rank's gradient in its own type gives the bits of a float32 sum; parts of any split
 //         give those of the whole; what is not finite is found wherever it stands; the checksum of a
 //         block that was digested while it was updated is that of its bytes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    One user cannot fill the log: the first warning is logged at once, then one line a minute
 //         says how many there were. Other users' warnings are logged as if nothing were.
 // Method  Time that the test moves; the log in memory.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every key is read, from a file and from the command line; what is wrong is named with
 //         file, line and the nearest valid key, by the program too, whose exit status says which
 //         kind of failure it was.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Ring, lease and step hold with both ends as threads of one process, where a race detector
 //         sees all of them.
 // Method  The daemon is started within the test; two ranks, a status reader and a rank that comes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A disk that really errs, hangs, is slow, fills up, loses or misplaces writes, or returns other bits:
 //         what a retry cures is not noticed, what another path can take goes there, and the rest is an
 //         error that names path and cause, of that job alone. The daemon lives, serves the others, and can

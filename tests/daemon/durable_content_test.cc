@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Each parameter is named for every block and part of the weights that has elements of it, and for no other.
 // Method  Jobs of every kind; where elements lie is asked of Locate, element ranges of partitions of the layout.
 

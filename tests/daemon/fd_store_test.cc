@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Descriptors that are kept are in the service manager's store, by name, when Flush() returns; the
 //         next process finds them and leaves all others alone; what it forgets is gone. Where nothing
 //         is kept, or the service manager does not answer, that is an error.

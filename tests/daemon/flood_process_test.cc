@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A client that asks without end, and never reads an answer, costs the daemon neither its
 //         life, nor descriptors, nor unbounded memory, and no other client waits for it.
 // Method  RPC messages written by hand to the socket of a real daemon; a client of ours beside it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Who connects to a gateway and is no agent of its release gets the reason, and never more of its memory than a
 //         request may have; the gateway goes on.
 // Method  A real gateway and daemon; their peer is this test, with TLS and the control plane's own messages.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Bytes are where a command or a completion says before it counts; those that the other side has do not travel
 //         again; what is not the session's, or outside its arenas, reaches nobody.
 // Method  Both ends of a session, each on its data thread, joined by UCX over TCP. This test is the trainer on one ring,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step gets of two swap paths with different rates, and of what is left when one becomes half as fast and again
 // as fast as before. By hand: it needs /dev/fuse.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training process to be killed: attaches, prints what its arguments ask for, and waits.
 //
 // usage: held_client SOCKET RANK WORLD WHAT [UID [JOB]]     UID: becomes that user first

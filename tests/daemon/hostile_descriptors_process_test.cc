@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Nothing that a client does with a descriptor blocks the daemon: doorbells that are full,
 //         descriptors whose close blocks, descriptors that nobody receives. A user with too many
 //         connections hears of the limit, alone and without filling the log.

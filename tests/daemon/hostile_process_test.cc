@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Nothing that a client can say or write stops the daemon or reaches another job: wrong
 //         versions and messages, rings with impossible indices, commands out of range, holes and
 //         mappings after the seals.

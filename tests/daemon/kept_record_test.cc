@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A record says what its job was at the last change that is whole, whatever came behind it, and nothing where the
 //         job cannot go on; what is no record is refused.
 // Method  A record of a job of the ledger's tests is changed in every way and adopted again by its descriptor, as after the

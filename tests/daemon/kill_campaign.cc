@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kills a daemon and its trainers at random moments, at each level of durability, and says what was lost.
 //
 // usage: kill_campaign KILLS [SEED [NAME]]     KILLS over all kinds of jobs and levels, in the working directory,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A ledger brings back every value of every job; what is not one is refused, with the job and the reason,
 //         and no bytes at all can crash who reads them.
 // Method  Jobs of every kind are encoded and decoded. One value after the other is made wrong; the encoded bytes

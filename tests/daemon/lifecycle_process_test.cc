@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What a dead client held is free within a second, also while it waited and while a forked
 //         child of its lives on; a daemon starts alone on its socket and swap, stops cleanly, and
 //         starts again after SIGKILL; its status says how far an attach is; it keeps no memory of an attach that it does

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What clients read of a job is the model's own, whatever holds it: before the first step the
 //         masters are the weights and the moments zero; frozen parameters have weights and no
 //         states; a parameter without a gradient keeps weights and states to the bit and its t;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Nobody keeps memory of the node beyond the limit: not with arenas of sessions that have
 //         ended, not with weights of jobs that were deleted, and not with descriptors that cannot
 //         even read. A rank that dies between its step call and the update changes no bit.

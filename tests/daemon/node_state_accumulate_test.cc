@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    With sharded attachment a step may take several backward passes: each is added to those before
 //         it, in float32, however the passes are cut; norms of parameters are those of the sum; a
 //         scale of the caller's applies before clipping; where sums have 16 bits, the first further

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Who may attach and when; what admission says; what the loss of a rank, a detach or a
 //         newer
 //         session does to the others; when sessions and jobs are closed and freed.

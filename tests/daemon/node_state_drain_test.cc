@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A step that is answered at its decision is applied all the same, under the next one: nobody is given
 //         weights that are half new, no gradient of the next step goes where one of this step is still read,
 //         and no other thing that waits for the end of a step is done before it or left out.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    After the death of the daemon, at any point, a job is at one step for all its blocks: at level `step` no
 //         step that was answered is lost, at `epoch=N` at most N; it trains on from there. No slot of the last two
 //         ledgers is written, and a slot of a deleted job is given to nobody before both are superseded.

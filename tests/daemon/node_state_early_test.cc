@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Blocks that have all their gradients are updated before the step is decided, and whatever the decision
 //         is, and whatever happens before it, the job goes on as if they had not been.
 // Method  The harness, whose model faults where a block is updated from other bytes than those of the step

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Contributions of all ranks are added in rank order whatever their order of arrival; every
 //         order of delivery ends with the result; a parameter moves where a rank has a gradient of
 //         it; the newest attempt counts; what is not finite never reaches a committed step.

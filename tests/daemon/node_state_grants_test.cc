@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A job takes no more DRAM than its share of the limit and its owner's quota, whatever is free: not when
 //         it is made, with more ranks, a reader, or a block that comes back. Swap has a quota too. What is
 //         refused is refused with the key, the quota and what the owner holds. Root has no quota.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A daemon that is asked to hand its jobs over brings each to rest between two steps, wherever it is, and the
 //         next one goes on with the same arenas and slots: no step is lost, nothing is read back or written anew.
 // Method  The harness, whose model keeps what a daemon leaves and faults where a job is handed over in the middle of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A daemon that is killed loses no committed step: the next one goes on from the record that is in shared memory,
 //         with the same arenas and slots, wherever it was.
 // Method  The harness, with the records that the daemon makes, read after each turn of some steps as the next daemon reads

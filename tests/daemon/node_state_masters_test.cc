@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Where masters are a plane of their own, a job gets ready only when they are set from the
 //         initial parameters, in DRAM and on swap; from the end of the initial parameters on that goes
 //         forward, whatever happens to the sessions.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A step over several nodes is applied by all of them or by none: each prepares it, and goes on by what the ranks
 //         bring of all. The loss of ranks undoes neither what is prepared nor what is decided; clipping is that of the
 //         whole gradient, with the bits that one node would have.

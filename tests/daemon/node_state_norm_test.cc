@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    With shared attachment a rank may ask for norms of the job's gradient before it calls step:
 //         the answer comes as soon as every other rank has asked too or called step, is the same on
 //         all of them, and changes nothing of the step; whoever has asked delivers no more.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    With shared attachment too a step may take several backward passes: all ranks' first ones are added in
 //         rank order, then their second ones, and so on, whatever the order of arrival, however they are cut, and
 //         with as many passes as each rank has; no order of delivery closes a circle; sums of 16 bits, which one

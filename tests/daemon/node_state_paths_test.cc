@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A path on which writes fail again and again is marked and left: training goes on where the others have
 //         room, blocks that no step writes move away as they are, and writes that succeed as a last resort take
 //         the mark away.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Nothing a client puts into its ring is believed: ops, kinds, groups, ranges, lengths,
 //         leases.
 //         The range check and the fence matter: with each switched off, its fault shows.

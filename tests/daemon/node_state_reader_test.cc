@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Leases order bytes: a step by a session that holds leases is refused by name, an update
 //         waits for the leases of readers and only for those of its own groups, a fetch sent after
 //         step returns the new weights. A reader delays an update once, for a bounded time; its end,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A rank whose connection is lost and made again goes on with its session, whatever it has sent and whichever answers
 //         it has not heard: nothing is done twice, nothing is lost, no other rank notices.
 // Method  The harness, with a client whose connection is lost after each turn of some steps in turn, with some of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A block of states moves between DRAM and swap between two steps and at no other time; steps
 //         and reads of states wait for the one move that runs; a write that fails goes elsewhere or
 //         the block stays, a read that fails leaves the block on swap. A second job gets the room

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    With sharded attachment a step is the job's: its gradients are reduced, wait for no other
 //         rank, and move every owner's part of a parameter or none; norm and clipping are those of the
 //         whole; any rank and any reader reads every partition and every state.

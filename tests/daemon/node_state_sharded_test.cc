@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    With sharded attachment every rank writes the initial parameters of its own partitions and
 //         nobody else's; the job is ready when all have; a layout that the ranks cannot own, another
 //         world and the gradients of shared attachment are refused by name.

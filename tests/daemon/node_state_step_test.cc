@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A step is a barrier over all ranks, applied exactly once: repeats, gaps, other scalars,
 //         bad
 //         hyper-parameters; norm and clipping as torch has them; groups without a gradient are left

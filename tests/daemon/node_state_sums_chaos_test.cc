@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Whatever jobs whose gradients are on swap do, in any order, with any number of staging slots and workers:
 //         each step uses what was delivered and is published, and nothing waits for what does not come.
 // Method  The harness and its model of sums (node_state_sums_test.cc), with random schedules from seeds. Deliveries

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Gradients that do not fit in DRAM are on swap page by page: every update uses all that was
 //         delivered, and nothing else, in whatever order it came, whatever was written to swap and read again,
 //         and whatever failed meanwhile; and a job trains with the fewest frames that it is admitted with.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A read that the disk never ends fails like any other, and its staging slot is left alone until
 //         the disk has ended it: other blocks and jobs use the others. A block whose read has failed is
 //         read again from its newest slot, never from the older one.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Blocks that do not fit in DRAM stream through few staging slots: read ahead, verified
 //         against the right step, updated once, written, published together; a failed write goes to
 //         another slot or the step waits; a failed read refuses the step, or fails the job by name

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Weights that do not fit in DRAM are on swap: every fetch gets those of the newest step, whatever is
 //         read ahead, dropped, late or broken, and a job trains with the smallest cache that it is admitted with.
 // Method  The harness with sharded layouts and small limits. Its model faults where a fetch is answered with

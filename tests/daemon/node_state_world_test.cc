@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The world size belongs to a job's sessions: when none of the old world is left, a job goes on
 //         with any number of ranks, from its committed step, with the extra_state of the ranks that
 //         both worlds have; until then another world size is an error with both numbers.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    States are written by their owners alone, masters as initial parameters of a fresh job or all between
 //         two steps: block by block, in DRAM or on swap, never under a lease, never while a step is
 //         applied; what was not written wholly does not count.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Sessions, jobs and connections that have ended leave nothing in a daemon that runs for months: no heap, no other
 //         private memory (it counts against dram.limit), no descriptor, here and with its service manager.
 // Method  A real daemon, with and without a store of descriptors; a library that is loaded into it counts its live heap. Each

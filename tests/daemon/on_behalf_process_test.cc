@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The daemon's own user, and nobody else, acts for another user: that one's names, and no other's jobs. Where such a
 //         connection is lost, its rank alone goes on with the session, and only within the time that was agreed.
 // Method  A real daemon; connections of root and of another uid.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A scrub of a daemon at work disturbs no job and takes no step that goes on for damage; it names slots that
 //         were damaged under the daemon.
 // Method  A real daemon, its jobs durable at each step, with its states in DRAM and with some on swap; one scrub after the

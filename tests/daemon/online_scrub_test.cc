@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What a job's newest ledger names when a slot was read decides about damage: a slot that was replaced meanwhile
 //         is read again where its bytes are now. One scrub at a time, at its rate, and none for a job that is gone.
 // Method  A run of made-up jobs on real files; the test is the loop, and says which ledger is the newest.

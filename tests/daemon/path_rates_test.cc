@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A kept swap path is measured at its first start alone; what it keeps is taken where it is whole and of
 //         this device; a path that is too small or cannot be measured stops nobody.
 // Method  Real files of the build folder. (The time that a probe takes is that of path_probe_test.cc.)

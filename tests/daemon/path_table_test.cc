@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A path's rates are those of its last transfers, over the time in which it was busy with them; its
 //         share of writes follows; failures without a success mark it, as many successes take the mark away.
 // Method  Values computed by hand.

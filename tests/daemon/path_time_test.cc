@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Several swap paths together give a job the sum of what each gives, however unequal they are; when
 //         one becomes slower or faster, the blocks follow within two steps, as far as there is room.
 // Method  The state machine in virtual time, with all states on swap and a trainer that does not compute, or

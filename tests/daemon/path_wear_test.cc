@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The bytes written to a path count on after a restart of the daemon, also from the record of an older release; the
 //         count begins at 0 on another device.
 // Method  Real files of the build folder, and a real daemon that is started again.

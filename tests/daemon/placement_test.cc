@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The table says for every block and every partition where it is; blocks in DRAM lie side by
 //         side and within the bytes that were granted; a grant of nothing or of everything is exact;
 //         a block that moves is counted in both tiers.

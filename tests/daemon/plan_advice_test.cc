@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Who refuses a job says what the job may do with less of, and what it says is true: with each limit that
 //         the hint names the job is made with so much on swap and no more, and with no smaller one; a smaller
 //         format, no activations or one backward pass save the bytes that it names, and fit where it says so.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    At every moment of a training at level `step` the power may fail, and what is on the disk is a volume that comes
 //         back whole, at a step that is no older than the newest that was answered.
 // Method  A real daemon on a file system of this process's own (FUSE), which notes every write and every flush. Then the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What a client writes into shared memory while the daemon reads it, and names and requests
 //         that are malformed as a whole, end at most that client's session: the daemon goes on and
 //         another job keeps its bytes.

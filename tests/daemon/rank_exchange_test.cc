@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Ranks get each other's bytes in the order of ranks, exactly once, whoever comes first; those that
 //         wait are answered when one of them cannot come any more.
 // Method  The table alone, then with answers that are recorded.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Two ranks train to the bits of the reference, which knows no readers, while one reader is
 //         killed, another one is stopped with a lease in its hands, and a third one reads; a stopped
 //         reader's session ends after reader.lease_max and says why.

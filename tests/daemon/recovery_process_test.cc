@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A daemon brings back the durable jobs of its swap, however it ended, and says which; it gives them up where
 //         a person says so, and in no other way.
 // Method  Real runs of forebayd on a volume with made-up jobs; a terminal for the question that it asks.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every call with a wrong argument is refused by id, with the numbers and a hint; nothing
 //         committed changes, and the same session trains one more step in the same daemon.
 // Method  A table of calls, and one of attaches, against a job that has trained one step in a real

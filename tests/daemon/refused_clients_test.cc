@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A refused client hears why and finds its socket open for a while. One user's flood does not
 //         close another's socket, and nothing is held where no descriptor is left.
 // Method  Time that the test moves; socket pairs in place of accepted connections.

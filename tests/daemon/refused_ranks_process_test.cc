@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Ranks that disagree, or one of which sends what is not finite, get an error by name and lose
 //         nothing; a rank that attaches again fences its older session; another user gets nothing.
 // Method  Two ranks of one job in a real daemon; a process that becomes another user. After each,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    No corruption of a stopped volume is silent: it is refused, or the damaged slots are named and no others, or
 //         an older ledger is used and that is said; else every slot that a job comes back from holds what was written.
 // Method  A run of made-up durable jobs on real files, of which every slot's content after every commit is known. One

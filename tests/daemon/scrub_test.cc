@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A scrub reads what the newest ledger names, once, and nothing else; it changes nothing, respects the lock, and
 //         says which volume it cannot read and why.
 // Method  A run of made-up jobs on real files; slots are damaged one by one, reads fail.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A second job is admitted beside a first that has all its states in DRAM: the first moves as
 //         many blocks to swap as the second needs, both train on with the bits of the scalar
 //         reference, and what status shows of DRAM is what the kernel counts. Whoever dies while

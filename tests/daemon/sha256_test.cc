@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Digests are those of the standards.
 // Method  Their examples, with lengths around one block of 64 bytes; HMAC with keys up to a block.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A wall clock that jumps by years, forward or back, while the daemon runs and between two of its runs, changes
 //         nothing: steps are made durable, sessions stay, the newest step comes back, the bytes written keep counting.
 // Method  A real daemon whose wall clock alone is shifted (tests/support/shifted_clock.cc) trains a durable job beside

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Whatever three jobs, their readers, their deaths, bad words and failing disks do, in any order,
 //         and however blocks move between DRAM and swap and off failing paths: invariants hold after each event, each
 //         committed step has used exactly what its ranks had delivered, by passes and ranks, and has updated

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A daemon that cannot serve does not begin to: it says why with id, numbers and hint, exits
 //         with 1 and leaves nothing behind; fixed, it starts and trains. A service that may not
 //         lock its memory refuses what it cannot lock and serves the rest. The service manager hears

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A step like the steps before it takes no memory on the daemon's loop thread: what a step needs was
 //         there before it.
 // Method  This program's operator new counts on the loop thread alone. Ranks as threads train with a daemon of

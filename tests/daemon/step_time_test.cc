@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The disk works under forward, backward and the next forward: a step takes little more than the longer
 //         of its compute and its transfers. A durable one takes little more than its bytes.
 // Method  The state machine in virtual time. The disk serves one transfer after the other at one rate, read or

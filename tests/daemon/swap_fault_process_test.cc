@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A swapped block that is not the one that was written is an error that names path and
 //         offset, in the step that would have used it; the job is unusable, says so, and can be
 //         deleted; other jobs and the daemon go on. Any number of staging slots works. A step whose

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What was committed comes back with the next opening, with the checksums of what its slots hold; a volume
 //         that may have durable jobs is never made anew unasked, and one that was last used elsewhere is refused until
 //         it is adopted. A slot that no ledger names any more can be written.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What waits for one swap path delays no other, however much it is; two jobs that use a path at once
 //         share it, and weights that are fetched go before a job's states.
 // Method  Real swap files below an engine that holds the requests of one path until the test lets them go, one

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Work in parts runs every part once, on workers; its outcome comes once, on the loop
 //         thread, after the last part, and sees what all of them wrote.
 // Method  Real workers; the test is the loop and waits for the wake-up descriptor.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A job trained through a real daemon has the bits of the scalar reference: fp32 and exact,
 //         all in DRAM and mostly on swap, with clipping, whatever the order in which ranks deliver,
 //         and across a killed rank.

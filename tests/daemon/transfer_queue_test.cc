@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Jobs share a path by bytes, whatever sizes they have and however many they queue; none starves; a
 //         window limits what is in flight; urgent transfers of a job go before its others.
 // Method  Orders computed by hand; random ones against each job's share, from printed seeds.

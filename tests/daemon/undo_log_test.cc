@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    An update that is killed anywhere, several times, and goes on from its undo log has every bit of one that was
 //         not, and counts what overflowed once.
 // Method  A process updates a block in shared memory, in DRAM or as it is staged, and ends somewhere in the middle: by SIGKILL

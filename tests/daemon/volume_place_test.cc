@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A volume is in the same place where nothing but a device's name has changed; everything else that differs is
 //         named. What is not known differs from nothing.
 // Method  Made-up places; files, links and a device of this machine.

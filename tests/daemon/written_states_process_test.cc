@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A job into which every state of another one was written is that job: the same bits in every format
 //         that keeps them, and after the same gradients too, in DRAM and on swap, and after the daemon that it was
 //         written into was killed, where the job's steps are durable.

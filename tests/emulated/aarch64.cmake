@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # gcc for 64-bit Arm, with the libraries that `run` has unpacked into $FOREBAY_ARM64.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A PC with AVX-512 that runs one program: kernel, files and Bochs around it."""
 
 import os

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Preloaded into Bochs 2.7, whose conversion to binary16 (VCVTPS2PH) rounds every tie up: a jump to
 // the conversion of this processor takes its place.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first process of the emulated machine: runs the tests, says how they ended, switches off.
 
 #include <sys/mount.h>

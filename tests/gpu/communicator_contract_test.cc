@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every communicator keeps the contract of gpu/communicator.h: the right bytes in the right order,
 //         errors on all ranks instead of waiting.
 // Method  Ranks as threads; NCCL over drivers that do nothing before they must, or in random orders, and

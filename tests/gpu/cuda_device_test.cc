@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A machine without CUDA, or with too old a driver, gets one clear line; memory is registered as
 //         the device takes it; every call of the driver that fails is an error with its name, and nothing
 //         is left behind or used wrongly.

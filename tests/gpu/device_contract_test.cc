@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every device keeps the contract of gpu/device.h, so that what stands above it can be
 //         tested on any.
 // Method  One set of cases, run on the host, on CUDA over a driver that does nothing before it must,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    What the gpu room declares of CUDA and NCCL is what NVIDIA's headers declare, whatever built it.
 # Method  The headers of the packages that torch brings, or of the toolkit; the compiler compares. A copy with
 #         a wrong number and one with a wrong parameter have to fail.

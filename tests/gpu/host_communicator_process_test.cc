@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Ranks in processes of their own share their collectives' memory; one that is killed is an error of
 //         the others within the time limit, and nothing is left of them.
 // Method  fork(2); the exchange goes over a page that they share.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A machine without NCCL, or with an older one, gets one clear line on every rank; each call of NCCL
 //         that fails is an error with its name; nothing is left behind.
 // Method  A library with the real symbols over a driver that does nothing before it must. Faults are

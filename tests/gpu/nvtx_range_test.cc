@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A tool whose library is opened hears of each range, with its name and in its order.
 // Method  A library that attaches as NVTX says and writes down what it hears.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Copies through the ring bring the right bytes, whatever happens to the source afterwards and
 //         however late the device is; a full ring makes nobody wait in it.
 // Method  CUDA over a driver that does nothing before it must.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The checksum is XXH3-64 of the identity and the digests of the pages, with the same value
 //         from every instruction set and in every order of the pages, and every bit of both counts.
 // Method  The packaged library's one-shot calls as they are documented; every size around the block

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    io_uring is chosen wherever it works, threads elsewhere with the reason, and a choice
 //         that was forced is kept or refused.
 // Method  A probe of the test's own ring is compared with the choice; then a child process forbids

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Paths with a durable ledger are known from those without, whatever else is wrong with them: a ledger that
 //         may be there is never taken for none, and paths that are not its whole volume are named.
 // Method  Volumes on real files, in which something is committed or nothing; labels and records are damaged in every

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every IoEngine keeps the same contract: io_uring, threads, and the simulated disk that
 //         stands for them in all other tests.
 // Method  The same cases on all three. Files are real (O_DIRECT, in the build tree) but for the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A probe of swap paths ends within its time, however slow they are, and gives the rates that they have.
 // Method  A disk in virtual time that moves no bytes: it serves the requests of a path one after the other. The swap
 //         files are real, but reserved alone.

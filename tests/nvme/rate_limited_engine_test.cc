@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Transfers of a file end no faster than its rate, one queue a file, without credit for idle time and
 //         without polling; bytes, errors, events and flushes are those of the engine below. (Its contract
 //         is in io_engine_test.cc.)

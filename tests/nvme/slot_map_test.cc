@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The free space of the paths gives exactly as many slots as it promises, spread over the
 //         paths by weight, and becomes whole again when slots are freed.
 // Method  Values computed by hand; random allocations against the promise, from printed seeds.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A directory below the working directory of the test (the build tree, where O_DIRECT works).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What was read is accepted only where checksum and identity are the expected ones; the error
 //         names path, offset and identity.
 // Method  The checksum's own values are checked in checksum_test.cc.

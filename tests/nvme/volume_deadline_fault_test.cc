@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A transfer that the disk never ends is an error with path, offset and seconds after its deadline;
 //         other slots and paths are served meanwhile; a path that is silent refuses at once, and is used
 //         again when it answers; what the disk does late harms nothing.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Three blocks on two paths are at the old step or at the new one, together, after any
 //         power cut and any failing or short transfer; and one lost, torn or misdirected write is
 //         that, or an error that names path, offset and identity. Never a mix, never silence.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    On the machine's own file system a volume is O_DIRECT, reserved, private and locked; and
 //         a path that cannot be swap is refused with its index and numbers, before anything starts.
 // Method  Real directories in the build tree, both engines, a second process for the lock. What a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A volume stores bytes in slots on all its paths, never touches a slot that a durable ledger
 //         names, refuses what cannot be right, recovers its ledger, and counts every byte.
 // Method  On a simulated disk, driven by completions; expected values are computed by hand. Faults

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A volume on simulated disks, driven to the end of each call: what the volume's tests share.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests/packages/run trains below a bare root: a few steps beside plain torch."""
 
 import copy

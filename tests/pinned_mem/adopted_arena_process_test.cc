@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    An arena outlives the process that made it: the next one finds every byte, a client that has
 //         it mapped sees what the next one writes, and the pages are freed when that client ends.
 // Method  A child makes the arena, passes its descriptors through a socket and ends: by _exit() after the

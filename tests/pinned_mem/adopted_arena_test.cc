@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    An arena that is adopted has the bytes, pages and lock of the one before, and behaves as that
 //         did; what is not that arena, or has lost a page, is refused and not changed.
 // Method  Keep the pages of an arena over its end, adopt them from the descriptor that was kept, and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The limit of a control group is the lowest one from the group up to the top, for both
 //         versions, in and out of containers; the estimate of free memory is sane.
 // Method  Files in a temporary folder that look like /proc/self/cgroup, /proc/self/mountinfo and the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Children of a test that are another user than root.
 #pragma once
 

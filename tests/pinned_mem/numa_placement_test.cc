@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    An arena is placed on the nodes of the CPUs that work on it: states stripe by stripe in
 //         proportion to the workers, everything else interleaved; nothing on node 0 by default.
 // Method  Machines that hwloc makes from a text; no system call.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What only another user sees: a served segment cannot be opened for writing, and a low
 //         RLIMIT_MEMLOCK refuses a service and leaves a private daemon unlocked.
 // Method  Fork children that become uid and gid 65534 (nobody) where the test runs as root: root's

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    An arena is exactly its size, zero, populated and aligned; its ranges come back; its
 //         seals bar what they must, and the same attacks succeed on a segment without them.
 // Method  Make arenas of odd sizes, ask the kernel (st_blocks, mincore), then attack

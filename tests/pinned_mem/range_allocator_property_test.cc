@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Ranges never overlap, none is lost, and what is free is found: best fit, always one run.
 // Method  Drive the allocator with seeded random takes and releases beside an oracle that keeps one
 //         flag a page; compare offsets, free counts and runs after each operation.

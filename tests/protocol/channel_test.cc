@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A channel delivers every command and every completion once and in order, refuses what is
 //         over its limit, and never sleeps through a message: the ring and its fake alike.
 // Method  One contract, run on both; the last case with both ends as threads that sleep in poll().

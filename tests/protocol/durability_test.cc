@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A level of durability has one text, which gives it back; every other text is refused, and the
 //         message repeats it.
 // Method  All levels at the borders of their numbers; a list of texts that look like one.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Every error keeps its id, code and hint through a Status, a message of the control plane
 //         and the terminal; sizes read back as they were written.
 // Method  The whole table, and a list of sizes.

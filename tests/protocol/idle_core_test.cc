@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The kernel's count of runnable threads is read as it is written.
 // Method  Lines of /proc/loadavg, and others.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A message reads as JSON: every field by name, numbers exact, any bytes in a text.
 // Method  The extremes of each kind in messages of the schema, against the text itself.
 

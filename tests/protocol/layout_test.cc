@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A layout's offsets are what they say; every broken rule is refused by name; bytes from
 //         anybody decode to a layout or an error, and what was encoded comes back equal.
 // Method  Small layouts by hand; every truncation and 20,000 seeded mutations of an encoded one.

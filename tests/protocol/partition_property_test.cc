@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A list of partitions is accepted exactly where it keeps the rules: boxes within their
 //         parameters, no element twice in a replica, every element in replica 0.
 // Method  Random boxes over small parameters, judged by a table with one entry an element; cuts of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The descriptor of a peer stands for the process that connected, never for another that got
 //         its number: where that process has ended there is none. A descriptor finds what /proc shows
 //         of its process.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    No index that a peer can write makes an end of the ring read or write outside of its
 //         entries, wait permanently or take an entry twice; another header is refused.
 // Method  Every kind of impossible index against both ends. The last case shows what an end without

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    Messages and their data arrive whole, whatever their size; memory is read with its key alone; a peer that has
 //         gone is an error of the endpoint, and what was under way ends.
 // Method  Two workers in this process, over TCP on loopback: other transports that notice a peer's end are hardware.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What quickstart claims, and how each claim is seen to hold. Evidence is read once; a check that
 cannot be made because a run ended early is a claim that does not hold.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    What the quickstart prints beside its claims.
 Method  The claims over runs that did nothing but take their time.
 """

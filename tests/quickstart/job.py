@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank killed, and later the daemon)
 and a deep model that takes eight times the DRAM it is given (with plenty; with that); checks every claim made about them,
 and writes quickstart-report/ and model.pt.

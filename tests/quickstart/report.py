@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of quickstart-report/: one self-contained HTML file with its figures as inline SVG."""
 
 import html

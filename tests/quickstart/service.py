@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A forebayd as a service runs it, on swap that it keeps: it can be killed, and started again on what it left."""
 
 import pathlib

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs a command beside a daemon and writes down what the kernel and the daemon say about it.
 
 usage: watch.py FOREBAY OUT COMMAND...   (in `forebay run`, which sets FOREBAY_SOCKET)

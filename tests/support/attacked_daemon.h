@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A daemon with a job that does everything right, beside which a test does something wrong.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block devices of the machine that a test runs on. Containers have none as a rule, and only root can make one.
 #pragma once
 

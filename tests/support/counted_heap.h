@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operators new and delete of a program, which count; for tests that a step takes no memory. Has its program's operators:
 // it is a source of the test, not of a library.
 #pragma once

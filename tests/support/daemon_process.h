@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A real forebayd in a directory of its own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A daemon on threads of this process, roomy and with one worker.
 #pragma once
 

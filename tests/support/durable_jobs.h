@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Durable jobs of every kind, made up, with slots of their own.
 #pragma once
 

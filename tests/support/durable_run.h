@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A run of made-up durable jobs on a real volume, with everything that it ever wrote there.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two ends of a channel without shared memory: queues behind a lock, with the same limits, sleep
 // protocol and doorbells as the ring.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A CUDA driver without a GPU: a shared object with the real symbols. Nothing happens before it must: work
 // runs when its stream is synchronised, when an event behind it has been looked at a few times, or, with a
 // seed, in any order that streams and events allow. Memory of the device is the host's, full of poison

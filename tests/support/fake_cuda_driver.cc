@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The symbols of the CUDA driver, over the state of fake_cuda_state.h.
 
 #include <algorithm>

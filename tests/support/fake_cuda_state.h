@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the driver of fake_cuda.h knows: its streams' work, its memory, and what runs when.
 #pragma once
 

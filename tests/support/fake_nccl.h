@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NCCL over the driver of fake_cuda.h: a shared object with the real symbols. Ranks are threads of one
 // process. A collective runs when every rank's stream has come to it; calls go on in the background as long
 // as NCCL's may; each call can fail. What NCCL leaves undefined is a mistake of FakeCuda's.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tool as Nsight Systems is one: a library that attaches through NVTX's entry point and writes down what it
 // hears.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An IoEngine that makes one transfer of another engine go wrong.
 #pragma once
 

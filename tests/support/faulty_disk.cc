@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loaded into a daemon before its own libraries (LD_PRELOAD): its writes to swap files fail or hang as
 // the file that FOREBAY_TEST_DISK names says. "fail TEXT": those to paths with TEXT in them fail with
 // EIO. "hang TEXT": they return when the file says something else. Anything else, or no file: nothing

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A file system of one file, in this process's memory, that errs, hangs, delays, loses and moves what it is
 // asked for on command: a disk that fails as the kernel shows it, beneath a daemon that knows nothing of it.
 #pragma once

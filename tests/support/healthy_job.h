@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job that does everything right, in a daemon to which something else does wrong: every byte of it
 // is known, so that "nothing was lost" can be asked after each step.
 #pragma once

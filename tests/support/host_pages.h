@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page-aligned memory of a test's, as the arenas are.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small job of two ranks on a node that has as much DRAM as to put its states and weights where a test wants them.
 #pragma once
 

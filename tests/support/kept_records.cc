@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/support/kept_records.h"
 
 #include <sys/mman.h>

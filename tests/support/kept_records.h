@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The records of a node's jobs, kept as the executor keeps them, and read as the next daemon reads them.
 #pragma once
 

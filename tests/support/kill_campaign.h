@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kills a real daemon and its trainers at random moments, round after round, and compares what the job then
 // holds with the run that nobody kills.
 #pragma once

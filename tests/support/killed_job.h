@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The training that a kill campaign kills: a job of two ranks, each a process, whose every byte is known at
 // every step, and the memory in which the ranks say how far they are, which outlives them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layouts for tests: with one copy of the weights, and sharded.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loaded into a daemon before its own libraries (LD_PRELOAD): counts its live heap for the test that has started it.
 
 #include "tests/support/live_heap.h"

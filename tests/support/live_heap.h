@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The live heap of a process that has loaded live_heap (LD_PRELOAD), in the file that FOREBAY_TEST_HEAP names.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small model with frozen parameters, trained through real clients at any world size with gradients
 // whose sums and means are exact in float32, and everything of it that a client can read, bit by bit.
 #pragma once

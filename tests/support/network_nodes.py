@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes of a small cluster on this machine: each has a network, a host name and a /run of its own, and where it is asked
 for an sshd; all reach each other by name. Nothing of them is outside their namespaces, which end with their
 processes."""

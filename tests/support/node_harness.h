@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Drives one NodeState as the daemon's loop does, with a NodeModel for workers and disk. Invariants
 // are checked after every event; a fault of either is in fault().
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A node without bytes: executes the state machine's actions on tokens, as careful as workers and
 // disk have to be. Every task declares what it reads and writes; two that would race, a range
 // outside its arena, a block that is not the one it should be, or a session closed under a task, is

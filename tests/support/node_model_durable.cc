@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Durable steps in the model: copies of what is in DRAM, ledgers, and what is left when the node dies.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients in a NodeModel: what sums hold, and where they are.
 
 #include <algorithm>

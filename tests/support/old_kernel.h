@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kernel, or a sandbox's, that lacks what Forebay can do without.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loaded into a program before its own libraries (LD_PRELOAD): it runs on the machine that FOREBAY_TEST_MACHINE names;
 // an empty name: on one without a machine-id.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes for tests: aligned as O_DIRECT wants them, different for every seed and every position.
 #pragma once
 

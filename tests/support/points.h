@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The points of a training at which a test ends its daemon.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin: --shards N runs the collected tests in N processes, forked from the one that has imported torch.
 
 Usage   pytest -p pytest_shards --shards 3 --junitxml FILE PATH..., with tests/support on PYTHONPATH.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of a job as threads of one process, and their exchange.
 #pragma once
 

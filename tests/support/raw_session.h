@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A client that uses RPC and ring directly, so that a test can send what our own client never sends.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a refusal must be, and a daemon in which it must harm nothing.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A forebay-gateway of the tests' own, beside a daemon, and the certificates that it and its clients show."""
 
 import os

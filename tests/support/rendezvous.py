@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store of a launch, served by the process that starts its ranks: its port is nobody else's, from start to end."""
 
 import torch.distributed as dist

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether a sanitizer is compiled in: its heap and its descriptors are not the program's. Beside the
 // address sanitizer runs UBSan, whose check of an object's type opens a pipe: it ends a program that has
 // no descriptor left. Tests that take descriptors away run in the other presets.

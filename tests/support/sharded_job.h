@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sharded job on a NodeHarness, and a layout with every kind of shard.
 #pragma once
 

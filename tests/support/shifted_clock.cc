@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loaded into a program before its own libraries (LD_PRELOAD): its wall clock is off by as many seconds as the file that
 // FOREBAY_TEST_CLOCK names says, from one reading to the next; the monotonic clock is the machine's. Timestamps that
 // the kernel gives to files, and waits in it for a time of day, are not shifted: who waits for a time of the wall clock

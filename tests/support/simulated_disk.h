@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Disks in memory behind both seams of nvme/: as careful as real ones, and as careless when the
 // power fails.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A reader in a simulation: fetches, holds leases, reads states; now and then it is killed, stopped
 // or sends what only a rank may send.
 #pragma once

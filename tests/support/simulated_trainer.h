@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank of a training run in a simulation: attaches, delivers gradients, steps, and now and then
 // misbehaves or dies. Says what it has delivered, so that a commit can be held against it.
 #pragma once

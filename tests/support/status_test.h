@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // GoogleTest macros for absl::Status and absl::StatusOr; each prints the whole error.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sharded job whose gradients do not fit in DRAM.
 #pragma once
 

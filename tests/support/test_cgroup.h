@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A control group of the kernel with a limit of memory, for one test.
 #pragma once
 

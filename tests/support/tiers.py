@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin: --tier merge leaves out the tests of the table below, which take minutes. Each has a smaller one of its
 kind that stays.
 

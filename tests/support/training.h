@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small jobs with known gradients, and what the optimizer must make of them: computed here from the
 // scalar kernels, without blocks, workers or daemon.
 #pragma once

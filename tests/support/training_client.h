@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a well-behaved rank does, with the values of training.h.
 #pragma once
 

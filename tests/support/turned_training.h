@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks of one job in the harness, which train turn by turn, on one daemon and on the next.
 #pragma once
 

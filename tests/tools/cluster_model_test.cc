@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    The closed form of a cluster: each node's share, each link's bytes and the step's time are those that
 //         can be counted by hand, and what cannot be is refused with the numbers.
 // Method  Small numbers whose sums stand in the test. Rates are chosen so that each resource in turn is the

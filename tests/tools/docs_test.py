@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    What README.md and docs/ show is true: every code block runs, the diff of the two training paths is the one
         in the script, the files they name exist, and the table of actions is complete.
 Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A service for descriptor_store_test: prints NAME=CONTENT of each descriptor that it was given, then does in their
 // order what its arguments say. Status 1: one of them failed, stdout says why.
 //

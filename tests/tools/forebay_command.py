@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forebay command of build/bin, for tests of it."""
 
 import contextlib

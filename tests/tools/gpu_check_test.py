@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    gpu_check runs all of its items without a GPU when it is asked to rehearse, also on a kernel that
         lacks what the service wants, and says in a line each what is missing there; where there is no
         GPU it says so. It leaves nothing behind when it is ended, and finds what its caller finds.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    A hostfile and the selections of it mean what they mean to DeepSpeed; whatever else stands there is refused
 //         with the file, the line and the way out.
 // Method  Texts, parsed; each rule of a line is broken once.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The house rules a compiler cannot check: who may include whom, what is listed, how large, which
 words.
 
@@ -60,7 +61,8 @@ FLOORS = {  # folders of one room: what each may include of the others
 }
 # Folders of daemon/core/, the ground floor first: each may include itself and those before it.
 CORE_FOLDERS = ("base", "blocks", "plan", "sessions", "update", "step", "job", "node")
-LINES_MAX = 800
+LINES_MAX = 800  # the line of the licence is not counted
+LICENCE = "SPDX-License-Identifier: Apache-2.0"
 COLUMNS = 100
 CPP = {".cc", ".h", ".c", ".cu", ".inc"}
 SIZED = CPP | {".py", ".sh", ".cmake", ".capnp", ".txt"}
@@ -259,7 +261,7 @@ def check_include(source):
 def check_test_file(source):
     if source.room != "tests" or not source.path.endswith("_test.cc"):
         return
-    if not re.match(r"// Goal\b", source.text) or not re.search(r"^// Method\b", source.text, re.M):
+    if not re.match(rf"(// {LICENCE}\n)?// Goal\b", source.text) or not re.search(r"^// Method\b", source.text, re.M):
         yield 1, "goal", "a test file opens with Goal and Method"
 
 
@@ -339,8 +341,9 @@ def check_text(source):
     for match in SUPPRESSIONS.finditer(source.text):
         number = source.text.count("\n", 0, match.start()) + 1
         yield number, "suppression", "no suppression: fix what the tool found"
-    if source.suffix in SIZED and len(source.lines) > LINES_MAX:
-        yield len(source.lines), "size", f"{len(source.lines)} lines: {LINES_MAX} is the end"
+    count = len(source.lines) - any(LICENCE in line for line in source.lines[:2])
+    if source.suffix in SIZED and count > LINES_MAX:
+        yield len(source.lines), "size", f"{count} lines: {LINES_MAX} is the end"
 
 
 def check_kernels(sources):
@@ -465,8 +468,20 @@ def check_imports_of_tools(sources):
                 yield source.path, number, "import", "tools/ imports nothing from tests/: start a program there"
 
 
+def check_licence(root, sources):
+    """Each file with code names the licence in its first line, a script in its second; docs/examples/ is for copying."""
+    if not (root / "LICENSE").exists():
+        return
+    for source in sources:
+        is_script = source.suffix in (".py", ".sh") or source.text.startswith("#!")
+        is_code = source.cpp or is_script or source.suffix == ".capnp" or source.path.endswith("CMakeLists.txt")
+        if is_code and source.room in ROOMS and not any(LICENCE in line for line in source.lines[:2]):
+            yield source.path, 1, "licence", f"the first line is `{LICENCE}`, as a comment"
+
+
 def check_tree(root, sources):
     """Rules about files rather than lines: (path, line, rule, text)."""
+    yield from check_licence(root, sources)
     yield from check_kernels(sources)
     yield from check_package(sources)
     yield from check_imports_of_tools(sources)

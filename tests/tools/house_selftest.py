@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Goal    The house rules report each breach, at its line and under its rule, and nothing else.
 Method  A small clean tree is written to a temporary folder: no breach. Then, rule by rule, one
         file with one breach is added, and exactly that breach must be reported. The same tree with
@@ -228,7 +229,21 @@ class House(unittest.TestCase):
     def test_every_rule_has_a_breach_here(self):
         text = (Path(house.__file__)).read_text(encoding="utf-8")
         rules = set(__import__("re").findall(r'yield [^\n]*?, "([a-z]+)", ', text))
-        self.assertEqual(rules, set(BREACHES))
+        self.assertEqual(rules, {*BREACHES, "licence"})
+
+    def test_a_tree_with_a_licence_names_it_in_each_file(self):
+        line = house.LICENCE
+        write(self.root, {"LICENSE": "Apache\n"})
+        self.assertEqual({rule for _, _, rule in found(self.root)}, {"licence"})
+        for path in CLEAN:
+            comment = "//" if path.endswith((".h", ".cc")) else "#"
+            if path.split("/")[0] in house.ROOMS:
+                write(self.root, {path: f"{comment} {line}\n" + (self.root / path).read_text(encoding="utf-8")})
+        self.assertEqual(found(self.root), [])
+        write(self.root, {"tools/script": f"#!/bin/sh\n# {line}\n", "tools/lines.cc": f"// {line}\n" + "int x;\n" * 800})
+        self.assertEqual(found(self.root), [])
+        write(self.root, {"tools/script": "#!/bin/sh\n", "tools/lines.cc": f"// {line}\n" + "int x;\n" * 801})
+        self.assertEqual(found(self.root), [("tools/lines.cc", 802, "size"), ("tools/script", 1, "licence")])
 
     def test_a_breach_fails_the_program(self):
         self.assertEqual(house.main(["house.py", str(self.root)]), 0)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    `forebay run --keep` leaves each training at its newest step, however the run ends; it says at start what it
         cannot keep, and leaves nothing of a run that has not begun. --resume, --kept and --forget refuse what
         contradicts the run, with both values.

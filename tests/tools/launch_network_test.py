@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    `forebay launch` starts torchrun on two nodes over ssh, whose ranks meet over the network between them, and
         `forebay status --all` sees the daemons of both.
 Method  Two nodes in namespaces of this machine, each with a network, a host name, an sshd and a forebayd of its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    `forebay launch` runs a command on every selected host with what torchrun reads, shows its output by host,
         passes on signals and the first failure, and leaves nothing running; `forebay status --all` shows what each
         host's daemon says, and which host says nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    No command loses its output without a word: a full disk is an error with status 1; a reader that has gone ends the
         command with status 1 and no word.
 Method  Real processes of build/bin. Standard output is /dev/full, or a pipe whose reader was closed before, with SIGPIPE

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Goal    What `forebay status`, `swap` and `jobs` print says how fast a path is now, and a step was, as shares of what
 //         the path was measured with, and what a step moved; nothing where that is not known.
 // Method  Messages as a daemon sends them, with numbers that are easy to divide.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    `forebay run` puts its private folder where the environment says, and where nothing takes it, it names the
         variables to set.
 Method  Real processes of build/bin. Folders that take nothing: one that does not exist, one whose path is too long for a

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Upgrades the daemon under ranks of the release before: its own tests of restarts and kills, from a checkout of it, with
 # its package and its daemon. Each time the daemon ends with descriptors left, this build's takes its place.
 #

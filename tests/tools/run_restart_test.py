@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    `forebay run` starts its daemon again when it ends by itself, tells when it does and when it gives up, and leaves
         nothing behind after it either.
 Method  Real processes of build/bin: the daemon is killed under a command that runs. Each wait has a deadline.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    forebay scrub says what durable jobs have on swap and what of it is damaged, of a stopped daemon and of one that
         works, with its exit status.
 Method  Real processes of build/bin: a job trains a step, its daemon is killed, its swap file overwritten.

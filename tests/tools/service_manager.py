@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for the service manager: runs one service and keeps its descriptors, as systemd does.
 
 It speaks the protocol of sd_notify(3) and sd_listen_fds(3): messages count from the service's main process

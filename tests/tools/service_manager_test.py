@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    The stand-in for the service manager keeps, removes and hands over descriptors as systemd does.
 Method  A small service of a few lines stores files in memory and says at its next start what it has got. Then
         forebayd itself, restarted and killed.

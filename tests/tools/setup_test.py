@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    Setup refuses in plain words, with the command that is missing, and notices what changed:
         a package that was deleted, a source that was edited, an environment without its packages.
 Method  tools/setup.sh in bash, in an empty folder; the programs it asks are shell functions that

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """SHA-256 of what small fixed trainings leave behind, so that two builds can be compared.
 
 usage: state_digest.py FOREBAYD [CASE ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    The wheel is what it says: it needs nothing but the C library of its tag and a C++ library, is small, and has no
         dependency; its programs run where nothing else is. The source distribution has what the build needs. The
         Debian package has programs, unit, user, folder, completion and manual pages, and systemd takes them.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `forebay bench WHAT`: results beside the limits of this machine, measured in the same run. `forebay-bench` of
 // tests/bench/ has the same benches and more.
 #pragma once

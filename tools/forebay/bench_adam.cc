@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench adam: the optimizer's passes alone, without a daemon, each beside the memory limit of its
 // own streams.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Synthetic blocks of one optimizer, updated by the tasks of the daemon's workers.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the cases of `forebay bench adam` share: memories, pools, and one way to measure.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The daemon's tasks over gradients, each beside the memory limit of its own streams.
 #pragma once
 

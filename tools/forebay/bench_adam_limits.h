@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory limit of this machine for a pass over some streams: the best of four loops and more.
 #pragma once
 

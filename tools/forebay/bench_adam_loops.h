@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loops that `forebay bench adam` takes for the memory limit, compiled for several instruction
 // sets. Plain C types alone: no inline function of ours may be compiled for the wider sets.
 #pragma once

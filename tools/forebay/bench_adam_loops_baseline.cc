@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #define FOREBAY_STORE_NON_TEMPORAL(to, word) \

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One update of synthetic blocks beside the memory limit of its own streams.
 #pragma once
 

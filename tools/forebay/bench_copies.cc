@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench copies: a GPU's copies from and to the daemon's memory, and what it costs to make that memory
 // known to the driver, each beside memory that the process has by itself.
 

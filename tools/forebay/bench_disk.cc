@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench disk: blocks between staging memory and a swap path, by the code that the daemon's loop thread
 // runs (SwapSpace, Volume, IoEngine): reads, writes, and a write for each read; beside a bare loop and,
 // where it is installed, fio.

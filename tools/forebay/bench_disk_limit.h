@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The limit of a disk: a bare loop of direct transfers, beside which the daemon's are measured.
 #pragma once
 

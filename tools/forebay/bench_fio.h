@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The limit of a disk as fio has it, where it is installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One result beside one limit, measured in alternation: on a shared machine only such ratios count.
 #pragma once
 

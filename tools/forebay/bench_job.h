@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A synthetic job on a private daemon: AdamW, groups of equal size, all ranks in this process.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bench step: forward, backward and update of a job whose states are on swap. Forward and backward use no
 // CPU, as those of a GPU: a third and two thirds of the compute time, evenly over the groups.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work on every thread of a pool at once.
 #pragma once
 

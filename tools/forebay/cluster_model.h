@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A cluster of equal nodes that train one model by ZeRO-3 on Forebay, in closed form: what each node holds,
 // what crosses each link in a step, and how long a step takes at given rates.
 #pragma once

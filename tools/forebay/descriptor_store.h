@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The service manager's side of sd_notify(3), for one service.
 #pragma once
 

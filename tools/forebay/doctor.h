@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `forebay doctor`: what this machine offers Forebay, and the line that fixes what is missing.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each error id means and what to do about it: `forebay explain`, and the source of
 // docs/reference/troubleshooting.md.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A DeepSpeed hostfile, and the selections of --include and --exclude.
 #pragma once
 

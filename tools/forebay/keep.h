@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `forebay run --keep NAME`: how a run is begun, ended so that its trainings go on later, listed and forgotten.
 #pragma once
 

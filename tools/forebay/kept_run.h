@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs whose trainings outlive them: `forebay run --keep NAME`.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `forebay launch`: one command on every host of a hostfile, over ssh.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `forebay launch` starts on each host: one command, ended with the connection.
 #pragma once
 

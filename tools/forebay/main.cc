@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // forebay: everything a person types. Exit codes: 0 good, 1 error, 2 usage, 3 no daemon, 4 not
 // permitted; `run` and `launch` pass on their command's.
 

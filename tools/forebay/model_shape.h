@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models as lists of shapes: what `forebay plan` reckons with.
 #pragma once
 

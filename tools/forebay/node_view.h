@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tables that `forebay status`, `mem`, `swap`, `jobs` and `trace` print.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `forebay plan`: what a job would take, before there is one; and what one that is there takes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The options of a command line that describe a model and a cluster.
 #pragma once
 

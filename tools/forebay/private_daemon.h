@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A forebayd for one command, with a folder, a socket and swap of its own; all are removed when it
 // stops.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Folders of one process, removed when it ends.
 #pragma once
 

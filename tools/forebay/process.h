@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Child processes: started, waited for by descriptor, never left behind.
 #pragma once
 

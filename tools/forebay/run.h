@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `forebay run`: a private daemon, a command, tear-down.
 #pragma once
 

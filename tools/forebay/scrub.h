@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What durable jobs have on swap, read and verified.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Commands on other hosts, over ssh.
 #pragma once
 

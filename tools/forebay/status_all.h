@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `forebay status --all`: the daemons of every host of a hostfile, asked over ssh.
 #pragma once
 

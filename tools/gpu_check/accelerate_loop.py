@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """One rank of gpu_check: trains a small GPT-2 with Accelerate's FSDP2 plugin and prints its losses and norms in a JSON
 line. Its environment is that of torchrun.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs on a GPU all of Forebay that needs one, and says what it saw: a table, and JSON with --json.
 
 It needs a Python with torch, NVIDIA's driver and nothing else: what it runs is in the archive that

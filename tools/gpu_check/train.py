@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """One rank of gpu_check: trains a Llama-shaped model on one device and prints a JSON line of figures for each number of
 sequences a step.
 

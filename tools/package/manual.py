@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manual pages and the shell's completion, of what the programs say of themselves.
 
 usage: manual.py VERSION FOLDER PROGRAM...

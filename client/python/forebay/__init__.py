@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forebay: parameters, gradients and optimizer states of a PyTorch model, held by the node's
 daemon.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward keeps for its backward, in the daemon's memory instead of the device's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer of torch's, given to attach(): which of ours it is, and its groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """attach(): from a model to windows, hooks and an optimizer."""
 
 from __future__ import annotations

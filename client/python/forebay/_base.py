@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common parts of an attachment's modules: how far a step has come, its clock, ranges in torch.profiler's trace, reads of
 states."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buffers (BatchNorm's running statistics, say): each rank commits its own with each step, in front
 of the user's extra_state, and starts from them after an attach. A rank that has committed none
 starts from rank 0's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of one attached model: its groups and parameters, what is leased, what of the gradient has arrived.
 
 Ownership  The optimizer owns the Engine, with its groups and members. Hooks and graph nodes refer to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """p.grad of an attached parameter while the daemon has the gradient: a tensor without storage that
 answers its norm, takes what a further backward adds, and remembers a scale and bounds. So torch's
 clip_grad_norm_, clip_grad_value_ and GradScaler work; what else reads or changes it is refused by name."""

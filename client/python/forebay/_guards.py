@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals of what would silently do nothing on an attached model, or move its parameters out of the
 daemon's memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks of one attached model: fetch before a group's forward and backward, deliver its
 gradient, release. They refer to the Engine weakly."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private memory of the process that is free."""
 
 import ctypes

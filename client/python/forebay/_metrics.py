@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The daemon of one attachment, asked for its numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer that attach() returns."""
 
 from __future__ import annotations

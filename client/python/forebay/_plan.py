@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameter lies in which group, and which modules fetch which groups. Knows no model."""
 
 import itertools

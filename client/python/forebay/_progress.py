@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """forebay.Progress: what a script shows of its training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines on stderr, and sizes in them."""
 
 from __future__ import annotations

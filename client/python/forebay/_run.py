@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which run a process belongs to: a job is continued by its own run, and by another one only where
 it asks for it (attach(resume=True))."""
 

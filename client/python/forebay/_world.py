@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank of how many this process is. The one rule of shared attachment:
 
 1. rank= and world_size= of attach() count first. Beside a process group they must be the numbers of this process in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes into the parameters of a shared attachment, by whatever writes. A page of the daemon's memory that this process
 writes becomes its own (client/window_registry.h), and this process computes with it. The next step() sends the elements
 that differ from the daemon's before it applies the gradient, and the pages are the daemon's again."""

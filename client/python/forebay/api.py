@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a caller calls; can be imported without torch and without a daemon."""
 
 from __future__ import annotations

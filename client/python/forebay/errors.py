@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error that a caller can meet: one class per family, with `.code` ("E_..."), `.hint` and
 `.retryable`."""
 

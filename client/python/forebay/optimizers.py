@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers that the daemon applies, with the names, arguments and defaults of torch.optim. Names,
 ranges and defaults of hyper-parameters are those of the daemon's table (protocol/optimizer.h)."""
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What tools show of a node, as dicts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // std::condition_variable::wait(lock), as every libstdc++ since GCC 4.4 has it. That of GCC 12 has a version of its own beside
 // it, to which the linker would bind what it links here: the wheel would not load where libstdc++ is older. For the linker's
 // option --wrap.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // forebay._core: the client for Python. Bytes cross as DLPack views that keep their mapping alive.
 
 #include <nanobind/nanobind.h>

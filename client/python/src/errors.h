@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python's exceptions for our statuses: one class a family, each with .code, .hint and .retryable.
 #pragma once
 

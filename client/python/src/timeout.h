@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python's seconds as the client's timeouts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a job needs to go on after the death of the daemon: values of one step, and the swap slots that hold
 // its bytes. The ledger of the volume is these, encoded.
 #pragma once

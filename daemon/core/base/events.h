@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events and actions: the input and the output of the node's state machine. Values only: no pointers
 // into shared memory, no descriptors, no clock. The reactor executes actions and turns their outcomes
 // into events; a simulator does the same. Lists that a steady step has in them come from a memory resource of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whose job a name means: a name belongs to its uid, so that nobody can take it from another.
 #pragma once
 

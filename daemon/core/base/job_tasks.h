@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tasks and commands of a job that are in flight: starts the ones, answers the others. Its counters
 // decide when a session or a job may be closed: nothing of theirs is in flight any more.
 #pragma once

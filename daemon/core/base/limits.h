@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Named maxima of the state machine, and the options that the daemon or a test gives it.
 #pragma once
 

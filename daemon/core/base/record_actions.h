@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Actions that say what another daemon finds of a job where this one is killed (KeptRecord), of a node that keeps its jobs
 // so (NodeOptions::keeps_jobs); and what they are made of.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an attach asks for: the job's world, and the memory of each of its sessions.
 #pragma once
 

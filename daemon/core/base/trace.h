@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The order in which a step fetches partitions, recorded while the job runs.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values that the core shows to status and plans: of sessions, jobs, plans, swap paths and the node.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of a job's blocks: of which step each is, in which swap slot, with which checksum. There is
 // no other.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/blocks/block_map.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From a layout to blocks: which elements of which parameters a block holds, and where an element's
 // state lies.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the slots of a durable job must hold, and which parameters that is.
 #pragma once
 

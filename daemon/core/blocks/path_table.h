@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The node's swap paths: what each of them gives, by its own transfers, and which of them fail.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a job's bytes are: each block of states, and each partition's weights, in DRAM or on swap.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The node's staging slots, and which blocks of a job they hold.
 #pragma once
 

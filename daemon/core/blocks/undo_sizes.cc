@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/blocks/undo_sizes.h"
 
 #include "cpu_adam/update_kernel.h"

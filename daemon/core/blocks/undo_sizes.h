@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory it takes to undo what a daemon that is killed has in hand (UndoLog).
 #pragma once
 

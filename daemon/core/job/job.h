@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One training run: wires its sessions, its step, its reads and its memory together.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job's way to a durable ledger, and back from there.
 
 #include <algorithm>

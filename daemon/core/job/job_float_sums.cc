@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradient sums in float32, which a job makes when a step has several backward passes.
 
 #include <utility>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job comes to rest between two steps, so that the next daemon goes on with it: its arenas stay, its ranks attach
 // again and send again what was not answered.
 

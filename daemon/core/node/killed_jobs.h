@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Jobs that a daemon comes back with, from its disk or (KeptRecord) of one that was killed: its swap has their slots.
 #pragma once
 

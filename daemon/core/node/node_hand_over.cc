@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All jobs of the node come to rest, for the next daemon to go on with them.
 
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The node's durable ledgers: what the next one says of all jobs, and what the last one said of jobs that nobody has
 // attached to since the daemon was started.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The deterministic state machine of one node: jobs, sessions, admission. Events in, actions out;
 // no clock, no I/O, no thread, no randomness, so that the same events give the same actions in the
 // daemon and in a simulator.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is shown of a node, and what always holds of it.
 
 #include <algorithm>

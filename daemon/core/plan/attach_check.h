@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of a request to attach can be judged without its job.
 #pragma once
 

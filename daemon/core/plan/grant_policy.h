@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much of the node one job may be granted: a share of the DRAM limit, and what is left of its owner's quota.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job's memory plan as it is shown, term by term and rank by rank.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a job is made with, and keeps for its life.
 #pragma once
 

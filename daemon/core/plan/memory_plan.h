@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Admission: what a job needs, term by term, against what the node has left.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/plan/plan_advice.h"
 
 #include <map>

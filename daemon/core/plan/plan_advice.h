@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a job that does not fit may do with less of: said in the hint of its refusal.
 #pragma once
 

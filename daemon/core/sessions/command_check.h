@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a client may ask, field by field. Pure: a private copy of its words in, an error or nothing
 // out.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Read leases of a job's sessions.
 #pragma once
 

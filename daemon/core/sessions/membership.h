@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sessions of a job: who may attach, which rank each has, which are fenced, which ranks have
 // detached.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One connected client of a job, as the state machine knows it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The barrier of a step: which ranks have called it, and that they agree.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fetches that wait until they may have a lease.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gradients of the step that is being gathered: who has delivered what, and in which order it
 // is added.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The norms that ranks ask for before step: of sums that are there.
 
 #include <algorithm>

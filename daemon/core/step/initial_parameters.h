@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The initial parameters of a fresh job. With shared attachment rank 0 writes every group, as DDP takes
 // rank 0's; with sharded attachment each rank writes its own partitions. Each writes in ranges, then says that it is
 // done.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The step of a job: gathers gradients and step calls, decides, applies, commits.
 #pragma once
 

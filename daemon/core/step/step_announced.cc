@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of a step that updates blocks before its decision: as its ranks have announced it.
 
 #include <optional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of a step that takes gradients, and asks for their norms.
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of a step that concerns a job over several nodes: it is prepared here, and decided by what the ranks bring
 // of all nodes.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step says to the record of its job, from which another daemon goes on where this one is killed; and how that
 // one takes it up.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Brings published steps of a job to disk, and the job back from there.
 #pragma once
 

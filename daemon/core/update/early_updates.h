@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Update at arrival: which blocks of the step that is being gathered have all their gradients, and what has
 // been made of them before the decision.
 #pragma once

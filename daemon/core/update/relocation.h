@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Moves blocks off marked swap paths, and out of slots in doubt, one at a time, between steps.
 #pragma once
 

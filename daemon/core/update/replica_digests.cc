@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/update/replica_digests.h"
 
 #include "protocol/os/check.h"

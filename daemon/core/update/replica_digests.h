@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Digests of weights that other nodes have too: replicas are compared by them, with the next step.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Moves blocks of states between DRAM and swap, and off marked swap paths, one at a time, between steps.
 #pragma once
 

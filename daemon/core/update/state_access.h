@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clients' reads and writes of optimizer states, one command at a time, block by block, between steps.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Applying a step, or setting masters before the first one: every block that is concerned is updated
 // once; swapped ones stream through staging slots.
 #pragma once

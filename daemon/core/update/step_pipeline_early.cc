@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Update at arrival: what StepPipeline does between the announcement of a step and its decision.
 
 #include <algorithm>

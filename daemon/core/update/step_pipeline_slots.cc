@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StepPipeline: the job's swap slots, and the node's.
 #include <algorithm>
 #include <optional>

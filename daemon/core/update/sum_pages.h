@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the gradient sums of a job are: all in the step arena, or, where they do not fit, in pages of which
 // some are there and the others on swap.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies in DRAM of partitions' weights that are on swap.
 #pragma once
 

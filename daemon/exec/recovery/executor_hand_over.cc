@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The jobs of a daemon that ends go on with the next: what it leaves, and what it finds.
 
 #include <poll.h>

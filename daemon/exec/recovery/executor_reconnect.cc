@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank whose connection is lost, and which attaches again: its session goes on.
 
 #include <algorithm>

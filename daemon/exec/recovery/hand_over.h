@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What one daemon leaves to the next: descriptors of arenas, by name, and one of a ledger that says what is in them.
 // Whoever keeps them meanwhile (fd_store.h) knows nothing of either.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "daemon/exec/recovery/kept_record.h"
 
 #include <fcntl.h>

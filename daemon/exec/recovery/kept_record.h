@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job as it is now, in a memfd that outlives the daemon: from it another daemon goes on where this one is killed.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 @0xd1c6e0b4a97f3825;
 # What a daemon must know to go on after its death: the ledger that the swap volume makes durable. It stays on the disk
 # while programs change: fields are added at the end and never change their meaning; what an older program would read

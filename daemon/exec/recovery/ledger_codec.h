@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ledger of the swap volume: a DurableNode as bytes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How far the update of a step has come in memory that it changes in place, and what was there before of the elements
 // that workers have in hand: in memory that outlives the daemon, so that the next one undoes these and goes on behind
 // what is done.

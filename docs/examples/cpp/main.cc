@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a perceptron on several ranks, with ZeRO stage 1, 2 or 3 of forebay::client::Pipeline.
 //
 // Each process is one rank: RANK and WORLD_SIZE number them, as torchrun sets both. A layer is a group of the job: a

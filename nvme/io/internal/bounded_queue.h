@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A first-in first-out queue of fixed capacity; its memory is taken once.
 #pragma once
 

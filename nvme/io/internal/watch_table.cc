@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "nvme/io/internal/watch_table.h"
 
 #include <sys/uio.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which eventfds an engine watches: shared by the engines.
 #pragma once
 

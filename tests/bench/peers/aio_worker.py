@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's aio handle, transferring for each message, asleep in between.
 
 Started by infinity.py in the environment of the peers. A buffer of pinned memory as the handle makes it, a

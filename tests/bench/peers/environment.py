@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The virtual environment of the peers, and what they and we are started with."""
 
 import glob

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The same faults on DeepSpeed, with optimizer states on NVMe and in memory, and on Forebay: a
 resume, a flipped bit and a truncated file in what is saved, a full disk, two jobs on one path, SIGKILL during
 a save.

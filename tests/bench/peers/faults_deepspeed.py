@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The faults of faults.py on DeepSpeed."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same faults on Forebay."""
 
 import json

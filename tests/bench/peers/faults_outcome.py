@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What came of the trainings of faults.py, in a few words."""
 
 import dataclasses

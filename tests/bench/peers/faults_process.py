@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes, folders and file systems of faults.py."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    The comparison under faults says what has happened: a run that is another one is never called the
         same, and an end without a word is an error.
 Method  Made-up trials: DeepSpeed is not installed here. Damage is done to files of the test's own.

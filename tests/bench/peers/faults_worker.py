@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training processes of faults.py: one rank of one side, bf16, AdamW, states on the disk.
 
 Started with the descriptor of a socket, it imports what its side needs, once, and forks a process for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From samples to JSON lines, a Markdown table, and whether the run counts."""
 
 import json

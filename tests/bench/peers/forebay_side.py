@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forebay as the benches of one rank drive it: the daemon holds the states and updates."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the phase bench: a decoder-only GPT of about 110 M parameters, untied head."""
 
 import pathlib

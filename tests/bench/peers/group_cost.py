@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What Forebay itself takes of a gather: the time of FSDP2's calls for the shards of a group, on a model of
 eight small layers. The first gather after a step (in forward) asks the daemon where all weights are; the
 others (in backward, of further passes) ask nothing.

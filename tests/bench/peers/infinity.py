@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A training step with optimizer states, then weights too, on the disk: Forebay beside DeepSpeed ZeRO-3
 with NVMe, in alternation in one run.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update alone: every side in alternation, in this one process; the peers and the limit loops on
 the same buffers, ours on blocks as the daemon has them.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory accesses of an update with next to no arithmetic: what DRAM allows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What tests/bench/peers/run calls through ctypes: the daemon's update of its blocks, and the limit
 // loops on the buffers that the peers use. No header: kernels.py declares these functions for Python.
 

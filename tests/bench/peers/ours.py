@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our side for a Python process: the shared object of ours.cc, and buffers on huge pages."""
 
 import contextlib

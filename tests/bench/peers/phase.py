@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer phase of a training step: each side in a process of its own, one at a time."""
 
 import multiprocessing.connection

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One side of the phase bench: trains the model, a step for each message, and sleeps in between.
 
 Runs in the environment of the peers, started by `run`; the Forebay side under `forebay run`. Each

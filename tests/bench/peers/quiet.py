@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard against a noisy machine: what others used of it while something was measured."""
 
 import contextlib

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A training step of two ranks that FSDP2 shards: Forebay beside CPUOffloadPolicy and torch's fused
 AdamW, in alternation in one run.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    The comparison with FSDP2's CPU offload runs as docs/reports/benchmarks.md says, with every row; so does
         the cost of a group. Of the comparison with DeepSpeed, what needs no DeepSpeed: the side that only
         computes, and the rows.

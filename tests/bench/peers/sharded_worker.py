@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One side of the benches of sharded training: ranks train the model, a step for each message, and
 sleep in between.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Programs of somebody else's build against the installed tree and train on a real daemon.
 # Method  Installs the client into an empty directory, builds one program with find_package and one
 #         with pkg-config, checks the header as C99, runs both, compares what they print.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The built extension and a daemon for it; shared with the tests of the package on top of it."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    After the daemon's death every call of the extension and of an attached model is
         E_DAEMON_GONE with a hint, a new connection E_NO_DAEMON; a new daemon on the same socket trains.
 Method  The real daemon, killed. Each call has a session or model of its own, in which it is the

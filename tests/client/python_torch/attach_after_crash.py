@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains two jobs two steps, one of them durable, and detaches; waits for a line, meanwhile a test kills the daemon of
 FOREBAY_SOCKET; attaches again and trains each one step more. Prints JSON lines: ["detached", committed steps...],
 ["attached", committed steps..., SHA-256 of each before, after], ["trained", committed steps...]."""

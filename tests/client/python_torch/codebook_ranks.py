@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks, each a process, train a model whose forward reads and updates a buffer, on inputs of
 their own, from the job's committed step to step 6. Runs one round after the other and prints of each
 the ranks' exit codes, losses and SHA-256 as one JSON line.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every test that takes `node` runs on the fake node; on the real daemon as well where its programs
 are built (see daemon_process.py). After each test on the daemon a healthy job of it trains one more
 step.

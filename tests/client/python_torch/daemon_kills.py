@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kills a daemon under trainings of two ranks at random moments, four times in each, and compares SHA-256 of weights and
 states in the end with that of the same training without a kill. A stand-in for the service manager starts it again.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A forebayd of the tests' own, and where its program and the built extension are.
 
 FOREBAY_BIN_DIR  folder of forebayd (default: build/bin of this checkout)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small model on the daemon of FOREBAY_SOCKET, one process for each rank, and prints JSON lines, one for what
 each rank meets: ["attached", rank, step, extra_state], ["answered", rank, step], ["ended", rank, code of the
 error], ["digests", rank, step, SHA-256 of weights and states, that of the same training in a job at durability memory].

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small sharded model on the daemon of FOREBAY_SOCKET, one process for each rank over gloo, through a
 schedule of what may come between the announcement of a step and its decision, and prints a JSON line: the SHA-256 of
 losses and norms, that of weights and states, the job's statistics, and how many blocks it has updated early since a

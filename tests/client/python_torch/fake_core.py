@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A node in this process with the interface of forebay._core: jobs, ranks (one thread each), AdamW
 in torch.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes that are forked, not spawned: none of them imports torch anew."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs huggingface_ranks.py: one process that has imported transformers, accelerate and peft, for all tests."""
 
 import importlib.util

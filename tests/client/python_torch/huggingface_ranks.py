@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that train with Hugging Face's Trainer, an Accelerate loop or peft, with Forebay or without. Begins the ranks
 again, once, when one of them was killed, as torchrun does. Writes FOLDER/rank<R>.json, and FOLDER/weights.pt of rank 0.
 

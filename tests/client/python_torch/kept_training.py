@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small model on the daemon of FOREBAY_SOCKET, whose daemon `forebay run` starts, and prints JSON lines:
 ["attached", step, extra_state], ["answered", step, loss], at last ["digest", step, SHA-256 of weights and states].
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attaches, trains and is killed, round after round: one child a round, SIGKILLed at a moment that
 its number gives.
 

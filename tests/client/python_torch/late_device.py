@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU for ranks that have none: CUDA over the driver of tests/support/fake_cuda.h, whose memory is the
 host's. Every copy between the daemon's memory and torch's takes the way that it takes on a GPU. torch
 works on the default stream, which is not late; the streams of the core are as late as they may be."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes what a daemon of this build leaves to the next one, for the tests of the release behind it.
 
 usage: left_by_release.py handed-over|killed FILE      FOREBAY_BIN_DIR and FOREBAY_CORE as in daemon_process.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models and a loop that trains them, with torch's optimizer or an attached one."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of one node of a sharded job over several, each a forked process with gloo, on the daemon of
 FOREBAY_SOCKET; where one of them ends badly the others are ended too, and all begin again, as a launcher has it.
 Prints JSON lines: ["attached", scenario, rank, step], ["loss", scenario, rank, step, loss in hexadecimal], ["error",

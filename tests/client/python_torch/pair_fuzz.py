@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training scripts with two models and two optimizers, as GANs have them: each is a job, and a backward through both
 brings gradients to either. What is compared, and how near, is as in script_fuzz.py."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that imports a script once and runs it in forked copies of itself: for most runs of ranks, the imports of
 torch take longer than all that follows.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of a job with shared attachment, each a forked process, on the daemon of FOREBAY_SOCKET. Prints JSON lines:
 ["attached", rank, step], ["loss", rank, step, loss in hexadecimal], ["seen", rank, step, SHA-256 of the parameters as this
 process sees them], ["error", rank, code, text], ["digest", rank, SHA-256 of weights and states].

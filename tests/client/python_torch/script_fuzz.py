@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training scripts of script_grammar.py, each run with an optimizer of torch's and attached; with sharded_ranks.Ranks both
 over a model of FSDP2.
 

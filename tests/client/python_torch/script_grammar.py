@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grammar of training scripts for script_fuzz.py: models, optimizers with parameter groups, steps.
 
 A script is data: what each step does before its backwards, its backwards, what it does to the gradient, its step call and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: what forwards keep for their backwards, in the daemon's memory."""
 
 import contextlib

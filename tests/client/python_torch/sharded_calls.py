@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: the calls of a script that was written for torch's optimizer."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: sharded attachment with tensor parallelism, pipelines and both trains as one
 process does on the same data."""
 

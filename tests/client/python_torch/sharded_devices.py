@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py for launches on a GPU that late_device.py makes."""
 
 import forebay

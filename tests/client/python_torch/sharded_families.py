@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of Hugging Face, from configurations of a few thousand parameters, and layers that torch.compile has
 compiled: sharded attachments of them train as torch's FSDP2 with torch's AdamW does. Started by hand, not
 by a test run: transformers is no requirement of these tests, and compiling takes its time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: what FSDP2 gathers ahead of the layer that computes, and what it gathers in
 vain."""
 

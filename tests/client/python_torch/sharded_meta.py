@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: a model on the meta device becomes a job. Its first values are those that
 torch's FSDP2 has after to_empty() and the same initialization, bit by bit, or those of files; the rest
 comes from the daemon."""

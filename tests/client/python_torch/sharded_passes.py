@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: several backward passes a step, and what torch's clip_grad_norm_ does with the
 gradients that the daemon has."""
 

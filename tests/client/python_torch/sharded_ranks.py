@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of sharded jobs, each a process with gloo, on the daemon of FOREBAY_SOCKET, and
 runs cases in them: functions of the other sharded_*.py. Prints
 one JSON line per case and rank: [launch, case, rank, error], the error null where the case passed.

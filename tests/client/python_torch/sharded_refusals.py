@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: what a sharded attachment refuses, with code, message and hint. After
 each the same session trains on as torch does, or the model is as it was before attach."""
 

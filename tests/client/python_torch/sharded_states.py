@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: the optimizer's states of a sharded attachment leave and enter it in torch's
 format, each rank's shards as DTensors, or whole."""
 

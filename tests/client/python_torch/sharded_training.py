@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: a sharded attachment trains as torch's FSDP2 with torch's AdamW does."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: gradients that backward computed, and that FSDP2 has not reduced when step() is called."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of sharded_ranks.py: what writes into the parameters of a sharded attachment writes into the
 daemon's memory, with the bits that torch's FSDP2 has after the same."""
 

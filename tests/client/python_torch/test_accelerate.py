@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A loop written by hand for Accelerate trains an attached model to the numbers of the plain one, on one rank
 #         and two; prepare() keeps DDP away and leaves the scheduler that was made before it at work.
 # Method  As test_transformers.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    With shared attachment a step takes as many backwards as torch does: their gradients are added in the order
 #         of the backwards, on one rank with torch's own bits, on several as the sum over the backwards and the mean
 #         over the ranks, in an order that timing does not change; what cannot be added is refused by name; whoever

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A step applies the gradients of whole backwards alone: a parameter without a gradient is
 #         skipped as by torch; after Ctrl-C or an exception in the middle of a backward the next one,
 #         or zero_grad(), begins the step anew on every rank.

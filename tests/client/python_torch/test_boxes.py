@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The boxes of a shard are its elements in their order, and every rank makes the same layout of
 #         what all ranks hold: each element has one owner and one place.
 # Method  Every block of small tensors against an enumeration of its elements; layouts of shards as FSDP2

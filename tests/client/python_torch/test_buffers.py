@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Buffers that the state_dict holds (BatchNorm's running statistics) come back with the
 #         committed step: each rank's own, beside the user's extra_state.
 # Method  Train, attach again with a fresh model, compare bit by bit; two ranks with different data,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    What training loops do between backward and step works on an attached model: torch's
 #         clip_grad_norm_, a GradScaler, a look at a gradient's norm; on one rank and on two, whose
 #         norms are those of the mean.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A copy of an attached model is a plain model without hooks, and torch.jit and torch.export take the attached
 #         model or say what to write.
 # Method  Copies are compared with copies that were made before attach, table by table, and trained beside them with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    docs/examples/cpp/ builds against the installed client and trains as torch does: each loss and each weight of
 #         each step, in every ZeRO stage.
 # Method  The project is built from an empty prefix with the client alone. Two processes are the ranks; rank 0 writes its

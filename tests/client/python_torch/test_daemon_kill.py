@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A daemon that is killed and started again under a training run costs it no committed step and no bit: ranks go
 #         on by themselves; where gradients were under way, each rank gets E_GRAD_DROPPED and repeats its batch.
 # Method  Two ranks on a real daemon, which a stand-in for the service manager kills with SIGKILL and starts again

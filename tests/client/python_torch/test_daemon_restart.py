@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A daemon that its service manager restarts under a training run costs it nothing but the time: no error, no
 #         step lost or repeated, the bits that it would have had.
 # Method  Two ranks on a real daemon, which a stand-in for the service manager (its store of descriptors speaks systemd's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The package passes mypy --strict; every public function, method and class of it is
 #         annotated and documented, with an example that runs.
 # Method  mypy on the package's sources; the doctests of each public name on the real daemon, each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The daemon's death undoes no step that was answered at durability step, and at most N at epoch=N;
 #         the job goes on with the bits that it would have had. A level is a job's for its life, and needs
 #         swap.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    What is updated before the decision of a step has no bit that depends on it, whatever comes between:
 #         clipped gradients, other learning rates than announced, NaN, passes that nobody has announced, attempts
 #         that begin anew, parameters without a gradient, reads and writes of states.

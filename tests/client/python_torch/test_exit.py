@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    A process ends when its main thread does, also while another thread waits in step().
 Method  The real daemon; the script tells that the step was sent, and is awaited with a deadline.
 """

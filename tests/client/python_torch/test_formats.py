@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Each format of the optimizer's state serves what it says, for every optimizer: `fp32` beside
 #         16-bit parameters the same bits as `exact`, `bf16` and `int8` moments close to those of
 #         `exact`; wherever a state lies, its bits are the same.

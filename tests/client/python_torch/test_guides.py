@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The diffs of the guides in docs/ do what the pages say: applied to the scripts beside them they train to the
 #         losses that the scripts have in plain torch, and one that was killed goes on to the same digits.
 # Method  `git apply` on a copy of the script; each run is a process that is forked, on the daemon, with the environment

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The diffs of docs/guide/huggingface.md are all that a script of Hugging Face needs: few lines, the same loss.
 # Method  Each is applied to its script in docs/examples/; the script runs as it was and as it then is.
 

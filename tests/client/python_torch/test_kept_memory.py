@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    What is kept for the next daemon survives what is around it: another configuration, damage, a rank that is not
 #         back, a store that is full. A job goes on or is refused with an error; no other job, and no start, fails with it.
 # Method  Real daemons under the stand-in for the service manager, whose store the test can change between two of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The trainings of `forebay run --keep` stand at their newest committed step, however the run ends, and --resume
 #         goes on with them: the bits are those of a run that nothing has ended.
 # Method  A training under a real `forebay run`, which is ended in the middle of a step by a signal or by SIGKILL of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Ranks that srun or mpirun has started find out which they are: for attach() by themselves, for a process
 #         group by one call; whoever has set the variables already, as torchrun does, keeps them.
 # Method  The variables that Slurm 23's srun, Open MPI 4.1, MPICH's hydra and Cray PALS set; two processes with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A daemon goes on with what one of the release before has left in the service manager's store: the jobs of one
 #         that was restarted, and of one that was killed in the middle of an update.
 # Method  left/*.tar.xz are the bytes of every memfd that a daemon of commit 4b14564 (protocol 14) left, each with the step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    An optimizer that is dropped without detach() ends its session, unmaps the weights and
 #         leaves the model with private parameters; nothing of ours keeps model or optimizer alive.
 # Method  Drop one, the other or both, in each state of a step; look at weak references, at the

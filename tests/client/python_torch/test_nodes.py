@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    A sharded job over two nodes trains as on one with the same ranks: the same losses and, to the bit, the same
         parameters and states, with clipping and replicas too, through gradients that are not finite and the death of
         ranks before each message of a step.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    A job over two nodes goes on, to the bit, where a daemon is killed in the middle of a step and its memory was
         kept; where it was lost, all nodes go back to the newest step that is durable on both. A restart of a daemon
         and a link that is down for a while cost time alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Each optimizer of the package does what the class of torch of the same name does, element
 #         by element, for every option; Lion and LAMB do what their papers say; `exact` serves the
 #         rounding of what `fp32` holds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    An update that makes weights infinite is an error with the number of them; the step is committed
 #         nevertheless, and the daemon serves other jobs.
 # Method  SGD with a learning rate that takes one of three weights beyond float32.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The package imports anywhere; the trainer's two paths differ by little; its helpers are
 #         right.
 # Method  Subprocesses without torch; the trainer's source is read; arithmetic is compared with

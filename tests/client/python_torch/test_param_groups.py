@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A model trains with as many parameter groups as layer-wise learning rates need, up to 4096, and with parameters
 #         of long names; what is beyond is refused with the number there is and the one there may be.
 # Method  Beside torch's optimizer over the same groups; under a stand-in for the service manager, which kills the daemon

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Parameters that are unlike those of a layer train as with torch's optimizer: without elements, and those of a
 #         loss, which the optimizer has and the model has not.
 # Method  Train the same modules with torch's AdamW and attached, clipped to one norm; compare weights, norms and states.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The daemon of `forebay run` may end under a training run: the next one goes on with its jobs, where it could
 #         hand them over, and has what is durable where it could not.
 # Method  Ranks under a real `forebay run`, whose daemon gets SIGTERM while they train, or SIGKILL between two jobs;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Killed processes leave nothing behind and change no bit; a dead daemon is an error.
 # Method  The real daemon; trainers are processes that die by SIGKILL.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    opt.metrics() is a flat dict of floats that agrees with the daemon's status, asks the daemon once or not at
 #         all, and does without it; Progress shows them on one line, of rank 0; a trace of torch.profiler has a
 #         range for each call that can wait.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    A reader has the weights of one committed step, whatever the ranks do meanwhile, and the
         states that they have; it delivers nothing, and its model stays a model of its own.
 Method  A rank and a reader of one real daemon in this process; the rank trains on a thread and keeps

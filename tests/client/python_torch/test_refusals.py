@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    What cannot work on an attached model is an error with an id and a hint that names the
 #         culprit; nothing committed changes, and the same session trains on.
 # Method  Provoke each after a first step, check code and text, and the hash of every state before and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    Ranks whose daemon is on another node train as ranks beside it do: the same losses, the same bits, and at any
         time the parameters that the daemon has; what is wrong with who they are is an error of their own.
 Method  Two network namespaces of this machine, joined by a link: daemon and gateway in one, ranks in the other. Ranks

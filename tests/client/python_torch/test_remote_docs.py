@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    "A remote daemon, step by step" in docs/guide/multi-node.md is true.
 Method  Its blocks are typed on the two nodes of a cluster in namespaces, in their order, with a folder in the place of
         /etc/forebay. The script is the page's own.

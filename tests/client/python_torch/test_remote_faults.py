@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    Where an end of a remote session dies, hangs, loses its link or talks nonsense for longer than anybody waits, the
         other ends it: the trainer gets an error of ours, the daemon has its memory back, the gateway serves others, and
         the job goes on from its step.

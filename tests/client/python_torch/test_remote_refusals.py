@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    Who may not reach a daemon on another node is refused with an error that says why and what helps, and nobody
         else notices; a gateway whose settings let anybody in does not start.
 Method  As test_remote.py.

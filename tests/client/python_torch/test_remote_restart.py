@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goal    Ranks whose daemon is on another node go on by themselves where the gateway, their agents or the daemon are killed
         or started again, and where the link is down for longer than the keepalive: no error, each step once, the bits
         of a run that saw nothing of the kind.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Processes of one launch have one run token, another launch has another.
 # Method  Tokens of child processes with the environments that torchrun makes.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Training scripts of any form do the same attached as with torch's optimizer: losses and gradients bit by bit,
 #         parameters, moments and `step` within the bound that the roundings of one update give; or they are refused
 #         with a documented id and a hint, and nothing was applied.

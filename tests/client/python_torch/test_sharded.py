@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A model that FSDP2 shards trains attached as it does with torch's AdamW, resumes with the
 #         same bits, gives its present values to whoever reads it, and names what it refuses.
 # Method  1, 2 and 3 ranks over gloo on the real daemon, each case beside torch's FSDP2 of the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The optimizer's states leave and enter a job in torch's format: what was read and loaded has the same
 #         bits where the format keeps them, torch's optimizer goes on from it and it from torch's as if nothing had
 #         been moved, between ranks, through torch.save; what does not fit is refused by name before anything was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Whatever dies of a launch of torchrun and its daemon, the training goes on at its last answered step, and
 #         ends with the bits of a training without kills.
 # Method  A daemon with durability step on kept swap and tools/train_gpt.py; the daemon is killed, then a rank.

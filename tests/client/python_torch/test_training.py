@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    An attached model trains as under torch.optim.AdamW, whatever torch feature its forward
 #         uses.
 # Method  The same model twice, from the same values, on the same batches; losses and parameters are

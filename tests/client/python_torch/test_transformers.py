@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Hugging Face's Trainer trains an attached model to the numbers of the plain one, on one rank and two, and
 #         goes on behind the committed step after kill -9 with the bits of a run that was not killed.
 # Method  Tiny GPT-2 and BERT with random weights, with dropout and shuffled data. Ranks are forked from one process

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Ranks train on the mean of their gradients, wait for each other, and go on after a loss.
 # Method  Two ranks are two threads of this process, each with a model and an attachment of its own.
 #         Torch's side is one model that is stepped with the mean of the two gradients.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    The calls of a script that was written for torch's optimizer work on an attached one: its
 #         constructor, its groups and schedulers, a closure, model.zero_grad(), sparse gradients, frozen
 #         parameters of another type.

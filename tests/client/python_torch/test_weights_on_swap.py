@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    A sharded model whose weights and gradients do not fit in DRAM trains with the bits that it has where they
 #         do, in the smallest limit that the daemon names, and survives its trainers.
 # Method  Ranks over gloo on the real daemon, in a small limit and in a large one: losses, gradients' norms, SHA-256

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Ranks know of each other however they were started, or are refused: the numbers are those of the process group,
 #         of arguments or of variables, which do not contradict each other. Of two processes of one launch that were taken
 #         for the same rank the second is refused while the first trains; a process that hangs is replaced.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Goal    Whatever writes into the parameters of a shared attachment in place writes into the job: this process computes with
 #         the values at once, the next step updates them; values that were exchanged and exchanged back leave no bit; what
 #         cannot be taken is an error that a script can catch, with the parameters as they were.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kills ranks that torchrun has started, their daemon, or both, at random moments of a training whose steps are durable,
 and compares what is left with the same training without kills.
 

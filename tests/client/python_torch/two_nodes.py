@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The daemon and the ranks of one node of network_nodes.py, and what they say."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far an update in float32 may lie from the same update with its operations in another order."""
 
 import torch

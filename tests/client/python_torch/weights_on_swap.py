@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a sharded model on the daemon of FOREBAY_SOCKET, one process for each rank over gloo, and prints a JSON
 line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node
 uses, those of its swap path.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of test_world.py: CASE FOLDER. Each rank asserts what it sees; the first that fails ends the parent with its
 traceback. FOREBAY_SOCKET is the daemon's. Process groups meet in files of FOLDER."""
 

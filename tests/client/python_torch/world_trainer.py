@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process without a process group: JOB. Attaches as it finds itself and prints "attached STEP", or the error's id and
 text on one line; then a step for each line that it reads, with "trained STEP" or the error."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An Accelerator whose prepare() attaches the model:
 
 -    from accelerate import Accelerator

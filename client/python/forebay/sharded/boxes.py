@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which elements of which parameters each rank holds: boxes, and partitions made of them. Plain
 numbers; knows neither torch nor FSDP."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files by the names of their tensors. What is read of a tensor is a part: its other bytes
 stay in the file."""
 

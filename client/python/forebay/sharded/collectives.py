@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of a process group attach together: what one of them meets all raise, so that none waits
 for one that has given up."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copies of a rank that is alone in its mesh on a GPU. FSDP2 gathers nothing then: it asks for the weights of a group
 when it is to compute with them, on the stream that it computes on, where their copy would wait for the computation of the
 group before them, and the GPU for their copy."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines that rank 0 prints on stderr about a sharded job: what its parameters and its memory take."""
 
 from __future__ import annotations

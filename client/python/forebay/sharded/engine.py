@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded attachment: ZeRO-3 on torch's FSDP2. FSDP2 gathers, reduces and overlaps; Forebay holds the
 shards. A rank's weights are copied from the daemon's memory when FSDP2 is about to gather them, on the
 stream it gathers on; its reduced gradients go there as soon as FSDP2 has them."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the initial parameters of a sharded job come from: the values of the model or, of a model on the
 meta device, a function that initializes its modules, or files. A unit of FSDP2 has memory from the
 first module that may set it to the last, and is the daemon's then: no rank ever holds a model."""

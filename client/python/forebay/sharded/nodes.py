@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job over several nodes: which ranks are on this one, and what its ranks tell each other."""
 
 from __future__ import annotations

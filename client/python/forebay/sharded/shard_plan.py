@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sharded model is, before it is attached: fully_shard() on a plain one, what cannot be attached,
 and the layout of all ranks."""
 

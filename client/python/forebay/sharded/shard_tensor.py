@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's part of a parameter whose bytes are the daemon's: a tensor without storage. FSDP2 gathers it
 through its tensor extension; whatever else reads it gets a copy of the present bytes, whatever writes
 it sends the new ones to the daemon, or is refused by name."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader that attach_reader() returns."""
 
 from __future__ import annotations

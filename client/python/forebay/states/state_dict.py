@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's states in torch's format: state_dict() and load_state_dict() of an attached optimizer, and
 the same to and from a file, of which no process holds more than a piece."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files of float32 tensors, written and read piece by piece."""
 
 from __future__ import annotations

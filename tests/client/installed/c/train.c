@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The same training as ../cpp/train.cc, through the C ABI; a reader then looks at the moments. */
 #include <forebay.h>
 #include <stdio.h>

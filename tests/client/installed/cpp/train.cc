@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains two parameters for three steps through the C++ API: the gradient of each is its value, so
 // they shrink. Prints the values; any error ends it with 1.
 
