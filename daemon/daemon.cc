@@ -27,6 +27,7 @@
 #include "daemon/core/node/killed_jobs.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/executor.h"
+#include "daemon/exec/offline_scrub.h"
 #include "daemon/exec/path_rates.h"
 #include "daemon/exec/path_wear.h"
 #include "daemon/exec/reactor.h"

@@ -68,9 +68,10 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
           runner, swap, [this](std::vector<SwapDone>& done) { EndTransfers(done); },
           [this](TaskDone done) { Raise(std::move(done)); }, &memory_,
           [this](const RecordBlock& evicted) { SetRecord(evicted); }),
-      scrub_(
-          runner, swap, [this] { return state_.DurableJobs(); },
-          [this](std::vector<SwapDone>& done) { EndTransfers(done); }),
+      scrub_({.swap = swap,
+              .runner = &runner,
+              .jobs = [this] { return state_.DurableJobs(); },
+              .end_transfers = [this](std::vector<SwapDone>& done) { EndTransfers(done); }}),
       loads_(&memory_),
       poller_(engine, {.arrived = [this](CommandArrived event) { Raise(event); },
                        .broken =

@@ -29,9 +29,9 @@
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/node_snapshot.h"
-#include "daemon/exec/online_scrub.h"
 #include "daemon/exec/rank_exchange.h"
 #include "daemon/exec/recovery/hand_over.h"
+#include "daemon/exec/scrub.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/session_poller.h"
 #include "daemon/exec/swap_space.h"
@@ -97,8 +97,8 @@ class Executor {
   void Exchange(SessionId session, uint64_t call, uint64_t number, std::string bytes,
                 RankExchange::Answer answer);
   void CancelExchange(SessionId session, uint64_t call);
-  // Answers when the durable jobs that `request` means are verified. Errors: of OnlineScrub::Start.
-  void Scrub(const ScrubRequest& request, OnlineScrub::Answer answer) {
+  // Answers when the durable jobs that `request` means are verified. Errors: of Scrubber::Start.
+  void Scrub(const ScrubRequest& request, Scrubber::Answer answer) {
     scrub_.Start(request, std::move(answer));
   }
   void CancelScrub(uint64_t number) { scrub_.Cancel(number); }
@@ -344,7 +344,7 @@ class Executor {
   // For nodes and vectors that come and go within a step.
   std::pmr::unsynchronized_pool_resource memory_{kStepMemoryOptions};
   BlockMover mover_;
-  OnlineScrub scrub_;
+  Scrubber scrub_;
   std::pmr::map<TaskId, LoadWeights> loads_;  // being read
   std::vector<SwapDone> transferred_;         // of the completion that is handled
   std::map<SessionId, Session> sessions_;

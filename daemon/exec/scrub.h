@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads everything that the durable jobs of a stopped volume have on swap, and says what is damaged.
+// Reads and verifies what durable jobs have on swap: in a daemon at work, or on a volume that was opened to be read.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/base/durable_job.h"
-#include "nvme/io/io_engine.h"
+#include "daemon/core/base/events.h"
+#include "daemon/core/blocks/durable_content.h"
+#include "daemon/exec/swap_space.h"
+#include "daemon/exec/task_runner.h"
 #include "nvme/slot_map.h"
-#include "nvme/swap_files.h"
 #include "nvme/volume.h"
 
 namespace forebay::daemon {
@@ -44,18 +50,109 @@ struct ScrubReport {
   bool is_clean() const;
 };
 
-// Slots that the newest ledger does not name are not read: they hold nothing.
-//
-// Limits   Blocks while all is read; takes memory for a few slots.
-// Errors   E_CORRUPT       of DecodeLedgerOf.
-//          E_DRAM_LIMIT, E_MEMLOCK  no memory to read into.
-//          E_SWAP_TIMEOUT  the disk has answered nothing for a minute.
-absl::StatusOr<ScrubReport> ScrubVolume(nvme::Volume& volume, nvme::IoEngine& engine);
+struct ScrubRequest {
+  uint64_t number = 0;       // of the caller's, for Cancel()
+  uint64_t bytes_per_s = 0;  // 0: kScrubShare of what the paths were measured with
+  // Whose jobs; empty: all.
+  std::optional<uint32_t> uid = {};
+  // The log says what is read and names each damaged slot.
+  bool is_logged = true;
+};
 
-// The same of the volume on these paths, with the sizes of its labels. It is locked meanwhile, and nothing is written.
+// Both 0: no scrub runs.
+struct ScrubProgress {
+  uint64_t scrubbed_bytes = 0;
+  uint64_t total_bytes = 0;
+};
+
+struct ScrubberOptions {
+  // Null: there is nothing to read.
+  SwapSpace* swap = nullptr;
+  // Digests the pieces on its workers; null: the loop thread digests them.
+  TaskRunner* runner = nullptr;
+  // As the newest durable ledger has them.
+  std::function<std::vector<std::shared_ptr<const DurableJob>>()> jobs;
+  // Takes transfers that ended at once; passes them to OnTransferred().
+  std::function<void(std::vector<SwapDone>&)> end_transfers;
+  // Slots that are read at once.
+  uint32_t reads = 1;
+};
+
+// Reads one job after the other, each slot in pieces of kScrubBytes, behind the job's other transfers. A slot counts as
+// damaged if the newest durable ledger still names it when it was read: a job that goes on meanwhile is read as it is
+// then. Slots that the ledger does not name are not read: they hold nothing.
 //
-// Errors  of WithSizes, FindVolume, Volume::Open and ScrubVolume. E_BUSY: a daemon runs on it.
-absl::StatusOr<ScrubReport> ScrubPaths(const std::vector<nvme::PathOptions>& paths,
-                                       nvme::IoEngine& engine);
+// Threads  The loop thread; pieces are digested on workers.
+// Limits   One scrub at a time; its memory is the swap's.
+class Scrubber {
+ public:
+  static constexpr double kScrubShare = 0.1;
+  static constexpr uint64_t kUnmeasuredBytesPerS = uint64_t{64} << 20;
+
+  using Answer = absl::AnyInvocable<void(absl::StatusOr<ScrubReport>)>;
+
+  explicit Scrubber(ScrubberOptions options);
+
+  // Errors  E_BUSY         a scrub runs.
+  //         E_INTERRUPTED  it was cancelled.
+  void Start(const ScrubRequest& request, Answer answer);
+  // Unknown ones are ignored.
+  void Cancel(uint64_t number);
+
+  // False: it is not of a scrub.
+  bool OnTransferred(const SwapDone& read);
+  // Reads the next pieces if their time has come. Returns when to call it again: MonotonicNs, UINT64_MAX: not for a time.
+  uint64_t Tick();
+
+  ScrubProgress progress() const;
+
+ private:
+  // One slot that is read, piece by piece.
+  struct Read {
+    // Of the piece that is read or digested, which may be of a cancelled scrub; 0: none.
+    TaskId task = 0;
+    // Of the job's content; empty: the read may take the next one.
+    std::optional<uint32_t> entry = {};
+    int tries = 0;
+    std::optional<DurableContent::Expected> expected = {};
+    std::vector<uint64_t> digests = {};
+    uint64_t read_bytes = 0;
+  };
+  struct Running {
+    ScrubRequest request;
+    Answer answer;
+    uint64_t bytes_per_s = 0;
+    std::vector<std::shared_ptr<const DurableJob>> jobs;  // as they were at first
+    size_t next_job = 0;
+    uint64_t scrubbed_bytes = 0;
+    uint64_t total_bytes = 0;
+    uint64_t next_ns = 0;
+    ScrubReport report;
+    // Of the job that is read.
+    std::optional<DurableContent> content = {};
+    uint64_t job_began_ns = 0;
+    uint32_t next_entry = 0;
+  };
+
+  std::shared_ptr<const DurableJob> JobNow(JobId id) const;
+  uint64_t RateOf(const ScrubRequest& request) const;
+  // A slot's next piece goes first; null: all are at work.
+  Read* FindIdle();
+  bool is_working() const;
+  // The next piece is chosen; false: there is none for it. Then the scrub has ended, or waits for other slots of the job.
+  bool Choose(Read& read);
+  bool ChooseJob();
+  void EndJob();
+  void StartRead(Read& read);
+  std::span<std::byte> MemoryOf(const Read& read) const;
+  void OnDigested(Read& read, const std::vector<uint64_t>& digests, uint64_t bytes);
+  void EndSlot(Read& read, const absl::Status& status);
+  void Finish(absl::StatusOr<ScrubReport> report);
+
+  ScrubberOptions options_;
+  std::vector<Read> reads_;
+  std::optional<Running> running_;
+  uint64_t last_task_ = 0;
+};
 
 }  // namespace forebay::daemon

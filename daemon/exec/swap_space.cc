@@ -111,6 +111,16 @@ absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOption
   return space;
 }
 
+absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Inspect(
+    const std::vector<nvme::PathOptions>& paths, nvme::IoEngine& engine) {
+  std::unique_ptr<SwapSpace> space(
+      new SwapSpace({.paths = paths, .staging_slot_bytes = kScrubBytes}, engine));
+  ASSIGN_OR_RETURN(space->volume_, nvme::InspectVolume(paths, engine));
+  if (space->volume_ == nullptr) return nullptr;
+  if (space->durable_sequence() > 0) RETURN_IF_ERROR(space->ReadLedger());
+  return space;
+}
+
 absl::Status SwapSpace::OpenVolume() {
   nvme::VolumeOptions volume{.paths = options_.paths, .life = options_.life};
   if (options_.mode == nvme::OpenMode::kRecover) {
@@ -209,11 +219,9 @@ absl::Status SwapSpace::ReadLedger() {
 
 absl::StatusOr<DurableNode> FindDurableJobs(const std::vector<nvme::PathOptions>& paths) {
   ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
-  ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
-                   nvme::InspectVolume(paths, *chosen.engine));
-  if (volume == nullptr || volume->durable_sequence() == 0) return DurableNode{};
-  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedgerOf(*volume));
-  return std::move(decoded.node);
+  ASSIGN_OR_RETURN(const std::unique_ptr<SwapSpace> space,
+                   SwapSpace::Inspect(paths, *chosen.engine));
+  return space == nullptr ? DurableNode{} : space->recovered();
 }
 
 std::span<std::byte> SwapSpace::Slot(uint32_t slot, uint64_t bytes) const {
@@ -221,13 +229,13 @@ std::span<std::byte> SwapSpace::Slot(uint32_t slot, uint64_t bytes) const {
   return staging_->bytes().subspan(slot * options_.staging_slot_bytes, bytes);
 }
 
-std::span<std::byte> SwapSpace::scrub_memory() {
+std::span<std::byte> SwapSpace::scrub_memory(uint32_t reads) {
+  const uint64_t bytes = reads * kScrubBytes;
   if (scrub_memory_ == nullptr) {
-    scrub_memory_.reset(
-        static_cast<std::byte*>(std::aligned_alloc(nvme::kIoAlignment, kScrubBytes)));
+    scrub_memory_.reset(static_cast<std::byte*>(std::aligned_alloc(nvme::kIoAlignment, bytes)));
     FOREBAY_CHECK(scrub_memory_ != nullptr);
   }
-  return {scrub_memory_.get(), kScrubBytes};
+  return {scrub_memory_.get(), bytes};
 }
 
 // ----------------------------------------------------------------------------------------- transfers
@@ -338,6 +346,7 @@ void SwapSpace::End(TaskId task, absl::Status status, std::vector<SwapDone>& don
 }
 
 std::optional<uint32_t> SwapSpace::StagingSlotOf(std::span<const std::byte> bytes) const {
+  if (staging_ == nullptr) return std::nullopt;
   const std::span<const std::byte> slots =
       staging_->bytes().first(options_.staging_slots * options_.staging_slot_bytes);
   if (bytes.data() < slots.data() || bytes.data() >= slots.data() + slots.size()) {

@@ -135,6 +135,11 @@ class SwapSpace {
   //                      another machine or on other paths. Nothing is written.
   static absl::StatusOr<std::unique_ptr<SwapSpace>> Open(const SwapSpaceOptions& options,
                                                          nvme::IoEngine& engine);
+  // Opens a volume to read it: nothing is written, and there is no staging. Null: the paths hold no volume. Blocks.
+  //
+  // Errors  of InspectVolume and DecodeLedger.
+  static absl::StatusOr<std::unique_ptr<SwapSpace>> Inspect(
+      const std::vector<nvme::PathOptions>& paths, nvme::IoEngine& engine);
 
   SwapSpace(const SwapSpace&) = delete;
   SwapSpace& operator=(const SwapSpace&) = delete;
@@ -148,8 +153,9 @@ class SwapSpace {
   uint64_t staging_slot_bytes() const { return options_.staging_slot_bytes; }
   const nvme::SlotMap& free_slots() const { return volume_->free_slots(); }
   std::span<std::byte> Slot(uint32_t slot, uint64_t bytes) const;
-  // For a scrub's reads, of kScrubBytes; part of the daemon's private memory from the first call on.
-  std::span<std::byte> scrub_memory();
+  // kScrubBytes for each of a scrub's reads, whose number is the same in each call; part of the daemon's private memory from
+  // the first call on.
+  std::span<std::byte> scrub_memory(uint32_t reads);
 
   // Each ends with a SwapDone: of this call where it is refused, of an OnCompletion() or a Tick().
   void StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done);
@@ -183,6 +189,8 @@ class SwapSpace {
   uint64_t found_sequence() const { return found_sequence_; }
   // Of the last durable ledger; 0: there is none.
   uint64_t durable_sequence() const { return volume_->durable_sequence(); }
+  // What Open() or Inspect() found.
+  const nvme::RecoveryReport& recovery() const { return volume_->recovery(); }
   // Volume::Doubted().
   std::vector<nvme::Slot> Doubted() const { return volume_->Doubted(); }
 

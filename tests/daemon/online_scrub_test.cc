@@ -3,18 +3,18 @@
 //         is read again where its bytes are now. One scrub at a time, at its rate, and none for a job that is gone.
 // Method  A run of made-up jobs on real files; the test is the loop, and says which ledger is the newest.
 
-#include "daemon/exec/online_scrub.h"
-
 #include <array>
 #include <chrono>
 #include <cstdint>
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "daemon/exec/clock.h"
+#include "daemon/exec/scrub.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
 #include "gtest/gtest.h"
@@ -49,9 +49,15 @@ class OnlineScrubTest : public ::testing::Test {
                                          *chosen_.engine));
     ASSERT_OK_AND_ASSIGN(runner_, TaskRunner::Create({.update = {.threads = 1}}));
     jobs_ = run_->node(kLast).jobs;
-    scrub_.emplace(
-        *runner_, swap_.get(), [this] { return jobs_; },
-        [this](std::vector<SwapDone>& done) { EndTransfers(done); });
+    MakeScrubber(/*reads=*/1);
+  }
+  void MakeScrubber(uint32_t reads) {
+    scrub_.emplace(ScrubberOptions{
+        .swap = swap_.get(),
+        .runner = runner_.get(),
+        .jobs = [this] { return jobs_; },
+        .end_transfers = [this](std::vector<SwapDone>& done) { EndTransfers(done); },
+        .reads = reads});
   }
   void EndTransfers(std::vector<SwapDone>& done) {
     for (const SwapDone& one : done) {
@@ -90,7 +96,7 @@ class OnlineScrubTest : public ::testing::Test {
   std::unique_ptr<SwapSpace> swap_;
   std::unique_ptr<TaskRunner> runner_;
   std::vector<std::shared_ptr<const DurableJob>> jobs_;  // of the newest ledger
-  std::optional<OnlineScrub> scrub_;
+  std::optional<Scrubber> scrub_;
   uint64_t transfers_ = 0;
   std::optional<absl::StatusOr<ScrubReport>> answer_;
 };
@@ -139,6 +145,63 @@ TEST_F(OnlineScrubTest, ASlotThatWasReplacedWhileItWasReadIsNoDamage) {
     EXPECT_EQ((*answer_)->is_clean(), is_replaced);
     EXPECT_EQ((*answer_)->jobs[0].job->step, is_replaced ? after->step : before[0]->step);
   }
+}
+
+TEST_F(OnlineScrubTest, SlotsThatWereReplacedWhileSeveralWereReadAreNoDamage) {
+  MakeScrubber(/*reads=*/4);
+  const auto before = run_->node(kLast - 1).jobs;
+  const auto after = run_->node(kLast).jobs;
+  std::set<nvme::Slot> named;
+  for (const nvme::Slot& slot : after[0]->Slots()) named.insert(slot);
+  uint64_t replaced = 0;
+  for (const nvme::Slot& slot : before[0]->Slots()) {
+    if (named.contains(slot)) continue;
+    Flip(slot);
+    ++replaced;
+  }
+  ASSERT_GT(replaced, 0U);
+  for (const bool is_replaced : {true, false}) {
+    SCOPED_TRACE(is_replaced);
+    jobs_ = {before[0]};
+    transfers_ = 0;
+    Start({.number = 1, .bytes_per_s = kFast});
+    (void)scrub_->Tick();  // four are in flight
+    if (is_replaced) jobs_ = {after[0]};
+    Turn();
+    ASSERT_TRUE(answer_);
+    ASSERT_OK(*answer_);
+    const ScrubbedJob& job = (*answer_)->jobs[0];
+    EXPECT_EQ(job.damaged.size(), is_replaced ? 0U : replaced);
+    EXPECT_EQ(job.slots, (is_replaced ? after : before)[0]->slots());
+  }
+}
+
+TEST_F(OnlineScrubTest, SeveralReadsOfADeletedJobEndBeforeTheNextJob) {
+  MakeScrubber(/*reads=*/4);
+  Start({.number = 1, .bytes_per_s = kFast});
+  (void)scrub_->Tick();
+  jobs_.erase(jobs_.begin());
+  Turn();
+  ASSERT_TRUE(answer_);
+  ASSERT_OK(*answer_);
+  EXPECT_TRUE((*answer_)->is_clean());
+  EXPECT_LE((*answer_)->jobs[0].slots, 4U);
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    EXPECT_EQ((*answer_)->jobs[i + 1].slots, jobs_[i]->slots());
+  }
+  // Each in flight is waited for before another scrub begins.
+  Start({.number = 2, .bytes_per_s = kFast});
+  (void)scrub_->Tick();
+  scrub_->Cancel(2);
+  ASSERT_TRUE(answer_);
+  EXPECT_THAT(*answer_, HasError(ErrorId::kInterrupted));
+  std::optional<absl::Status> refused;
+  scrub_->Start({.number = 3},
+                [&](const absl::StatusOr<ScrubReport>& report) { refused = report.status(); });
+  ASSERT_TRUE(refused);
+  EXPECT_THAT(*refused, HasError(ErrorId::kBusy));
+  answer_.reset();
+  Turn(/*transfers=*/transfers_ + 4);
 }
 
 TEST_F(OnlineScrubTest, AJobThatIsDeletedIsReadNoFurther) {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "client/client.h"
-#include "daemon/exec/scrub.h"
+#include "daemon/exec/offline_scrub.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nvme/io/engine_factory.h"

@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "daemon/core/blocks/durable_content.h"
-#include "daemon/exec/scrub.h"
+#include "daemon/exec/offline_scrub.h"
 #include "gtest/gtest.h"
 #include "nvme/internal/disk_format.h"
 #include "nvme/io/engine_factory.h"

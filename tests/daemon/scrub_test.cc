@@ -3,8 +3,6 @@
 //         says which volume it cannot read and why.
 // Method  A run of made-up jobs on real files; slots are damaged one by one, reads fail.
 
-#include "daemon/exec/scrub.h"
-
 #include <sys/stat.h>
 
 #include <cerrno>
@@ -17,6 +15,7 @@
 #include <vector>
 
 #include "daemon/core/blocks/durable_content.h"
+#include "daemon/exec/offline_scrub.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nvme/find_volume.h"

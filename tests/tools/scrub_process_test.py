@@ -86,6 +86,7 @@ def test_scrub_names_what_is_damaged_by_parameter(folders):
     damaged = forebay("scrub", "--config", config, "--json")
     report = json.loads(damaged.stdout)
     assert damaged.returncode == 1 and report["clean"] is False and report["fell_back"] is False
+    assert damaged.stderr == "", "the report says all"
     (job,) = report["jobs"]
     assert len(job["damaged"]) == job["slots"]
     for slot in job["damaged"]:
