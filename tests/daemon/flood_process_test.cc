@@ -36,6 +36,7 @@ using testing::DaemonProcess;
 using testing::Eventually;
 using testing::HasError;
 using ::testing::HasSubstr;
+using testing::Quiescent;
 using testing::RawSession;
 using testing::TempDir;
 
@@ -198,7 +199,7 @@ TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
     }
   };
   take_all();
-  const int before = daemon_->OpenFds();
+  const int before = Quiescent([&] { return daemon_->OpenFds(); });
   for (int i = 0; i < 100; ++i) take_all();
   // The relay closes its copy after the client has got its own.
   EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() <= before; }));
@@ -214,7 +215,7 @@ TEST_F(Flood, ThatLeavesTooFewDescriptorsIsRefusedUntilThereAreEnough) {
   const auto limit_spare = [&](int spare) {
     rlimit limit{};
     ASSERT_EQ(::prlimit(daemon_->pid(), RLIMIT_NOFILE, nullptr, &limit), 0);
-    limit.rlim_cur = static_cast<rlim_t>(daemon_->OpenFds() + spare);
+    limit.rlim_cur = static_cast<rlim_t>(Quiescent([&] { return daemon_->OpenFds(); }) + spare);
     ASSERT_EQ(::prlimit(daemon_->pid(), RLIMIT_NOFILE, &limit, nullptr), 0);
   };
   int refused = 0;

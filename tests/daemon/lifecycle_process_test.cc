@@ -46,6 +46,7 @@ using testing::Eventually;
 using testing::HasError;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using testing::Quiescent;
 using testing::RunningProgram;
 using testing::TempDir;
 
@@ -99,7 +100,7 @@ bool Sleeps(pid_t pid) {
 
 TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAForkedChild) {
   Start();
-  const int fds_without_job = daemon_->OpenFds();
+  const int fds_without_job = Quiescent([&] { return daemon_->OpenFds(); });
   ASSERT_OK(TrainsOneMoreStep(2));  // the job and its memory stay; what comes and goes are sessions
   const auto free = [&] {
     const auto status = Status();
@@ -282,7 +283,7 @@ TEST_F(DaemonLifecycle, FreesADeletedJob) {
   Start({"swap.paths=" + dir_.Make("swap"), "swap.capacity=16MiB", "update.block_elems=4096",
          "dram.limit=6474KiB"});
   const uint64_t bytes = SegmentBytes();
-  const int fds = daemon_->OpenFds();
+  const int fds = Quiescent([&] { return daemon_->OpenFds(); });
   auto client = Hold(0, 1, "hold");
   ASSERT_THAT(client->errors(), HasSubstr("held"));
   EXPECT_GT(Status().getSwap()[0].getUsedBytes(), 0U);

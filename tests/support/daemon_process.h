@@ -109,4 +109,18 @@ bool Eventually(Done done) {
   return Eventually([](void* context) { return (*static_cast<Done*>(context))(); }, &done);
 }
 
+// What `count()` returns once twenty looks in a row have seen the same: whatever was under way has ended.
+template <typename Count>
+int Quiescent(Count count) {
+  int last = count();
+  int same = 0;
+  Eventually([&] {
+    const int now = count();
+    same = now == last ? same + 1 : 0;
+    last = now;
+    return same == 20;
+  });
+  return last;
+}
+
 }  // namespace forebay::testing
