@@ -9,7 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -94,6 +94,10 @@ class Claims:
         except Exception as error:  # noqa: BLE001: whatever evidence is missing
             holds, seen = False, f"cannot be checked: {type(error).__name__}: {error}"
         self.check(name, holds, seen)
+
+    def as_json(self):
+        """The text of claims.json."""
+        return json.dumps([asdict(claim) for claim in self.all], indent=2) + "\n"
 
     def text(self):
         width = max(len(claim.name) for claim in self.all)
@@ -265,6 +269,11 @@ def state_width(args):
     """Bytes of one parameter's state: docs/reference/formats.md."""
     moments = MOMENTS[args.optimizer]
     return 4 * moments if args.format == "fp32" else 2 + NARROW[args.format] * moments
+
+
+def swap_width(args):
+    """Bytes of one parameter that a step reads from swap if none of its state is in DRAM."""
+    return state_width(args) * (2 if args.optimizer == "lamb" else 1)  # LAMB reads it in two passes
 
 
 def is_plains(args):
@@ -449,7 +458,7 @@ def _check_swap(claims, e, s):
     claims.attempt("bytes as the kernel's", lambda: _bytes_are_as_the_kernels(e.forebay))
 
     def bytes_of_table():
-        width = state_width(e.args) * (2 if e.args.optimizer == "lamb" else 1)  # of two passes
+        width = swap_width(e.args)
         want = width * e.swap_share()
         read, written = s["swap_read_bytes_per_param_step"], s["swap_write_bytes_per_param_step"]
         return (

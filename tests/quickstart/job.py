@@ -310,6 +310,7 @@ def main():
         claims_of.is_self_contained(page),
         f"{folder.name}/index.html needs nothing beside itself",
     )
+    (folder / "claims.json").write_text(claims.as_json(), encoding="utf-8")
 
     print(claims_of.table(summary))
     print(f"sample: {evidence.sample}\n")
