@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes one SVG of the main job: losses, memory beside its limit, bytes on swap beside the table's, the claims.
+"""Makes docs/reports/report.svg of the main job: losses, memory beside its limit, bytes on swap beside the table's, claims.
 
 Loss curves come from the logs of the ranks in WORK, all other figures from summary.json and claims.json in REPORT;
 tools/quickstart leaves both folders. Each figure stands in the SVG twice: as text or geometry, and exactly in data-value.

@@ -223,6 +223,32 @@ def test_tests_that_the_pages_name_exist():
             assert re.search(rf"^def {name}\(", source, re.M), f"{page}: {file} has no {name}"
 
 
+def figures():
+    return sorted(path for suffix in ("svg", "png", "jpg") for path in (ROOT / "docs").rglob(f"*.{suffix}"))
+
+
+@pytest.mark.parametrize("path", figures(), ids=lambda path: path.name)
+def test_a_figure_is_shown_beside_the_command_that_makes_it(path):
+    """A figure drawn by hand says so in its own text."""
+    pages = {}
+    for page in PAGES:
+        for alternative, target in re.findall(r"!\[([^]]*)\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if (page.parent / target).resolve() == path:
+                pages[page] = alternative
+    assert pages, "no page shows it"
+    assert all(len(words) >= 20 for words in pages.values()), "the page says what it shows, for those who cannot see it"
+    assert path.suffix == ".svg", "a figure is an SVG, for light and dark pages"
+    source = path.read_text(encoding="utf-8")
+    assert "@media (prefers-color-scheme: dark)" in source and not re.search(r'="(white|#fff(fff)?)"', source)
+    if "Drawn by hand" in source:
+        return
+    name = path.relative_to(ROOT)
+    for page in pages:
+        command = re.search(rf"`(tests/[\w/]+\.py)( [\w/.]+)* {re.escape(str(name))}`", page.read_text(encoding="utf-8"))
+        assert command, f"{page} has no command that makes {name}"
+        assert str(name) in run([ROOT / command[1], "--help"]), f"{command[1]} --help does not name {name}"
+
+
 def test_the_table_of_actions_has_all_of_them():
     events = (ROOT / "daemon" / "core" / "events.h").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
