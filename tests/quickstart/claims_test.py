@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goal    What the quickstart prints beside its claims.
-Method  The claims over runs that did nothing but take their time.
+"""Goal    What the quickstart prints beside its claims, and writes of them.
+Method  The claims over runs that did nothing but take their time; two claims made by hand.
 """
 
+import json
 import types
 
 import claims as claims_of
@@ -18,3 +19,13 @@ def test_how_long_the_main_job_took_is_printed_and_no_claim(monkeypatch):
     assert "time" not in [claim.name for claim in claims.all]
     shown = claims_of.durations(evidence.runs, 2000.0)
     assert shown == "time: 2000 s (plain 1000 s, forebay 1000 s)"
+
+
+def test_claims_json_has_what_each_claim_saw():
+    claims = claims_of.Claims()
+    claims.check("size", [1], "1 parameter")
+    claims.attempt("sample", lambda: (False, "0 characters"))
+    assert json.loads(claims.as_json()) == [
+        {"name": "size", "holds": True, "seen": "1 parameter"},
+        {"name": "sample", "holds": False, "seen": "0 characters"},
+    ]
