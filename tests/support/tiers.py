@@ -35,8 +35,8 @@ FULL = {
     "tests/tools/gpu_check_test.py::test_the_loop_for_accelerate_and_the_script_of_the_page_train": (
         "tests/client/python_torch/test_accelerate.py::*"
     ),
-    "tests/tools/forebay_process_test.py::test_bench_commit_shows_what_a_durable_step_writes_and_costs": (
-        "tests/tools/forebay_process_test.py::test_each_bench_prints_one_line_a_case[*"
+    "tests/bench/forebay_bench_process_test.py::test_bench_commit_shows_what_a_durable_step_writes_and_costs": (
+        "tests/bench/forebay_bench_process_test.py::test_each_bench_prints_one_line_a_case[*"
     ),
     # Ranks of sharded jobs on 3 and 8 processes.
     PACKAGE + "test_sharded.py::test_on_ranks[3-*": PACKAGE + "test_sharded.py::test_on_ranks[2-*",
