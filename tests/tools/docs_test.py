@@ -250,7 +250,7 @@ def test_a_figure_is_shown_beside_the_command_that_makes_it(path):
 
 
 def test_the_table_of_actions_has_all_of_them():
-    events = (ROOT / "daemon" / "core" / "events.h").read_text(encoding="utf-8")
+    events = (ROOT / "daemon" / "core" / "base" / "events.h").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     table = page.split("## What the state machine asks for")[1].split("\n## ")[0]
     actions = re.search(r"struct Action\s+: std::variant<([^>]*)>", events)[1]
