@@ -75,12 +75,12 @@ struct AttachOptions {
   std::string run = {};
   bool resume = false;
   // Steps have several backward passes (BeginPass), whose gradients are added in float32. The sums take 4 bytes a
-  // parameter from attach on, also where gradients have 2 and nothing else asks for more (shared: one rank). Without
-  // it such sums are taken with the first further pass, beside those 2.
+  // parameter from attach on, even if gradients have 2 bytes and nothing else needs sums (shared attachment: one rank).
+  // Without `accumulate` the first further pass allocates the sums in addition to the gradients of 2 bytes.
   bool accumulate = false;
   // Step returns at its decision, and the daemon updates under the next forward; else Step waits until all
-  // blocks are updated and written. Not set: with sharded attachment. Who reads weights without a lease
-  // wants false.
+  // blocks are updated and written. Not set: true with sharded attachment. Set false if you read weights without a
+  // lease.
   std::optional<bool> drain = {};
   // AnnounceStep will be called: blocks on swap are updated as soon as all their gradients are there. Their new
   // weights take as much DRAM as the weights have, where these are in DRAM.

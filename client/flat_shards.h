@@ -24,8 +24,8 @@ struct NodeRanks {
   uint32_t count = 0;
 };
 
-// The same of a node: what its own ranks hold of the parts for `world_ranks`. Owners count from the node's first rank, as
-// AttachOptions::rank does.
+// The layout of one node's ranks in a job of `world_ranks` ranks. Owners are numbered from the node's first rank, as in
+// AttachOptions::rank.
 protocol::LayoutSpec ShardFlatOfNode(protocol::LayoutSpec spec, uint32_t world_ranks,
                                      const NodeRanks& own);
 

@@ -62,7 +62,8 @@ class Pipeline {
   // Errors  E_OPTION         something is missing; session, device and collectives are of different devices;
   //                          there is no such stage; the options are not those of the other ranks.
   //         E_RANK           the communicator's rank is not the session's.
-  //         E_RANGE          the layout is of another number of ranks, or was made by neither of these.
+  //         E_RANGE          the layout is of another number of ranks, or neither ShardFlat() nor
+  //                          ShardFlatOfNode() made it.
   //         E_DEVICE_MEMORY  the device has less memory free than weights and gradients take at once. The
   //                          other ranks' collectives end with E_RANK_LOST.
   static absl::StatusOr<std::unique_ptr<Pipeline>> Create(

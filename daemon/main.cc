@@ -259,8 +259,8 @@ void HandOver(Daemon& daemon, Service& service, int signals_fd) {
   std::_Exit(0);
 }
 
-// Nobody keeps memory for the next daemon: it finds what is on swap, which is to be the newest step. A second signal ends
-// the wait.
+// Without a store of descriptors the next daemon reads jobs from swap: writes the newest step of each durable job there. A
+// second signal ends the wait.
 void MakeDurable(Daemon& daemon, const Service& service, std::chrono::seconds limit,
                  int signals_fd) {
   const absl::Status status = daemon.HandOver(nullptr, limit, OnWait(daemon, service, signals_fd));

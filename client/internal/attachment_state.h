@@ -247,8 +247,8 @@ struct Attachment::State {
   absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
                                                    const internal::WaitLimits& limits);
   void CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
-  // A partition's elements of `width` bytes from `element_offset` on, a piece a command: of whole units,
-  // in which the daemon knows what is written of the initial parameters.
+  // Sends a partition's elements of `width` bytes from `element_offset` on, one command a piece. A piece is a whole
+  // number of units, because the daemon records written initial parameters by unit.
   absl::Status SendElements(protocol::Command command, std::span<const std::byte> bytes,
                             uint64_t width, const internal::WaitLimits& limits);
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks of a job over several nodes tell each other, and what they conclude: every rank the same, from the same
-// messages. Pure.
+// The messages that ranks of a job over several nodes exchange, and the decision computed from them. Equal messages give
+// equal decisions on every rank. Pure functions.
 #pragma once
 
 #include <cstddef>

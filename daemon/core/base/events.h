@@ -189,8 +189,8 @@ struct BlockMoveRequested {
   uint32_t block = 0;
 };
 
-// The daemon is going to end, and another one goes on with its jobs: each comes to rest between two steps, and then
-// nothing of it changes any more. Answered by HandedOver when all have, or (HandOverDue) as many as can.
+// The daemon will stop, and another daemon continues its jobs. Each job becomes quiescent between two steps and does not
+// change after that. HandedOver answers when all jobs are quiescent; after HandOverDue, when as many as can are.
 struct HandOverRequested {};
 struct HandOverDue {};
 

@@ -116,8 +116,8 @@ class JobTasks {
   Task Finish(TaskId id);  // CHECKs that the task is the job's
   bool idle() const { return tasks_.empty(); }
 
-  // Gradients and initial parameters being gathered are given up: what still runs of them is stale,
-  // and nothing new may touch the same bytes before stale_tasks() is 0.
+  // Discards the gradients and initial parameters being gathered. Their running tasks become stale. No new task may touch
+  // the same bytes until stale_tasks() is 0.
   void NewEpoch();
   uint64_t epoch() const { return epoch_; }
   uint64_t stale_tasks() const { return stale_tasks_; }

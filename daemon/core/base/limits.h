@@ -66,8 +66,8 @@ inline constexpr uint32_t kSwapSlotsPerWeightsPart = 3;
 // Parts of arenas that are written to one path at once for a durable step.
 inline constexpr uint32_t kSavesPerPath = 2;
 
-// Reads of states and moves of blocks before the decision of a step that was called before the one before was
-// published.
+// State reads and block moves that may run before a step's decision, if all ranks called that step before the previous
+// step was published.
 inline constexpr uint32_t kTurnsBetweenSteps = 8;
 
 // Of memory that a step takes and gives back: a list that is longer comes from the heap.

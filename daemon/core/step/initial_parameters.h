@@ -43,9 +43,11 @@ class InitialParameters {
   // Weights (kWriteInitial) or masters (kWriteState): all writers write the same.
   //
   // Errors  E_PROTOCOL  something of the other kind was written before.
-  //         E_RANGE     masters that are no range of wire.h: it would not be known what is written.
+  //         E_RANGE     the range of masters breaks the alignment rule of wire.h: written elements could not be
+  //                     tracked.
   absl::Status CheckKind(const protocol::Command& words);
-  // Of a kWriteState that StateAccess was given (false), or has carried out.
+  // Marks the range as not written when StateAccess receives a kWriteState (`written` false), and as written when it has
+  // carried the command out.
   void SetMasters(const StateAccess::Written& range, bool written);
   bool has_masters() const { return has_masters_.value_or(false); }
 

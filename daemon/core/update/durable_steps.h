@@ -61,8 +61,8 @@ class DurableSteps {
   const std::shared_ptr<const DurableJob>& durable() const { return last_; }
   // The ledger with what ForLedger() gave is durable, or (an error) perhaps not.
   void OnCommitted(const absl::Status& status);
-  // A flush has failed, and these slots of the node are in doubt (BlockLedger): what is in DRAM is saved again.
-  // `paths`: as BlockLedger::Doubt.
+  // A flush failed, so the content of these slots of the node is unknown. Entries whose copies are in DRAM are saved
+  // again. `paths`: as BlockLedger::Doubt.
   void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths);
   // A block in doubt cannot be read: a step in progress waits for that.
   void OnReadFailed(const absl::Status& status);

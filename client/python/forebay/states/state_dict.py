@@ -488,8 +488,8 @@ def _groups_of(opt: StateDicts, saved: Sequence[Mapping[str, Any]]) -> list[dict
 
 
 def _step_of(member: Member, given: Mapping[str, Any]) -> int:
-    """torch's SGD does not count: one that has a buffer has had updates, and more than the first makes no
-    difference."""
+    """torch's SGD stores no step count. A momentum buffer means at least one update; the exact count changes nothing, so 1
+    stands for it."""
     step = given.get("step", 1 if "momentum_buffer" in given else 0)
     try:
         count = float(step)
