@@ -49,6 +49,9 @@ def package():
     for file in (*sources.glob("*.py"), *(init.parent for init in sources.glob("*/__init__.py"))):
         (folder / "forebay" / file.name).symlink_to(file)
     (folder / "forebay" / pathlib.Path(CORE).name).symlink_to(CORE)
+    libraries = pathlib.Path(CORE).parents[1] / "forebay.libs"  # where the extension of a wheel looks: ../forebay.libs
+    if libraries.exists():
+        (folder / "forebay.libs").symlink_to(libraries)
     return folder
 
 
