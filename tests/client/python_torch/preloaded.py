@@ -141,6 +141,8 @@ def _run_forked(module, run):
             opened = os.open(path, flags)
             os.dup2(opened, descriptor)
             os.close(opened)
+        # With PYTHONUNBUFFERED a line and its end are two writes, and ranks that write to one pipe mix theirs.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
         os.write(begun, b"%d\n" % os.getpid())
         os.close(begun)
         os.environ |= run["variables"]
