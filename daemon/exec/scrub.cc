@@ -21,7 +21,7 @@ using protocol::MakeError;
 
 // The state machine counts its tasks from 1.
 constexpr TaskId kFirstTask = TaskId{1} << 48;
-// Of a slot that was written again while it was read.
+// Reads of a slot that is written again while it is read.
 constexpr int kTriesMax = 3;
 
 }  // namespace

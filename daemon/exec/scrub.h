@@ -53,7 +53,7 @@ struct ScrubReport {
 struct ScrubRequest {
   uint64_t number = 0;       // of the caller's, for Cancel()
   uint64_t bytes_per_s = 0;  // 0: kScrubShare of what the paths were measured with
-  // Whose jobs; empty: all.
+  // The owner of the jobs; empty: the jobs of all users.
   std::optional<uint32_t> uid = {};
   // The log says what is read and names each damaged slot.
   bool is_logged = true;
@@ -70,7 +70,7 @@ struct ScrubberOptions {
   SwapSpace* swap = nullptr;
   // Digests the pieces on its workers; null: the loop thread digests them.
   TaskRunner* runner = nullptr;
-  // As the newest durable ledger has them.
+  // Returns the jobs of the newest durable ledger.
   std::function<std::vector<std::shared_ptr<const DurableJob>>()> jobs;
   // Takes transfers that ended at once; passes them to OnTransferred().
   std::function<void(std::vector<SwapDone>&)> end_transfers;
@@ -109,9 +109,9 @@ class Scrubber {
  private:
   // One slot that is read, piece by piece.
   struct Read {
-    // Of the piece that is read or digested, which may be of a cancelled scrub; 0: none.
+    // The task that reads or digests a piece, perhaps for a cancelled scrub; 0: none.
     TaskId task = 0;
-    // Of the job's content; empty: the read may take the next one.
+    // The entry of the job's content; empty: the read may take the next one.
     std::optional<uint32_t> entry = {};
     int tries = 0;
     std::optional<DurableContent::Expected> expected = {};
@@ -128,7 +128,7 @@ class Scrubber {
     uint64_t total_bytes = 0;
     uint64_t next_ns = 0;
     ScrubReport report;
-    // Of the job that is read.
+    // The content of the job that is read.
     std::optional<DurableContent> content = {};
     uint64_t job_began_ns = 0;
     uint32_t next_entry = 0;

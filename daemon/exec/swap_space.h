@@ -189,7 +189,7 @@ class SwapSpace {
   uint64_t found_sequence() const { return found_sequence_; }
   // Of the last durable ledger; 0: there is none.
   uint64_t durable_sequence() const { return volume_->durable_sequence(); }
-  // What Open() or Inspect() found.
+  // Returns the findings of Open() or Inspect().
   const nvme::RecoveryReport& recovery() const { return volume_->recovery(); }
   // Volume::Doubted().
   std::vector<nvme::Slot> Doubted() const { return volume_->Doubted(); }

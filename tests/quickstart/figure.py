@@ -289,7 +289,7 @@ def read_report(folder):
         raise FigureError(words) from error
 
 
-# What --check demands of every figure of a run.
+# Figures of a run that --check demands.
 SHOWN = {
     *("params", "ranks", "steps", "format", "seed", "loss_first", "loss_last", "plain_loss_first", "plain_loss_last"),
     *("loss_max_rel_diff", "killed_at_step", "daemon_killed_at_step", "params_sha256", "uninterrupted_params_sha256"),

@@ -88,8 +88,8 @@ std::vector<nvme::Slot> SlotsOf(const DurableNode& node) {
 
 namespace {
 
-// Of the encoded ledger (exec/recovery/ledger.capnp) and of the volume's own list of slots: a job; an entry; a parameter, a
-// group, a partition and a box beside names and shapes.
+// Bytes of the encoded ledger (exec/recovery/ledger.capnp) and of the volume's own list of slots: a job; an entry; a
+// parameter, a group, a partition and a box beside names and shapes.
 constexpr uint64_t kJobBytes = 4096;
 constexpr uint64_t kEntryBytes = 32 + 24;
 constexpr uint64_t kParamBytes = 96;

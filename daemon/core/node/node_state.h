@@ -41,8 +41,8 @@ class NodeState {
     uint64_t dram_bytes = 0;
     uint64_t swap_bytes = 0;
   };
-  // What an attach that makes a job would make; nothing changes. `limits`: on an empty node with so much
-  // DRAM and swap; else on this one as it is.
+  // Returns the plan of an attach that creates a job; nothing changes. With `limits` it is that of an empty node with so
+  // much DRAM and swap, else that of this node as it is.
   //
   // Errors  as the attach's.
   absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
@@ -59,7 +59,7 @@ class NodeState {
   // By id; those of the ledger that nobody has attached to since the start too, without sessions.
   std::vector<JobView> Jobs() const;
   NodeView Node() const;
-  // As the newest durable ledger names them, those that nobody has attached to since the start too.
+  // Returns the jobs of the newest durable ledger, also those that nobody has attached to since the start.
   std::vector<std::shared_ptr<const DurableJob>> DurableJobs() const;
 
   // CHECKs what must hold between any two events. Cost: linear in everything.
