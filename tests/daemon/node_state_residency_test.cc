@@ -368,5 +368,121 @@ TEST_F(NodeStateSecondJob, AThirdWaitsForItsOwnRoom) {
   EXPECT_LE(node_->state().Node().dram_used_bytes, node_->state().Node().dram_limit_bytes);
 }
 
+// Blocks of the first that come back when another job ends: what the room for readers leaves.
+class NodeStateReturn : public NodeStateSecondJob {
+ protected:
+  uint64_t AttachSecond() {
+    const uint64_t second = node_->RequestAttach(small_, {.job = "second"});
+    node_->RunTasks();
+    EXPECT_NE(node_->attached(second), nullptr);
+    return second;
+  }
+  void Delete(uint64_t session, const std::string& job) {
+    node_->End(session, EndCause::kDetached);
+    node_->Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = job});
+  }
+  uint32_t ReturnedBlocks() const {
+    const NodeView node = node_->state().Node();
+    const uint64_t room = node.dram_limit_bytes - node.dram_limit_bytes / 64;
+    return static_cast<uint32_t>((room - SwapOptions().node_bytes - FixedBytes(layout_)) /
+                                 kBlockBytes);
+  }
+  // The next promotion is in progress.
+  void BeginReturn() {
+    Delete(AttachSecond(), "second");
+    left_ = View().resident_blocks;
+    node_->FinishUntil<PromoteBlock>();
+  }
+
+  uint32_t left_ = 0;  // in DRAM before any has come back
+};
+
+TEST_F(NodeStateReturn, BlocksComeBackWhenTheJobThatTheyMadeRoomForEnds) {
+  const uint64_t second = AttachSecond();
+  const uint32_t left = View().resident_blocks;
+  ASSERT_LT(left, ReturnedBlocks());
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  EXPECT_EQ(View().resident_blocks, left) << "as long as the second is there";
+  Delete(second, "second");
+  node_->RunTasks();
+  ExpectResident(ReturnedBlocks());
+  ASSERT_EQ(TrainStep(2), ErrorId::kNone);
+  ExpectAllOfStep(2);
+  ExpectResident(ReturnedBlocks());
+}
+
+TEST_F(NodeStateReturn, OneBlockIsOnItsWayAtATimeAndTheStepWaitsForThatAlone) {
+  BeginReturn();
+  EXPECT_EQ(node_->Running<PromoteBlock>().size(), 1U);
+  EXPECT_EQ(View().resident_bytes, (left_ + 1) * kBlockBytes);
+  DeliverGradients(session_, 1);
+  const uint64_t tag = node_->Step(session_, 1);
+  node_->RunTasks();
+  EXPECT_EQ(node_->ErrorOf(tag), ErrorId::kNone);
+  ExpectAllOfStep(1);
+  ExpectResident(ReturnedBlocks());
+}
+
+TEST_F(NodeStateReturn, AnAttachHasTheRoomThatBlocksWereComingBackTo) {
+  BeginReturn();
+  const uint64_t third = node_->RequestAttach(small_, {.job = "third"});
+  EXPECT_EQ(node_->attached(third), nullptr) << "the block is on its way";
+  node_->RunTasks();
+  ASSERT_NE(node_->attached(third), nullptr);
+  EXPECT_OK(node_->attached(third)->status);
+  EXPECT_EQ(View().resident_blocks, left_);
+  EXPECT_EQ(View().moves.promoted, 1U);
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  ExpectAllOfStep(1);
+}
+
+TEST_F(NodeStateReturn, AnAttachNeedsNoFreeSlotsForTheBlockOnItsWay) {
+  AttachSecond();
+  const uint32_t moved = kBlocks - View().resident_blocks;
+  NodeState::Options options = Options(kBlocks);
+  options.swap = SwapPaths({2 * (moved + 10) * kBlockBytes});  // ten blocks are the second's own
+  Start(options);
+  BeginReturn();
+  const uint64_t third = node_->RequestAttach(small_, {.job = "third"});
+  node_->RunTasks();
+  ASSERT_NE(node_->attached(third), nullptr);
+  EXPECT_OK(node_->attached(third)->status);
+  EXPECT_EQ(View().resident_blocks, left_);
+  EXPECT_EQ(node_->state().Node().swap_used_bytes, node_->state().Node().swap_capacity_bytes);
+}
+
+TEST_F(NodeStateReturn, AnAttachThatIsGivenUpLeavesTheBlockInDram) {
+  BeginReturn();
+  const uint64_t third = node_->RequestAttach(small_, {.job = "third"});
+  node_->End(third, EndCause::kLost);
+  node_->RunTasks();
+  EXPECT_FALSE(node_->FindJob("third").has_value());
+  ExpectResident(ReturnedBlocks());
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  ExpectAllOfStep(1);
+}
+
+TEST_F(NodeStateReturn, ABlockThatCannotBeReadStaysAndTheNextOnesComeBack) {
+  BeginReturn();
+  node_->Finish(node_->Running<PromoteBlock>()[0].task,
+                protocol::MakeError(ErrorId::kSwapIo, "path 1: Input/output error"));
+  node_->RunTasks();
+  ExpectResident(ReturnedBlocks());
+  EXPECT_EQ(View().moves.failed, 1U);
+  EXPECT_OK(View().failed);
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  ExpectAllOfStep(1);
+}
+
+TEST_F(NodeStateReturn, AJobThatFailsMeanwhileMovesNothingMore) {
+  BeginReturn();
+  const uint64_t third = node_->RequestAttach(small_, {.job = "third"});
+  Delete(session_, "job");
+  node_->RunTasks();
+  EXPECT_FALSE(node_->FindJob("job").has_value());
+  ASSERT_NE(node_->attached(third), nullptr);
+  EXPECT_OK(node_->attached(third)->status);
+}
+
 }  // namespace
 }  // namespace forebay::daemon::node_state_residency_test

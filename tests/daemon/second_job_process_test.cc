@@ -201,6 +201,28 @@ TEST_F(SecondJob, IsAdmittedAndBothHaveTheBitsThatEachHasAlone) {
   ExpectStateBytesAreTrue();
 }
 
+TEST_F(SecondJob, ThatEndsGivesTheFirstItsRoomBackWhileItTrains) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_OK_AND_ASSIGN(auto second, Training::Start(socket_, "second", kSecond, 8));
+  ASSERT_NO_FATAL_FAILURE(first_->Step());
+  ASSERT_NO_FATAL_FAILURE(second->Step());
+  const uint64_t left = Job("first").resident_blocks;
+  ASSERT_LT(left, kBlocks);
+  second.reset();
+  ASSERT_TRUE(testing::Eventually([&] { return Job("second").sessions == 0; }));
+  ASSERT_OK(admin_->DeleteJob("second"));
+  for (int step = 0; step < 3; ++step) ASSERT_NO_FATAL_FAILURE(first_->Step());
+  // All but what is left for readers, a 64th part of the limit.
+  constexpr uint64_t kForReaders = (15724 << 10) / 64 / kBlockBytes + 1;
+  EXPECT_TRUE(testing::Eventually([&] {
+    return Job("first").resident_blocks >= kBlocks - kForReaders;
+  })) << Job("first").resident_blocks
+      << " of " << kBlocks << ", before " << left;
+  ExpectStateBytesAreTrue();
+  ASSERT_NO_FATAL_FAILURE(first_->Step());
+  first_->CheckStates();
+}
+
 TEST_F(SecondJob, IsAdmittedWhileTheFirstTrains) {
   ASSERT_NO_FATAL_FAILURE(Start());
   absl::StatusOr<std::unique_ptr<Training>> second;

@@ -86,6 +86,12 @@ std::vector<StatePart> Placement::ResidentParts() const {
 
 void Placement::Mark(uint32_t block) {
   BlockLocation& of = blocks_.at(block);
+  if (moving_ == block) {
+    FOREBAY_CHECK(of.move == BlockMove::kPromote);
+    of.move = BlockMove::kPromoteAndEvict;
+    leaving_bytes_ += of.state.bytes;
+    return;
+  }
   FOREBAY_CHECK(of.move == BlockMove::kNone);
   if (of.tier == Tier::kDram) {
     of.move = BlockMove::kEvict;
@@ -106,6 +112,7 @@ void Placement::Unmark(uint32_t block) {
     evictions_.erase(block);
   } else {
     state_bytes_ -= of.state.bytes;
+    if (of.move == BlockMove::kPromoteAndEvict) leaving_bytes_ -= of.state.bytes;
     promotions_.erase(block);
   }
   of.move = BlockMove::kNone;
@@ -125,17 +132,19 @@ void Placement::BeginMove(uint32_t block) {
 void Placement::CancelMove() { Unmark(*std::exchange(moving_, std::nullopt)); }
 
 void Placement::FinishMove() {
-  BlockLocation& of = blocks_.at(*moving_);
-  const bool evicted = of.move == BlockMove::kEvict;
+  const uint32_t block = *moving_;
+  BlockLocation& of = blocks_.at(block);
+  const BlockMove move = of.move;
   CancelMove();
-  of.tier = evicted ? Tier::kNvme : Tier::kDram;
-  if (evicted) {
+  of.tier = move == BlockMove::kEvict ? Tier::kNvme : Tier::kDram;
+  if (move == BlockMove::kEvict) {
     state_bytes_ -= of.state.bytes;
     --resident_blocks_;
   } else {
     state_bytes_ += of.state.bytes;
     ++resident_blocks_;
   }
+  if (move == BlockMove::kPromoteAndEvict) Mark(block);
 }
 
 }  // namespace forebay::daemon

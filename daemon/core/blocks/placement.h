@@ -13,13 +13,21 @@
 
 namespace forebay::daemon {
 
-enum class BlockMove : uint8_t { kNone, kEvict, kPromote };
+enum class BlockMove : uint8_t {
+  kNone,
+  kEvict,
+  kPromote,
+  kPromoteAndEvict,  // it is on its way to DRAM, and leaves it as soon as it is there
+};
 
 struct BlockLocation {
   // Until its move has ended, where it was before.
   Tier tier = Tier::kNvme;
   // Marked for it, or on its way.
   BlockMove move = BlockMove::kNone;
+  bool comes_to_dram() const {
+    return move == BlockMove::kPromote || move == BlockMove::kPromoteAndEvict;
+  }
   // Its place in the state arena, which has one for every block with states. There is memory while the block is
   // in DRAM or on its way there.
   StatePart state;
@@ -81,16 +89,19 @@ class Placement {
   // Blocks in DRAM, neighbours in one part.
   std::vector<StatePart> ResidentParts() const;
 
-  // Marks a block in DRAM as kEvict, one on swap as kPromote. It has no mark.
+  // Marks a block in DRAM as kEvict, one on swap as kPromote, one that is being promoted as kPromoteAndEvict. Any other
+  // has no mark.
   void Mark(uint32_t block);
   // Takes the mark away: the block stays where it is. Not while it is moving.
   void Unmark(uint32_t block);
   // The next marked block: evictions first, from the highest; then promotions, from the lowest.
   std::optional<uint32_t> NextMarked() const;
+  bool has_evictions() const { return !evictions_.empty(); }
+  bool has_promotions() const { return !promotions_.empty(); }
 
   // One block at a time moves; it is marked.
   void BeginMove(uint32_t block);
-  // It is in the other tier now.
+  // It is in the other tier now. A block of kPromoteAndEvict is marked as kEvict.
   void FinishMove();
   // It is where it was, and has no mark any more.
   void CancelMove();

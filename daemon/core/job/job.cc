@@ -690,7 +690,7 @@ void Job::Advance() {
   TryRecord();
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
   TryUseFloatSums();
-  step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves() &&
+  step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_urgent_moves() &&
                 !durable_.is_awaiting_moves() && !step_.is_awaiting_durable());
   if (MayServeFetches()) fetches_.Serve();
   CloseEnded();

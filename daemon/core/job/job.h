@@ -86,6 +86,7 @@ class Job {
 
   // Between steps; see Residency.
   void Move(uint32_t block, uint64_t free_bytes);
+  bool ReturnNext(uint64_t free_bytes) { return MayMove() && residency_.ReturnNext(free_bytes); }
   uint64_t movable_bytes() const;
   std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
   Residency& residency() { return residency_; }

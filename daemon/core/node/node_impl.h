@@ -92,6 +92,7 @@ struct NodeState::Impl {
   void ReportWait(const Job& job, uint64_t awaited_bytes);
   void AdmitWaiting();
   void KeepBlocks();
+  void ReturnBlocks();
   absl::Status NoRoomError(const Job& waiting_job) const;
   // Of the limit: what the node, deleted jobs' weights and `of_job` of all jobs take.
   uint64_t Bytes(uint64_t (Job::*of_job)() const) const;

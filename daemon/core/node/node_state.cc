@@ -47,6 +47,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->actions.Bind(&actions);
   Job* const concerned = std::visit([this](const auto& e) { return impl_->On(e); }, event);
   if (concerned != nullptr && concerned->WantsFloatSums()) impl_->GiveFloatSums(*concerned);
+  impl_->ReturnBlocks();
   for (const JobId id : std::exchange(impl_->going_on, {})) impl_->jobs.at(id)->Advance();
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
@@ -356,6 +357,7 @@ void NodeState::Impl::DeleteParked(const JobName& name, const DurableJob& job) {
 
 Job* NodeState::Impl::On(const JobFreed& event) {
   if (!event.weights_in_use) freed_weights_bytes.erase(event.job);
+  for (const auto& [id, job] : jobs) job->residency().BeginReturns();
   const auto node = deletes.extract(event.job);
   if (node.empty()) return nullptr;
   for (const uint64_t request : node.mapped()) {
@@ -425,6 +427,7 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
     use.movable_bytes = made_bytes;
     return DramLimitError(plan, options, use, use.own_state_bytes);
   }
+  for (const auto& [id, job] : jobs) job->residency().EndReturns();
   for (const auto& [id, of_job] : evictions) {
     Evict(of_job, *jobs.at(id));
   }
@@ -546,6 +549,25 @@ void NodeState::Impl::KeepBlocks() {
     job->residency().Keep(
         std::min(options.dram_limit_bytes - std::min(granted_bytes, options.dram_limit_bytes),
                  LeftFor(*job)));
+  }
+}
+
+// Blocks come back to DRAM that a job has left, those of the oldest job first: one at a time, so that an attach finds
+// little of its room taken by what is on its way.
+void NodeState::Impl::ReturnBlocks() {
+  if (hand_over != HandOver::kNone) return;
+  const auto has = [this](bool (Residency::*what)() const) {
+    return std::ranges::any_of(
+        jobs, [what](const auto& entry) { return (entry.second->residency().*what)(); });
+  };
+  if (!has(&Residency::returns) || has(&Residency::is_promoting)) return;
+  const uint64_t for_readers = std::min(kReadersRoomBytes, options.dram_limit_bytes / 64);
+  for (const auto& [id, job] : jobs) {
+    const uint64_t free_bytes = FreeBytes();
+    const uint64_t room = free_bytes - std::min(for_readers, free_bytes);
+    if (!job->ReturnNext(std::min(room, LeftFor(*job)))) continue;
+    going_on.push_back(id);
+    return;
   }
 }
 

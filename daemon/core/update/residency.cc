@@ -20,8 +20,11 @@ std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& sw
   uint64_t planned_bytes = 0;
   for (uint32_t block = placement.blocks(); block-- > 0 && planned_bytes < bytes;) {
     const BlockLocation& location = placement.WhereBlock(block);
-    if (location.tier != Tier::kDram || location.move != BlockMove::kNone) continue;
-    std::optional<std::vector<nvme::Slot>> slots = swap.Allocate(kSwapSlotsPerBlock, slot_bytes_);
+    const bool comes_back = location.move == BlockMove::kPromote;
+    if (!comes_back && (location.tier != Tier::kDram || location.move != BlockMove::kNone))
+      continue;
+    const uint32_t slots_needed = comes_back ? SlotsToLeaveAgain(block) : kSwapSlotsPerBlock;
+    std::optional<std::vector<nvme::Slot>> slots = swap.Allocate(slots_needed, slot_bytes_);
     if (!slots) break;
     evictions.push_back(
         {.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
@@ -30,13 +33,25 @@ std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& sw
   return evictions;
 }
 
+// Until it is in DRAM, a block has its slots on swap. A durable step keeps them then, so that it needs others.
+uint32_t Residency::SlotsToLeaveAgain(uint32_t block) const {
+  const bool is_moving = pipeline_.placement().moving() == block;
+  return is_moving && pipeline_.ledger().is_durable() ? kSwapSlotsPerBlock : 0;
+}
+
 uint64_t Residency::movable_bytes() const {
   return slot_bytes_ == 0 ? 0 : pipeline_.placement().granted_bytes();
 }
 
 void Residency::Evict(const Eviction& eviction) {
+  Placement& placement = pipeline_.placement();
+  const BlockLocation& location = placement.WhereBlock(eviction.block);
+  if (location.move == BlockMove::kPromote && placement.moving() != eviction.block) {
+    placement.Unmark(eviction.block);
+    return;
+  }
   MarkWithSlots(eviction);
-  for_room_.insert(eviction.block);
+  if (location.tier == Tier::kDram) for_room_.insert(eviction.block);
 }
 
 void Residency::Keep(uint64_t bytes) {
@@ -67,6 +82,18 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
   std::optional<std::vector<nvme::Slot>> slots = swap_.Allocate(kSwapSlotsPerBlock, slot_bytes_);
   if (!slots) return;
   MarkWithSlots({.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
+}
+
+bool Residency::ReturnNext(uint64_t free_bytes) {
+  while (returns()) {
+    const uint32_t block = next_return_++;
+    const BlockLocation& location = pipeline_.placement().WhereBlock(block);
+    if (location.tier == Tier::kDram || location.state.bytes == 0) continue;
+    Move(block, free_bytes);
+    if (location.move == BlockMove::kPromote) return true;
+  }
+  EndReturns();
+  return false;
 }
 
 void Residency::Pump() {
@@ -160,6 +187,13 @@ void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
   }
   pipeline_.SetResident(block);
   pipeline_.placement().FinishMove();
+  if (pipeline_.placement().WhereBlock(block).move == BlockMove::kEvict) {
+    if (abandoned_) {
+      pipeline_.placement().Unmark(block);
+    } else {
+      for_room_.insert(block);
+    }
+  }
   pipeline_.ReturnSurplusSlots();
   ++counters_.promoted;
 }
@@ -168,6 +202,7 @@ void Residency::Abandon() {
   abandoned_ = true;
   relocation_.Abandon();
   for_room_.clear();
+  EndReturns();
   Placement& placement = pipeline_.placement();
   for (uint32_t block = 0; block < placement.blocks(); ++block) {
     const bool is_marked = placement.WhereBlock(block).move != BlockMove::kNone;

@@ -17,7 +17,7 @@
 
 namespace forebay::daemon {
 
-// A block that leaves DRAM, and the swap slots it gets.
+// A block that leaves DRAM, or does not come there, and the swap slots it gets: none if it still has its own.
 struct Eviction {
   uint32_t block = 0;
   uint64_t bytes = 0;
@@ -40,12 +40,12 @@ class Residency {
         slot_bytes_(slot_bytes),
         relocation_(io, pipeline, weights, counters_) {}
 
-  // The highest blocks in DRAM that together have `bytes`, or as many as `swap` has slots for: they
-  // are allocated there. Changes nothing here.
+  // The highest blocks in DRAM or on their way there that together have `bytes`, or as many as `swap` has slots for:
+  // they are allocated there. Changes nothing here.
   std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
   // States in DRAM that can be on swap.
   uint64_t movable_bytes() const;
-  // Marks a block in DRAM that has no mark: it makes room for others.
+  // Marks a block that was planned: it makes room for others. One whose promotion has not begun stays on swap.
   void Evict(const Eviction& eviction);
   bool makes_room() const { return !for_room_.empty(); }
   // Takes the marks of blocks back whose room is not needed, lowest first: together they have at most
@@ -54,6 +54,14 @@ class Residency {
   // Marks a block for the other tier; does nothing where it is marked, or where neither swap has slots
   // nor `free_bytes` of DRAM are enough.
   void Move(uint32_t block, uint64_t free_bytes);
+
+  // Room in DRAM has become free: blocks of states alone come back there, the lowest first, as ReturnNext() lets them.
+  void BeginReturns() { next_return_ = 0; }
+  void EndReturns() { next_return_ = UINT32_MAX; }
+  bool returns() const { return next_return_ < pipeline_.placement().blocks(); }
+  bool is_promoting() const { return pipeline_.placement().has_promotions(); }
+  // Marks the next block that has at most `free_bytes`. False: none is left, and the returns have ended.
+  bool ReturnNext(uint64_t free_bytes);
 
   // Starts the next move, if none runs; one that is in progress goes on. To be called between steps, while no
   // states are read.
@@ -64,9 +72,9 @@ class Residency {
   void OnPublished() { relocation_.OnPublished(); }
   void PumpDoubted() { relocation_.PumpDoubted(); }
   bool in_progress() const { return pipeline_.is_moving(); }
-  // One goes on, or is to begin.
-  bool has_moves() const {
-    return in_progress() || (!abandoned_ && pipeline_.placement().NextMarked().has_value());
+  // One goes on, or somebody waits for one: nobody does for a block that comes back to DRAM.
+  bool has_urgent_moves() const {
+    return in_progress() || (!abandoned_ && pipeline_.placement().has_evictions());
   }
 
   // The job failed: blocks stay where they are.
@@ -77,6 +85,7 @@ class Residency {
   const ResidencyCounters& counters() const { return counters_; }
 
  private:
+  uint32_t SlotsToLeaveAgain(uint32_t block) const;
   void MarkWithSlots(const Eviction& eviction);
   void StartEviction(uint32_t block);
   bool MayPromote(uint32_t block);
@@ -90,6 +99,8 @@ class Residency {
   uint64_t slot_bytes_;
   std::set<uint32_t> for_room_;  // marked by Evict(), and their moves have not begun
   bool abandoned_ = false;
+  // The block that is looked at next; those below have come back, or cannot.
+  uint32_t next_return_ = UINT32_MAX;
   absl::Status error_;
   ResidencyCounters counters_;
   Relocation relocation_;

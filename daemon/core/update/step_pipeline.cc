@@ -162,9 +162,8 @@ void StepPipeline::Prefetch() {
 
 bool StepPipeline::MayReadAhead(uint32_t block) const {
   const BlockLocation& location = placement_.WhereBlock(block);
-  return map_.has_states(block) && location.tier != Tier::kDram &&
-         location.move != BlockMove::kPromote && !staged_.contains(block) &&
-         !prefetch_failed_.contains(block);
+  return map_.has_states(block) && location.tier != Tier::kDram && !location.comes_to_dram() &&
+         !staged_.contains(block) && !prefetch_failed_.contains(block);
 }
 
 // Backward fetches weights through the same slots; what is read ahead would be dropped for them.

@@ -187,7 +187,7 @@ void StepPipeline::StartEarlyUpdates() {
     std::optional<uint32_t> first;
     for (const auto& [block, staged] : staged_.all()) {
       if (staged.state != State::kReady || !early_.waiting().contains(position_[block])) continue;
-      if (placement_.WhereBlock(block).move == BlockMove::kPromote || !early_.HasPlace(block) ||
+      if (placement_.WhereBlock(block).comes_to_dram() || !early_.HasPlace(block) ||
           !sums_.IsThere(block)) {
         continue;
       }
