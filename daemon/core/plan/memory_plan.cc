@@ -11,7 +11,7 @@
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/limits.h"
 #include "daemon/core/blocks/durable_content.h"
-#include "daemon/core/blocks/undo_sizes.h"
+#include "daemon/core/plan/table_bytes.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/step_summary.h"
@@ -123,93 +123,6 @@ uint64_t BlockElems(const Layout& layout, const NodeOptions& options, const Memo
   return within == 0 ? elems : std::min(elems, within);
 }
 
-// Of heap: what the allocator adds to a string or vector, and what the tables hold of a parameter, a
-// group, a partition, a box, a session and a job beside names and shapes.
-constexpr uint64_t kHeapBlockBytes = 32;
-constexpr uint64_t kParamTableBytes = 160;
-constexpr uint64_t kGroupTableBytes = 256;
-constexpr uint64_t kPartitionTableBytes = 256;
-constexpr uint64_t kBoxTableBytes = 160;
-constexpr uint64_t kSessionTableBytes = 8 << 10;
-constexpr uint64_t kJobTableBytes = 16 << 10;
-
-uint64_t TableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
-  uint64_t bytes = kJobTableBytes + world_size * kSessionTableBytes;
-  for (const auto& param : spec.params) {
-    bytes += kParamTableBytes + param.name.size() + param.shape.size() * sizeof(uint64_t) +
-             2 * kHeapBlockBytes;
-  }
-  for (const std::string& name : spec.group_names) {
-    bytes += kGroupTableBytes + name.size() + kHeapBlockBytes;
-  }
-  for (const protocol::PartitionSpec& partition : spec.partitions) {
-    bytes += kPartitionTableBytes + partition.boxes.size() * kBoxTableBytes;
-  }
-  return RoundUp(bytes, kPageBytes);
-}
-
-// Digests of the pages of weights on swap, of the current and of the next version.
-uint64_t DigestBytes(const Layout& layout) {
-  return RoundUp(2 * sizeof(uint64_t) * (layout.weights_bytes() / kPageBytes), kPageBytes);
-}
-
-// The record that another daemon goes on from (KeptRecord), and the next one while both are there. Digests of weights on
-// swap: those of two versions, and once more in the job as it was recorded.
-constexpr uint64_t kRecords = 2;
-
-uint64_t RecordDigestBytes(const Layout& layout, const NodeOptions& options) {
-  return options.keeps_jobs ? kRecords * (DigestBytes(layout) + DigestBytes(layout) / 2) : 0;
-}
-
-uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan) {
-  constexpr uint64_t kBlockRecordBytes = 256;
-  constexpr uint64_t kSumsRecordBytes = 128;
-  if (!options.keeps_jobs) return 0;
-  const uint64_t blocks =
-      layout.total_elems() / BlockElems(layout, options, plan) + layout.owners().size() + 1;
-  const uint64_t values = layout.params().size() * sizeof(uint64_t) +
-                          layout.partitions().size() * sizeof(uint32_t) +
-                          plan.session.world_size * sizeof(StatePart);
-  const bool has_trust = protocol::Info(layout.spec().optimizer).passes > 1;
-  const uint64_t order = layout.param_group_rows() * sizeof(protocol::HyperParams) +
-                         layout.params().size() * (1 + (has_trust ? sizeof(float) : 0));
-  const uint64_t of_nodes = plan.session.world_ranks == 0
-                                ? 0
-                                : 3 * protocol::NodeSummaryBytes(layout) +
-                                      layout.param_group_rows() * sizeof(protocol::HyperParams) +
-                                      plan.session.world_size * sizeof(StatePart) + kPageBytes;
-  const uint64_t leases =
-      plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
-  const uint64_t bytes =
-      LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
-      plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes + of_nodes +
-      UndoBytes(layout.spec(), blocks, BlockElems(layout, options, plan), options.workers) +
-      2 * kPageBytes;
-  return kRecords * RoundUp(bytes, kPageBytes) +
-         (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
-}
-
-// With the one before (DurableJob::before).
-uint64_t DurableStepsKept(const SessionRequest& session) { return session.world_ranks > 0 ? 2 : 1; }
-
-// What tells of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
-uint64_t DurableTableBytes(const Layout& layout, const NodeOptions& options,
-                           const MemoryPlan& plan) {
-  constexpr uint64_t kEntryTableBytes = 512;
-  constexpr uint64_t kLedgers = 3;
-  // The weights have no more parts than the states have blocks.
-  const uint64_t blocks =
-      layout.total_elems() / BlockElems(layout, options, plan) + layout.owners().size() + 1;
-  const uint64_t pages = plan.has_weights_on_swap() ? layout.weights_bytes() / kPageBytes : 0;
-  const LedgerCounts counts{
-      .entries = 2 * blocks,
-      .digest_pages = pages,
-      .extra_state_bytes = plan.session.world_size * plan.session.extra_state_bytes};
-  return RoundUp(2 * blocks * kEntryTableBytes +
-                     DurableStepsKept(plan.session) * kLedgers * LedgerBytes(layout, counts),
-                 kPageBytes);
-}
-
 // All arenas but that of states, and the tables.
 absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                         const NodeOptions& options, MemoryPlan& plan) {
@@ -227,10 +140,7 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
   RETURN_IF_ERROR(check_size("room for activations", request.activation_bytes));
   plan.session = request;
   if (!plan.has_weights_on_swap()) plan.weights_bytes = layout.weights_bytes();
-  plan.table_bytes = TableBytes(layout.spec(), request.world_size);
-  if (plan.has_weights_on_swap()) plan.table_bytes += DigestBytes(layout);
-  if (plan.has_durable_steps()) plan.table_bytes += DurableTableBytes(layout, options, plan);
-  plan.table_bytes += RecordBytes(layout, options, plan);
+  plan.table_bytes = TableBytes(layout, options, plan, BlockElems(layout, options, plan));
   PlanStepArena(layout, plan);
   PlanSessionArena(layout, plan);
   plan.fixed_bytes = plan.weights_bytes + plan.step_bytes +

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/core/plan/table_bytes.h"
+
+#include <string>
+
+#include "daemon/core/base/events.h"
+#include "daemon/core/blocks/durable_content.h"
+#include "daemon/core/blocks/undo_sizes.h"
+#include "protocol/step_summary.h"
+#include "protocol/units.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::kPageBytes;
+using protocol::Layout;
+using protocol::RoundUp;
+
+// The record that another daemon goes on from (KeptRecord), and the next one while both are there. Digests of weights on
+// swap: those of two versions, and once more in the job as it was recorded.
+constexpr uint64_t kRecords = 2;
+
+// Of heap: what the allocator adds to a string or vector, and what the tables hold of a parameter, a
+// group, a partition, a box, a session and a job beside names and shapes.
+constexpr uint64_t kHeapBlockBytes = 32;
+constexpr uint64_t kParamTableBytes = 160;
+constexpr uint64_t kGroupTableBytes = 256;
+constexpr uint64_t kPartitionTableBytes = 256;
+constexpr uint64_t kBoxTableBytes = 160;
+constexpr uint64_t kSessionTableBytes = 8 << 10;
+constexpr uint64_t kJobTableBytes = 16 << 10;
+
+uint64_t LayoutTableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
+  uint64_t bytes = kJobTableBytes + world_size * kSessionTableBytes;
+  for (const auto& param : spec.params) {
+    bytes += kParamTableBytes + param.name.size() + param.shape.size() * sizeof(uint64_t) +
+             2 * kHeapBlockBytes;
+  }
+  for (const std::string& name : spec.group_names) {
+    bytes += kGroupTableBytes + name.size() + kHeapBlockBytes;
+  }
+  for (const protocol::PartitionSpec& partition : spec.partitions) {
+    bytes += kPartitionTableBytes + partition.boxes.size() * kBoxTableBytes;
+  }
+  return RoundUp(bytes, kPageBytes);
+}
+
+uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan,
+                     uint64_t block_elems) {
+  constexpr uint64_t kBlockRecordBytes = 256;
+  constexpr uint64_t kSumsRecordBytes = 128;
+  if (!options.keeps_jobs) return 0;
+  const uint64_t blocks = layout.total_elems() / block_elems + layout.owners().size() + 1;
+  const uint64_t values = layout.params().size() * sizeof(uint64_t) +
+                          layout.partitions().size() * sizeof(uint32_t) +
+                          plan.session.world_size * sizeof(StatePart);
+  const bool has_trust = protocol::Info(layout.spec().optimizer).passes > 1;
+  const uint64_t order = layout.param_group_rows() * sizeof(protocol::HyperParams) +
+                         layout.params().size() * (1 + (has_trust ? sizeof(float) : 0));
+  const uint64_t of_nodes = plan.session.world_ranks == 0
+                                ? 0
+                                : 3 * protocol::NodeSummaryBytes(layout) +
+                                      layout.param_group_rows() * sizeof(protocol::HyperParams) +
+                                      plan.session.world_size * sizeof(StatePart) + kPageBytes;
+  const uint64_t leases =
+      plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
+  // In a record it is in the step arena; a job that is handed over has it beside that, and encoded.
+  const uint64_t extra_states =
+      plan.has_durable_steps() ? 0 : plan.session.world_size * plan.session.extra_state_bytes;
+  const uint64_t bytes =
+      extra_states + LedgerBytes(layout, {.entries = blocks}) + 2 * values + order +
+      blocks * kBlockRecordBytes + plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes +
+      of_nodes + UndoBytes(layout.spec(), blocks, block_elems, options.workers) + 2 * kPageBytes;
+  return kRecords * RoundUp(bytes, kPageBytes) +
+         (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
+}
+
+// What tells of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
+uint64_t DurableTableBytes(const Layout& layout, const MemoryPlan& plan, uint64_t block_elems) {
+  constexpr uint64_t kEntryTableBytes = 512;
+  constexpr uint64_t kLedgers = 3;
+  // The weights have no more parts than the states have blocks.
+  const uint64_t blocks = layout.total_elems() / block_elems + layout.owners().size() + 1;
+  const uint64_t pages = plan.has_weights_on_swap() ? layout.weights_bytes() / kPageBytes : 0;
+  const LedgerCounts counts{
+      .entries = 2 * blocks,
+      .digest_pages = pages,
+      .extra_state_bytes = plan.session.world_size * plan.session.extra_state_bytes};
+  return RoundUp(2 * blocks * kEntryTableBytes +
+                     DurableStepsKept(plan.session) * kLedgers * LedgerBytes(layout, counts),
+                 kPageBytes);
+}
+
+}  // namespace
+
+uint64_t RecordDigestBytes(const Layout& layout, const NodeOptions& options) {
+  return options.keeps_jobs ? kRecords * (DigestBytes(layout) + DigestBytes(layout) / 2) : 0;
+}
+
+uint64_t DigestBytes(const Layout& layout) {
+  return RoundUp(2 * sizeof(uint64_t) * (layout.weights_bytes() / kPageBytes), kPageBytes);
+}
+
+uint64_t DurableStepsKept(const SessionRequest& session) { return session.world_ranks > 0 ? 2 : 1; }
+
+uint64_t TableBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan,
+                    uint64_t block_elems) {
+  uint64_t bytes = LayoutTableBytes(layout.spec(), plan.session.world_size);
+  if (plan.has_weights_on_swap()) bytes += DigestBytes(layout);
+  if (plan.has_durable_steps()) bytes += DurableTableBytes(layout, plan, block_elems);
+  return bytes + RecordBytes(layout, options, plan, block_elems);
+}
+
+}  // namespace forebay::daemon
