@@ -11,6 +11,7 @@
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
 #include "gpu/nvtx_range.h"
+#include "protocol/copy_changed.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
@@ -26,10 +27,10 @@ using protocol::Op;
 
 absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
     const protocol::StepRequest& scalars, std::span<const protocol::HyperParams> hyper_params,
-    std::span<const std::byte> extra_state, std::span<const uint64_t> present) {
-  if (extra_state.size() > parts.extra_state_bytes) {
+    uint64_t extra_state_bytes, std::span<const uint64_t> present) {
+  if (extra_state_bytes > parts.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,
-                     absl::StrCat("extra_state has ", extra_state.size(), " bytes; ",
+                     absl::StrCat("extra_state has ", extra_state_bytes, " bytes; ",
                                   parts.extra_state_bytes, " were reserved at attach"),
                      "attach with a larger extra_state_bytes");
   }
@@ -43,25 +44,24 @@ absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
       hyper_params.first(std::min<size_t>(hyper_params.size(), parts.layout->param_group_rows()));
   protocol::StepRequest header = scalars;
   header.param_groups = static_cast<uint32_t>(hyper_params.size());
-  header.extra_state_bytes = static_cast<uint32_t>(extra_state.size());
+  header.extra_state_bytes = static_cast<uint32_t>(extra_state_bytes);
   std::pmr::vector<std::byte> request(&memory);
-  request.reserve(sizeof(header) + hyper_params.size_bytes() + present.size_bytes() +
-                  extra_state.size());
+  request.reserve(sizeof(header) + hyper_params.size_bytes() + present.size_bytes());
   const auto append = [&request](std::span<const std::byte> bytes) {
     request.insert(request.end(), bytes.begin(), bytes.end());
   };
   append(std::as_bytes(std::span(&header, 1)));
   append(std::as_bytes(hyper_params));
   append(std::as_bytes(present));
-  append(extra_state);
   const uint64_t room_bytes =
       parts.step_region_bytes -
       protocol::StepRegionTailBytes(*parts.layout, parts.nodes.world_ranks > 0);
-  if (request.size() > room_bytes) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("hyper-parameters and extra_state of the step take ",
-                                  request.size(), " bytes; there is room for ", room_bytes),
-                     "attach with a larger extra_state_bytes");
+  if (request.size() + extra_state_bytes > room_bytes) {
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat("hyper-parameters and extra_state of the step take ",
+                     request.size() + extra_state_bytes, " bytes; there is room for ", room_bytes),
+        "attach with a larger extra_state_bytes");
   }
   return request;
 }
@@ -95,7 +95,7 @@ absl::Status Attachment::AnnounceStep(uint64_t t,
   }
   const std::pmr::vector<uint64_t> none(s.presence.size(), 0, &s.memory);
   ASSIGN_OR_RETURN(const std::pmr::vector<std::byte> request,
-                   s.EncodeStep(ScalarsOf(t, 0, edit), hyper_params, {}, none));
+                   s.EncodeStep(ScalarsOf(t, 0, edit), hyper_params, 0, none));
   s.CopyToArena(s.parts.step_region_offset, request);
   Command command = MakeCommand(Op::kAnnounceStep);
   command.step = t;
@@ -107,9 +107,8 @@ absl::Status Attachment::AnnounceStep(uint64_t t,
 
 absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                             std::span<const protocol::HyperParams> hyper_params,
-                                            double max_grad_norm,
-                                            std::span<const std::byte> extra_state, Timeout timeout,
-                                            const GradientEdit& edit) {
+                                            double max_grad_norm, const ExtraState& extra_state,
+                                            Timeout timeout, const GradientEdit& edit) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
@@ -122,7 +121,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
   if (!s.step.has_value() && kept.ok()) RETURN_IF_ERROR(s.DeliverAllPieces(limits));
   absl::StatusOr<std::pmr::vector<std::byte>> encoded =
-      s.EncodeStep(ScalarsOf(t, max_grad_norm, edit), hyper_params, extra_state,
+      s.EncodeStep(ScalarsOf(t, max_grad_norm, edit), hyper_params, extra_state.size(),
                    s.step.has_value() ? std::span<const uint64_t>(s.step->presence)
                                       : std::span<const uint64_t>(s.presence));
   if (!encoded.ok()) {
@@ -131,7 +130,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
     return encoded.status();
   }
   std::pmr::vector<std::byte> request = *std::move(encoded);
-  if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {
+  if (s.step.has_value() && !s.IsInFlight(t, request, extra_state)) {
     if (!s.step->answer->arrived || (s.step->outcome && s.step->decided != nullptr)) {
       return MakeError(ErrorId::kStep,
                        absl::StrCat("step ", s.step->t, " is still under way; step ", t,
@@ -142,7 +141,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
     s.step.reset();
     RETURN_IF_ERROR(forgotten);
   }
-  if (!s.step.has_value()) RETURN_IF_ERROR(s.BeginStep(t, std::move(request), limits));
+  if (!s.step.has_value()) RETURN_IF_ERROR(s.BeginStep(t, std::move(request), extra_state, limits));
   const absl::Status waited = s.waiter.Wait([&] { return s.step->answer->arrived; }, limits);
   s.gauge.sleeps = s.port.sleeps();
   RETURN_IF_ERROR(waited);
@@ -158,19 +157,34 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   return result;
 }
 
+bool Attachment::State::IsInFlight(uint64_t t, std::span<const std::byte> request,
+                                   const ExtraState& extra_state) const {
+  const std::span<const std::byte> sent(sent_extra_state);
+  return step->t == t && std::ranges::equal(step->request, request) &&
+         sent.size() == extra_state.size() &&
+         std::ranges::equal(sent.first(extra_state.first.size()), extra_state.first) &&
+         std::ranges::equal(sent.subspan(extra_state.first.size()), extra_state.second);
+}
+
 absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
-                                          const WaitLimits& limits) {
+                                          const ExtraState& extra_state, const WaitLimits& limits) {
   ForgetLocatedAhead();  // of the committed step
   // A step with leases is refused.
   RETURN_IF_ERROR(EndWeightCopies(limits));
   RETURN_IF_ERROR(ReleaseOrphans(limits));
+  sent_extra_state.resize(extra_state.size());
+  protocol::CopyChanged(extra_state.first, sent_extra_state);
+  protocol::CopyChanged(extra_state.second,
+                        std::span(sent_extra_state).subspan(extra_state.first.size()));
   CopyToArena(parts.step_region_offset, request);
+  protocol::CopyChanged(sent_extra_state,
+                        parts.grad->bytes().subspan(parts.step_region_offset + request.size()));
   Command command = MakeCommand(Op::kStep);
   command.kind = static_cast<uint16_t>(parts.step_answered_when);
   command.step = t;
   command.attempt = attempt;
   command.arena_offset_bytes = parts.step_region_offset;
-  command.length_bytes = request.size();
+  command.length_bytes = request.size() + sent_extra_state.size();
   ASSIGN_OR_RETURN(std::shared_ptr<Answer> answer, Start(command, limits));
   step = StepInFlight{.t = t,
                       .request = std::move(request),

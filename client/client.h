@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <concepts>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -129,6 +130,19 @@ struct WeightsCopy {
 struct FetchTicket {
   uint64_t id = 0;
   uint32_t partition = 0;
+};
+
+// What a rank commits with a step, in two parts that count as one: what is the same in most steps comes first.
+struct ExtraState {
+  ExtraState() = default;
+  template <std::convertible_to<std::span<const std::byte>> Bytes>
+  ExtraState(const Bytes& bytes) : second(bytes) {}  // NOLINT: bytes are one
+  ExtraState(std::span<const std::byte> same, std::span<const std::byte> changing)
+      : first(same), second(changing) {}
+  uint64_t size() const { return first.size() + second.size(); }
+
+  std::span<const std::byte> first = {};
+  std::span<const std::byte> second = {};
 };
 
 // What becomes of each element of a delivered gradient, the mean over the ranks, before the update; the
@@ -433,7 +447,7 @@ class Attachment {
   //                         After these two the rank is at the newest attempt: bring all gradients of
   //                         the step again, then call Step.
   absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
-                                  double max_grad_norm, std::span<const std::byte> extra_state,
+                                  double max_grad_norm, const ExtraState& extra_state,
                                   Timeout timeout, const GradientEdit& edit = {});
 
   // Reads out.size() elements (0: none) of a state as float32, whatever the format holds it in, and returns how

@@ -83,7 +83,7 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kUnsupported, "E_UNSUPPORTED", StatusCode::kFailedPrecondition,
               "README.md says what works and what does not yet"},
     ErrorInfo{ErrorId::kExtraState, "E_EXTRA_STATE", StatusCode::kInvalidArgument,
-              "ask for more extra_state_bytes at attach (at most 16 MiB)"},
+              "ask for more extra_state_bytes at attach (at most 480 MiB)"},
     ErrorInfo{ErrorId::kInterrupted, "E_INTERRUPTED", StatusCode::kDeadlineExceeded,
               "call again with the same arguments"},
     ErrorInfo{ErrorId::kNotReady, "E_NOT_READY", StatusCode::kFailedPrecondition,

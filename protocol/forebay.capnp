@@ -54,7 +54,7 @@ struct AttachRequest {
   rank @1 :UInt32;           # not of a reader
   worldSize @2 :UInt32;
   gradArenaBytes @3 :UInt64;    # for gradients; at least two pieces (32 MiB, or the largest group). Of a reader: for states
-  extraStateBytes @4 :UInt64;   # room for extra_state of one step, at most 16 MiB
+  extraStateBytes @4 :UInt64;   # room for extra_state of one step, at most 480 MiB, of a rank on another node 16 MiB
   layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
   run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
   resume @7 :Bool;              # go on with a job that another run has trained

@@ -178,7 +178,7 @@ struct Attachment::State {
   };
   struct StepInFlight {
     uint64_t t = 0;
-    std::pmr::vector<std::byte> request;
+    std::pmr::vector<std::byte> request;  // without extra_state
     std::pmr::vector<uint64_t> presence;
     std::shared_ptr<Answer> answer;
     // Over several nodes: what they have concluded, this rank's command that says so, and whether what it has delivered
@@ -341,9 +341,11 @@ struct Attachment::State {
   void BeginAttempt(uint64_t number);
   absl::StatusOr<std::pmr::vector<std::byte>> EncodeStep(
       const protocol::StepRequest& scalars, std::span<const protocol::HyperParams> hyper_params,
-      std::span<const std::byte> extra_state, std::span<const uint64_t> present);
+      uint64_t extra_state_bytes, std::span<const uint64_t> present);
+  bool IsInFlight(uint64_t t, std::span<const std::byte> request,
+                  const ExtraState& extra_state) const;
   absl::Status BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
-                         const internal::WaitLimits& limits);
+                         const ExtraState& extra_state, const internal::WaitLimits& limits);
   absl::StatusOr<StepResult> EndStep();
   // Of a job over several nodes, where the step's call is answered: what comes of it becomes its answer.
   absl::Status DecideOverNodes(const internal::WaitLimits& limits);
@@ -402,6 +404,8 @@ struct Attachment::State {
   std::pmr::list<GradientCopy> gradient_copies{&memory};  // on `stream`
   std::pmr::list<UnsentGradient> unsent{&memory};
   std::optional<StepInFlight> step;
+  // Of the step in flight, or of the newest before: most of it is the same in each step.
+  std::vector<std::byte> sent_extra_state;
   std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
   const std::shared_ptr<internal::DeviceTrace> device_trace =
       std::make_shared<internal::DeviceTrace>();

@@ -13,6 +13,7 @@
 #include "daemon/exec/executor.h"
 #include "daemon/exec/recovery/ledger_codec.h"
 #include "nvme/checksum.h"
+#include "protocol/copy_changed.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -325,8 +326,12 @@ void Executor::Run(CopyToStepArena& action) {
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
   const auto to = Part(jobs_.at(action.job).step, action.step_offset_bytes, action.bytes);
-  PostTask(action.task, [grad, from, to] {
-    std::memcpy(to.data(), from.data(), from.size());
+  PostTask(action.task, [grad, from, to, rarely_changes = action.rarely_changes] {
+    if (rarely_changes) {
+      protocol::CopyChanged(from, to);
+    } else {
+      std::memcpy(to.data(), from.data(), from.size());
+    }
     return TaskDone{};
   });
 }

@@ -48,6 +48,19 @@ constexpr size_t kLayoutPieceMax = 256 << 10;
 
 class Connection;
 
+// It travels in the answer to an attach, with rank 0's.
+absl::Status CheckExtraState(uint64_t bytes) {
+  if (bytes <= protocol::kRemoteExtraStateBytesMax) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kExtraState,
+      absl::StrCat(bytes,
+                   " bytes of extra_state, with the model's buffers; a rank on another node than "
+                   "the daemon has at most ",
+                   protocol::kRemoteExtraStateBytesMax),
+      "lower extra_state_bytes, or register_buffer(..., persistent=False) for what need "
+      "not come back, or run a daemon on this node");
+}
+
 // What all connections share.
 struct Gateway {
   const GatewayConfig& config;
@@ -295,6 +308,12 @@ class NodeServer final : public schema::RemoteNode::Server {
                  context.getResults().initOutcome());
       return kj::READY_NOW;
     }
+    const absl::Status fits =
+        CheckExtraState(context.getParams().getRequest().getExtraStateBytes());
+    if (!fits.ok()) {
+      SetOutcome(fits, context.getResults().initOutcome());
+      return kj::READY_NOW;
+    }
     auto encoded = std::make_shared<const std::vector<std::byte>>(
         std::exchange(connection_.layout, std::vector<std::byte>()));
     return connection_.daemon->Attach(context.getParams().getRequest(), *encoded)
@@ -312,6 +331,7 @@ class NodeServer final : public schema::RemoteNode::Server {
   absl::Status Begin(AttachContext context, DaemonSession& attached,
                      const std::vector<std::byte>& encoded) {
     const schema::AttachReply::Reader reply = *attached.reply;
+    RETURN_IF_ERROR(CheckExtraState(reply.getRank0ExtraStateBytes()));
     const schema::AttachRequest::Reader request = context.getParams().getRequest();
     ASSIGN_OR_RETURN(protocol::LayoutSpec spec, protocol::DecodeLayout(encoded));
     ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(std::move(spec)));

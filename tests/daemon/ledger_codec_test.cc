@@ -239,11 +239,6 @@ TEST(LedgerCodec, EveryWrongValueIsNamed) {
          job.trace = {0, 1, 2, 0};
        },
        "4 partitions traced"},
-      {[](DurableJob& job) {
-         job.extra_states = std::make_shared<const std::vector<std::vector<std::byte>>>(
-             1, std::vector<std::byte>((16 << 20) + 1));
-       },
-       "extra_state of 16777217 bytes"},
       {[](DurableJob& job) { job.blocks.emplace_back(); }, "blocks; its layout has"},
       {[](DurableJob& job) { job.blocks.pop_back(); }, "; its layout has"},
       {[](DurableJob& job) { job.blocks[0]->slot.path = 16; }, "of swap path 16"},

@@ -242,7 +242,7 @@ TEST_F(NodeStateAttach, IsRefusedForBadNamesRanksOwnersAndLayouts) {
               HasError(ErrorId::kRange))
       << "more than the first session took";
   EXPECT_THAT(refused({.extra_state_bytes = 65}, layout_), HasError(ErrorId::kExtraState));
-  EXPECT_THAT(refused({.extra_state_bytes = (16 << 20) + 1}, layout_),
+  EXPECT_THAT(refused({.extra_state_bytes = protocol::kExtraStateBytesMax + 1}, layout_),
               HasError(ErrorId::kExtraState));
 }
 

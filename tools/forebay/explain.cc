@@ -230,7 +230,7 @@ constexpr std::array kExplanations = {
     Explanation{ErrorId::kExtraState,
                 "What is to be committed beside the step (extra_state, and the model's buffers) is "
                 "larger than the room taken at attach.",
-                "Attach with a larger extra_state_bytes (at most 16 MiB), or keep large data in a "
+                "Attach with a larger extra_state_bytes (at most 480 MiB), or keep large data in a "
                 "file and its name in extra_state.",
                 "extra_state has 1000 bytes and the model's buffers 0; there is room for 100"},
     Explanation{ErrorId::kInterrupted,

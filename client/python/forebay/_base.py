@@ -68,7 +68,7 @@ class StepCall:
 
     number: int
     extra_state: bytes | None  # the user's
-    frame: bytes  # with the buffers as they were when the step was called first
+    buffers: bytes  # as they were when the step was called first
 
 
 def profiled(what: str, name: str) -> contextlib.AbstractContextManager[Any]:

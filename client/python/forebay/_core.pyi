@@ -110,6 +110,7 @@ class Attachment:
         grad_scale: float = 1.0,
         grad_min: float = ...,
         grad_max: float = ...,
+        buffers: bytes = b"",
     ) -> tuple[int, float, bool, bool]: ...
     def read_state(
         self, param: str, state: str, first: int, elems: int, timeout: float = 60.0

@@ -241,7 +241,9 @@ class ForebayOptimizer(StateDicts):
             self._engine.under_way = call
             with profiled("forebay.step", ""):
                 timeout = self._engine.timeout
-                answer = attachment.step(call.number, *scalars, call.frame, timeout, *edit)
+                answer = attachment.step(
+                    call.number, *scalars, call.extra_state or b"", timeout, *edit, call.buffers
+                )
             _, norm, _, repeated = answer
             ended = True
             if repeated and before is not None:
@@ -333,7 +335,7 @@ class ForebayOptimizer(StateDicts):
         if under_way is not None and own in (None, under_way.extra_state):
             return under_way
         number = under_way.number if under_way else attachment.committed_step + 1
-        return StepCall(number, own, self._buffers.pack(own or b"", self._extra_state_bytes))
+        return StepCall(number, own, self._buffers.pack(len(own or b""), self._extra_state_bytes))
 
     def _check_members(self) -> None:
         if self._engine.world is not None:

@@ -69,7 +69,7 @@ def attach(
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
     param_groups       As the optimizer's params.
     extra_state_bytes  Room for what step(extra_state=...) commits with a step and for the model's
-                       buffers, at most 16 MiB less 16 bytes. None: what the buffers need, rounded
+                       buffers, at most 480 MiB less 16 bytes. None: what the buffers need, rounded
                        up to 64 KiB, and 64 KiB.
     grad_arena_bytes   Room for gradients on their way; 0: four pieces of at most 32 MiB, sharded two,
                        on GPUs also those of three layers.

@@ -565,10 +565,10 @@ void AnnounceStep(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& 
 
 nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
                double max_grad_norm, const nb::bytes& extra_state, double timeout,
-               double grad_scale, double grad_min, double grad_max) {
+               double grad_scale, double grad_min, double grad_max, const nb::bytes& buffers) {
   const client::GradientEdit edit{.scale = grad_scale, .min = grad_min, .max = grad_max};
   const std::vector<protocol::HyperParams> params = HyperParamsOf(self, hyper);
-  const std::span<const std::byte> extra = BytesOf(extra_state);
+  const client::ExtraState extra(BytesOf(buffers), BytesOf(extra_state));
   absl::StatusOr<client::StepResult> stepped = WithoutGil(
       [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), edit); });
   self.GiveUpEnded();
@@ -701,7 +701,8 @@ void BindAttachment(nb::module_& module) {
            nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout,
            nb::arg("grad_scale") = 1.0,
            nb::arg("grad_min") = -std::numeric_limits<double>::infinity(),
-           nb::arg("grad_max") = std::numeric_limits<double>::infinity())
+           nb::arg("grad_max") = std::numeric_limits<double>::infinity(),
+           nb::arg("buffers") = nb::bytes("", 0))
       .def("read_state", &ReadState, nb::arg("param"), nb::arg("state"), nb::arg("first"),
            nb::arg("elems"), nb::arg("timeout") = kTimeout)
       .def("counters", &CountersDict)

@@ -373,9 +373,6 @@ class JobReader {
     }
     std::vector<std::vector<std::byte>> by_rank;
     for (const capnp::Data::Reader state : states) {
-      if (state.size() > protocol::kExtraStateBytesMax) {
-        return Wrong(absl::StrCat("extra_state of ", state.size(), " bytes"));
-      }
       const auto* begin = reinterpret_cast<const std::byte*>(state.begin());
       by_rank.emplace_back(begin, begin + state.size());
     }
