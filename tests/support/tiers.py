@@ -105,8 +105,8 @@ FULL = {
     PACKAGE + "test_transformers.py::test_losses_and_weights_are_those_of_the_plain_trainer[gpt2-*": (
         PACKAGE + "test_transformers.py::test_losses_and_weights_are_those_of_the_plain_trainer[bert-*"
     ),
-    PACKAGE + "test_script_fuzz.py::test_an_update_that_is_off_by_more_than_roundings_is_found[sharded-daemon]": (
-        PACKAGE + "test_script_fuzz.py::test_an_update_that_is_off_by_more_than_roundings_is_found[shared-daemon]"
+    PACKAGE + "test_script_fuzz.py::test_an_update_that_is_off_by_more_than_roundings_is_found[sharded]": (
+        PACKAGE + "test_script_fuzz.py::test_an_update_that_is_off_by_more_than_roundings_is_found[shared]"
     ),
 }
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test that takes `node` runs on the fake node; on the real daemon as well where its programs
-are built (see daemon_process.py). After each test on the daemon a healthy job of it trains one more
+"""Tests that take `node` share one daemon (see daemon_process.py). After each of them a healthy job of it trains one more
 step.
 """
 
@@ -8,6 +7,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +21,7 @@ sys.path[:0] = [
     str(pathlib.Path(__file__).parent),
 ]
 
-from daemon_process import CORE, Daemon, missing  # noqa: E402
+from daemon_process import CORE, FOREBAYD, Daemon, missing  # noqa: E402
 
 if CORE and "forebay._core" not in sys.modules:
     spec = importlib.util.spec_from_file_location("forebay._core", CORE)
@@ -29,7 +29,6 @@ if CORE and "forebay._core" not in sys.modules:
     sys.modules["forebay._core"] = module
     spec.loader.exec_module(module)
 
-import fake_core  # noqa: E402
 import forebay  # noqa: E402
 import network_nodes  # noqa: E402
 import remote_gateway  # noqa: E402
@@ -64,27 +63,40 @@ def daemon():
     with tempfile.TemporaryDirectory(prefix="fb") as folder:
         own = Daemon(folder)
         own.healthy = HealthyJob(own.socket)
+        _shared.append(own)
         yield own
         own.stop()
 
 
-@pytest.fixture(params=["fake", "daemon"])
-def node(request, monkeypatch):
+_shared = []  # the daemon of the session, once there is one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jobs_end_with_their_file():
+    """Of the shared daemon: names of jobs are a file's own, and what they hold is free for the next one."""
+    yield
+    for daemon in _shared:
+        gc.collect()  # sessions of optimizers that nobody has
+        for job in forebay.status(daemon.socket)["jobs"]:
+            if job["name"] != "healthy" and job["sessions"] == 0:
+                subprocess.run(
+                    [FOREBAYD.parent / "forebay", "jobs", "--socket", daemon.socket, "--delete", job["name"]],
+                    stdout=subprocess.DEVNULL,
+                    check=True,
+                )
+
+
+@pytest.fixture
+def node(request, monkeypatch, daemon):
     """A fresh job on a node; forebay.attach(model, ...) finds it without arguments."""
     monkeypatch.setenv(
         "FOREBAY_JOB", f"{request.node.name[:60].translate(_JOB_NAME)}.{time.monotonic_ns()}"
     )
-    if request.param == "fake":
-        monkeypatch.setattr(forebay, "_core", fake_core, raising=False)
-        fake_core.reset()
-        yield "fake"
-        return
-    own = request.getfixturevalue("daemon")
-    monkeypatch.setenv("FOREBAY_SOCKET", own.socket)
+    monkeypatch.setenv("FOREBAY_SOCKET", daemon.socket)
     monkeypatch.setattr(forebay, "_core", sys.modules["forebay._core"], raising=False)
-    yield "daemon"
-    assert own.process.poll() is None
-    own.healthy.train_one_more_step()
+    yield
+    assert daemon.process.poll() is None
+    daemon.healthy.train_one_more_step()
 
 
 @pytest.fixture(scope="module")

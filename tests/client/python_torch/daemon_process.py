@@ -36,10 +36,6 @@ def missing():
     return None if FOREBAYD.exists() else f"{FOREBAYD} is not built"
 
 
-# A test that the fake node cannot run: of `node` it takes the daemon alone.
-on_the_daemon = pytest.mark.parametrize("node", ["daemon"], indirect=True)
-
-
 class Daemon:
     """A forebayd of our own on a socket in a folder of its own."""
 

@@ -12,7 +12,7 @@ import signal
 import forebay
 import pytest
 import torch
-from daemon_process import Daemon, missing, on_the_daemon
+from daemon_process import Daemon, missing
 from models import CheckpointedNet, TwiceNet, assert_close, batch, loss_of, net, pair, scaled_step
 from test_attempts import moe
 from test_clipping import assert_same_norm
@@ -66,7 +66,6 @@ def test_a_step_of_several_backwards(node, passes):
     compare(net(), passes=passes)
 
 
-@on_the_daemon
 def test_the_sum_has_torchs_bits(node):
     model, plain = Linear(), Linear()
     opt = forebay.attach(model, forebay.SGD(lr=1.0))
@@ -79,7 +78,6 @@ def test_the_sum_has_torchs_bits(node):
         assert torch.equal(ours, theirs) and theirs.abs().max() > 1e4
 
 
-@on_the_daemon
 def test_one_gradient_a_parameter_needs_no_pass(node, monkeypatch):
     """Backwards that share no parameter are one pass."""
     model = Linear()
@@ -386,7 +384,6 @@ def test_two_ranks_with_different_numbers_of_passes(node):
     assert opts[0].state_sha256() == opts[1].state_sha256()
 
 
-@on_the_daemon
 @pytest.mark.parametrize("slow", [0, 1])
 def test_the_order_of_addition_is_that_of_passes_then_ranks(node, slow):
     """Whoever is first: rank `slow` begins when the other has delivered all."""
@@ -467,7 +464,6 @@ def test_two_ranks_clip_by_the_norm_of_all_passes(node):
 # ------------------------------------------------------------------------------------------- 16-bit formats
 
 
-@on_the_daemon
 @pytest.mark.parametrize("format_", ["exact", "bf16", "int8"])
 def test_announced_or_not_sums_of_16_bit_gradients_have_the_same_bits(node, format_):
     digests, sums = set(), []
@@ -497,7 +493,6 @@ def sums_of(job):
     )
 
 
-@on_the_daemon
 def test_a_sum_of_16_bit_gradients_is_rounded_nowhere(node):
     """In bfloat16 torch loses a small addend beside a large one; the daemon adds in float32."""
     model = Linear("a", elems=5000, dtype=torch.bfloat16)
@@ -551,7 +546,6 @@ def test_no_room_for_the_sums_of_unannounced_passes(folder, monkeypatch):
 # ------------------------------------------------------------------------------------------- who dies
 
 
-@on_the_daemon
 def test_a_trainer_that_is_killed_in_its_second_pass(node):
     def trainer():
         model = net()

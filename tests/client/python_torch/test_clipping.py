@@ -8,7 +8,6 @@
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from models import assert_close, batch, loss_of, net, pair, scaled_step
 from test_two_ranks import attach_both, both
 from torch import nn
@@ -182,7 +181,6 @@ def test_any_finite_factor_is_taken(node, factor):
     assert_close(model, plain, 3)
 
 
-@on_the_daemon
 def test_after_a_factor_that_is_refused_the_batch_can_be_left_out(node):
     model = net()
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
@@ -197,7 +195,6 @@ def test_after_a_factor_that_is_refused_the_batch_can_be_left_out(node):
     assert opt.committed_step == 1
 
 
-@on_the_daemon
 def test_after_factors_that_differ_the_batch_can_be_left_out(node):
     models = [net(seed=1), net(seed=1)]
     opts = attach_both(models)

@@ -15,7 +15,6 @@ import time
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from forebay import _optimizer, _progress, api, errors, optimizers
 from forebay.states import reader, state_dict
 
@@ -48,7 +47,6 @@ def optimizer_classes():
 NAMES = dict(public_names())
 
 
-@on_the_daemon
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_of(node, name):
     thing = NAMES[name]

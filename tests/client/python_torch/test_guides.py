@@ -13,7 +13,6 @@ import sys
 import pytest
 import torch
 from apply_guide import GUIDE, ROOT, applied, diffs_of
-from daemon_process import on_the_daemon
 from rendezvous import Rendezvous
 from torch import multiprocessing
 
@@ -95,7 +94,6 @@ def assert_near(plain, ours, bound):
         assert other == pytest.approx(one, rel=bound), f"step {step}"
 
 
-@on_the_daemon
 def test_plain_pytorch(node, tmp_path):
     plain, ours = train_both("from-pytorch.md", tmp_path)
     assert_near(plain, ours, SAME)
@@ -103,7 +101,6 @@ def test_plain_pytorch(node, tmp_path):
     assert saved.keys() == torch.load(tmp_path / "plain" / "model.pt").keys()
 
 
-@on_the_daemon
 def test_plain_pytorch_that_is_killed_goes_on(node, tmp_path, monkeypatch):
     script = applied("from-pytorch.md", 1, tmp_path)
     monkeypatch.setenv("FOREBAY_JOB", os.environ["FOREBAY_JOB"] + "-whole")
@@ -114,12 +111,10 @@ def test_plain_pytorch_that_is_killed_goes_on(node, tmp_path, monkeypatch):
     assert output_of(script, tmp_path / "killed") == whole
 
 
-@on_the_daemon
 def test_fsdp2(node, tmp_path):
     assert_near(*train_both("from-fsdp2.md", tmp_path, world=2), ROUNDED)
 
 
-@on_the_daemon
 def test_deepspeed(node, tmp_path):
     """The script as it was is compiled alone: the tests have no DeepSpeed, but what it has printed once."""
     script, _ = diffs_of("from-deepspeed.md")[0]
@@ -131,7 +126,6 @@ def test_deepspeed(node, tmp_path):
     assert (tmp_path / "changed" / "model.pt").exists()
 
 
-@on_the_daemon
 def test_one_gpu(node, tmp_path):
     """On the CPU. Torch rounds bfloat16 weights after each update, the daemon keeps masters: both fall alike."""
     plain, ours = train_both("one-gpu.md", tmp_path)

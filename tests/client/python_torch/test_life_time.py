@@ -8,17 +8,14 @@ import gc
 import pathlib
 import weakref
 
-import fake_core
 import forebay
 import pytest
 import torch
 from models import batch, loss_of, net, train
 
 
-def sessions(node):
+def sessions():
     """Of the newest job."""
-    if node == "fake":
-        return len(list(fake_core.jobs.values())[-1].sessions)
     return forebay.status()["jobs"][-1]["sessions"]
 
 
@@ -36,7 +33,7 @@ def test_dropping_model_and_optimizer_ends_the_session(node, state):
     gc.collect()
     before = mapped_windows()
     model, opt = attached()
-    assert sessions(node) == 1
+    assert sessions() == 1
     if state != "new":
         train(model, opt, 1)
     if state in ("forward", "backward"):
@@ -48,7 +45,7 @@ def test_dropping_model_and_optimizer_ends_the_session(node, state):
     del model, opt
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
-    assert sessions(node) == 0
+    assert sessions() == 0
     assert mapped_windows() == before
 
 
@@ -59,7 +56,7 @@ def test_dropping_the_optimizer_gives_the_model_private_parameters(node):
     graph = loss_of(model, batch(1))
     del opt
     gc.collect()
-    assert sessions(node) == 0
+    assert sessions() == 0
     assert all(torch.equal(p, want[name]) for name, p in model.named_parameters())
     graph.backward()  # its hooks find no optimizer: the gradients are torch's again
     train(model, torch.optim.AdamW(model.parameters()), 1)
@@ -85,4 +82,4 @@ def test_a_scheduler_that_is_dropped_too_keeps_nothing(node):
     reference = weakref.ref(opt)
     del model, opt, schedule
     gc.collect()
-    assert reference() is None and sessions(node) == 0
+    assert reference() is None and sessions() == 0

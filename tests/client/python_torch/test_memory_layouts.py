@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    Parameters are attached with their values however they lie in memory; what shares memory in
         part is refused by name, since windows of their own would cut the tie.
-Method  Modules whose parameters are views; attached to the fake node and to the daemon.
+Method  Modules whose parameters are views; attached to the daemon.
 """
 
 import forebay

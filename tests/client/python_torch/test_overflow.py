@@ -6,10 +6,8 @@
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 
 
-@on_the_daemon
 def test_weights_that_overflow_are_an_error_of_a_committed_step(node):
     model = torch.nn.Linear(3, 1, bias=False)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import copy
 import forebay
 import pytest
 import torch
-from daemon_process import missing, on_the_daemon
+from daemon_process import missing
 from models import assert_close, net, train
 from test_daemon_restart import Service
 from torch import nn
@@ -76,7 +76,6 @@ def test_layer_wise_learning_rates_of_80_groups_train_as_torch(node):
     assert_close(model, plain, STEPS, lr=LR)
 
 
-@on_the_daemon
 def test_a_group_for_each_of_4096_parameters_trains_as_torch(node):
     model = Scales(GROUPS_MAX)
     plain = plain_twin(model, one_each, (3,))
@@ -94,7 +93,6 @@ def test_more_groups_are_refused_with_both_numbers(node):
     assert "join groups with the same hyper-parameters" in str(error.value)
 
 
-@on_the_daemon
 def test_groups_without_parameters_behind_the_others_take_no_room(node):
     model = net()
     plain = copy.deepcopy(model)
@@ -163,7 +161,6 @@ def with_name_of(name_bytes):
     return model
 
 
-@on_the_daemon
 @pytest.mark.parametrize("name_bytes", [1100, 65000])
 def test_parameters_with_long_names_train_as_torch(node, name_bytes):
     model = with_name_of(name_bytes)
@@ -177,7 +174,6 @@ def test_parameters_with_long_names_train_as_torch(node, name_bytes):
     assert forebay.status()["jobs"]
 
 
-@on_the_daemon
 def test_a_name_that_is_too_long_is_refused_with_the_number_and_what_to_do(node):
     with pytest.raises(forebay.UsageError) as error:
         forebay.attach(with_name_of(65600), forebay.AdamW(lr=LR))

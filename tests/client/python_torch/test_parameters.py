@@ -9,7 +9,6 @@ import gc
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from models import assert_close
 from test_two_ranks import both
 from torch import nn
@@ -187,7 +186,6 @@ def test_states_of_a_loss_go_both_ways(node):
     assert norms == pytest.approx(train_both(*plain, theirs, 1, first=4), rel=1e-5)
 
 
-@on_the_daemon
 def test_two_ranks_train_one_loss(node):
     pairs = [model_and_loss(), model_and_loss()]
     plain = model_and_loss()

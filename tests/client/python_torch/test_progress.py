@@ -2,7 +2,7 @@
 # Goal    opt.metrics() is a flat dict of floats that agrees with the daemon's status, asks the daemon once or not at
 #         all, and does without it; Progress shows them on one line, of rank 0; a trace of torch.profiler has a
 #         range for each call that can wait.
-# Method  Steps on the fake node and on the daemon; files in memory in the place of a terminal; a status of the
+# Method  Steps on the daemon; files in memory in the place of a terminal; a status of the
 #         test's own where numbers have to move.
 
 import io
@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from forebay import _metrics
 from models import batch, loss_of, net
 from torch.profiler import ProfilerActivity, profile
@@ -61,7 +60,6 @@ def trained(steps=1, **options):
     return model, opt
 
 
-@on_the_daemon
 def test_metrics_are_what_the_daemon_says(node):
     _, opt = trained(2, max_grad_norm=1.0)
     values = opt.metrics()

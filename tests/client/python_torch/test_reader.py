@@ -10,7 +10,6 @@ import threading
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from models import net, train
 
 STEPS = 30

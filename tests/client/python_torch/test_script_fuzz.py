@@ -21,7 +21,6 @@ import script_grammar
 import sharded_ranks
 import torch
 import torch.distributed as dist
-from daemon_process import on_the_daemon
 from torch.distributed.device_mesh import init_device_mesh
 
 SCRIPTS = int(os.environ.get("FOREBAY_FUZZ_SCRIPTS", "200"))
@@ -57,7 +56,6 @@ def run_one(seed, ranks, break_update=None):
         forebay._core.delete_job(os.environ["FOREBAY_SOCKET"], job)
 
 
-@on_the_daemon
 def test_scripts_are_as_with_torch_or_refused(node, quiet, ranks):
     count = SCRIPTS // SHARDED_EACH if ranks else SCRIPTS
     documented = set(re.findall(r"^## (E_\w+)$", PAGE.read_text(encoding="utf-8"), re.M))
@@ -78,7 +76,6 @@ def test_scripts_are_as_with_torch_or_refused(node, quiet, ranks):
     assert operations <= reached, "of what was carried out on both sides"
 
 
-@on_the_daemon
 def test_loops_with_two_optimizers_are_as_with_torch_or_refused(node, quiet):
     count = SCRIPTS // PAIRS_EACH
     results = []
@@ -94,7 +91,6 @@ def test_loops_with_two_optimizers_are_as_with_torch_or_refused(node, quiet):
     assert {form + "," for form in pair_fuzz.FORMS} <= forms, "of what was carried out on both sides"
 
 
-@on_the_daemon
 def test_an_update_that_is_off_by_more_than_roundings_is_found(node, quiet, ranks):
     """Each of these is what a subtle error would do; nearly every script that steps sees it."""
 

@@ -25,7 +25,7 @@ import sharded_states  # noqa: F401
 import sharded_unreduced  # noqa: F401
 import sharded_writes  # noqa: F401
 import torch
-from daemon_process import Daemon, missing, on_the_daemon
+from daemon_process import Daemon, missing
 from test_processes import HERE, ROOT, environment, package
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
@@ -183,7 +183,6 @@ def test_the_command_of_the_documentation_finds_what_it_imports(tmp_path, monkey
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@on_the_daemon
 def test_without_a_process_group(node):
     model = torch.nn.Linear(4, 2)
     with pytest.raises(forebay.UsageError, match="process group, and there is none") as info:
@@ -198,9 +197,7 @@ import sys
 import tempfile
 import torch
 {start}
-import fake_core
 import forebay
-forebay._core = fake_core
 model = torch.nn.Linear(4, 2)
 opt = forebay.attach(model)
 model(torch.ones(3, 4)).sum().backward()
@@ -229,10 +226,7 @@ assert not any(type(p) is not torch.nn.Parameter for p in model.parameters())
         ("vars(torch.cpu)['Stream'] = type('Stream', (), {})", "FSDP2 does not run on CPUs"),
     ],
 )
-def test_an_older_torch_attaches_shared_and_is_refused_sharded(
-    tmp_path, monkeypatch, start, message
-):
-    monkeypatch.setenv("FOREBAY_SOCKET", str(tmp_path / "nobody"))
+def test_an_older_torch_attaches_shared_and_is_refused_sharded(node, start, message):
     done = subprocess.run(
         [sys.executable, "-c", OTHER_TORCH.format(start=start)],
         env=environment(),

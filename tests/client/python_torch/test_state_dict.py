@@ -3,7 +3,7 @@
 #         bits where the format keeps them, torch's optimizer goes on from it and it from torch's as if nothing had
 #         been moved, between ranks, through torch.save; what does not fit is refused by name before anything was
 #         written, and a load that does not end is noticed.
-# Method  Small models on the fake node and the real daemon; torch's optimizers on losses that are linear in the
+# Method  Small models on the daemon; torch's optimizers on losses that are linear in the
 #         parameters, compared with the bound of test_optimizers.py; the bits by state_sha256().
 
 import copy

@@ -2,7 +2,7 @@
 # Goal    The optimizer's states leave and enter a job through a file of pieces, with the same bits, whatever torch's
 #         default dtype is. A file that is broken, that changes or does not fit is refused by name, and one in the
 #         making touches nothing but itself.
-# Method  Small models on the fake node and the real daemon; headers that are written by hand.
+# Method  Small models on the daemon; headers that are written by hand.
 
 import copy
 import json

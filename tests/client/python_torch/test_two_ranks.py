@@ -11,7 +11,6 @@ import time
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from models import assert_close, batch, loss_of, net
 
 STEPS = 4
@@ -24,9 +23,13 @@ def attach(rank, model, **options):
 
 
 def both(work):
-    """work(rank) on two threads; the first error of either."""
+    """work(rank) on two threads; the error that came first, which the other rank may wait for in vain."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return [future.result() for future in [pool.submit(work, rank) for rank in (0, 1)]]
+        futures = [pool.submit(work, rank) for rank in (0, 1)]
+        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        failed = next((future for future in done if future.exception() is not None), futures[0])
+        failed.result()
+        return [future.result() for future in futures]
 
 
 def attach_both(models, last=None):
@@ -106,7 +109,6 @@ def test_resumed_training_has_the_bits_of_an_uninterrupted_one(node, monkeypatch
     assert again[0].state_sha256() == want
 
 
-@on_the_daemon
 def test_different_learning_rates_are_refused(node):
     models = [net(), net()]
     opts = attach_both(models)
@@ -132,7 +134,6 @@ def test_different_learning_rates_are_refused(node):
     assert [opt.committed_step for opt in opts] == [3, 3]
 
 
-@on_the_daemon
 def test_one_rank_alone_waits_until_its_time_is_up(node):
     models = [net(), net()]
     opts = attach_both(models)
@@ -160,7 +161,6 @@ def test_one_rank_alone_waits_until_its_time_is_up(node):
     assert [opt.committed_step for opt in opts] == [2, 2]
 
 
-@on_the_daemon
 def test_a_step_that_ctrl_c_ended_is_asked_for_again(node):
     models = [net(), net()]
     opts = attach_both(models)

@@ -15,7 +15,6 @@ from multiprocessing.reduction import ForkingPickler
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from models import Scored, assert_close, batch, loss_of, net, pair, train
 from test_processes import environment
 from torch import nn
@@ -46,7 +45,6 @@ MADE = {
 }
 
 
-@on_the_daemon
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_an_instance_of_torchs_optimizers(node, make):
     model = net()
@@ -56,7 +54,6 @@ def test_an_instance_of_torchs_optimizers(node, make):
     opt.detach()
 
 
-@on_the_daemon
 def test_hooks_of_an_instance_of_torchs_optimizers(node):
     """They are called, and a handle that the script has removes its own."""
     model, calls = net(), []
@@ -74,7 +71,6 @@ def test_hooks_of_an_instance_of_torchs_optimizers(node):
     opt.detach()
 
 
-@on_the_daemon
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
 @pytest.mark.parametrize("of", ["parameters", "named_parameters"])
 def test_the_signature_is_torchs(node, kind, of):
@@ -113,7 +109,6 @@ def test_groups_and_a_scheduler_that_was_made_for_it(node, made):
     opt.detach()
 
 
-@on_the_daemon
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_an_optimizer_that_has_stepped_goes_on(node, kind):
     model = net()
@@ -134,7 +129,6 @@ def test_an_optimizer_that_has_stepped_goes_on(node, kind):
     opt.detach()
 
 
-@on_the_daemon
 def test_a_reader_takes_the_same_optimizer(node):
     model, other = net(), net(seed=2)
     opt = forebay.attach(model, torch.optim.AdamW(model.parameters(), lr=LR))
@@ -393,7 +387,6 @@ class Adapted(nn.Module):
         return low + self.up(self.down(x.to(self.down.weight.dtype)))
 
 
-@on_the_daemon
 @pytest.mark.parametrize(
     ("base", "adapter"),
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)],
@@ -456,7 +449,6 @@ CELLS = [
 ]
 
 
-@on_the_daemon
 def test_cells_of_a_notebook(node):
     """Attach, interrupt, go on, attach another, come back to the first."""
 
@@ -485,7 +477,6 @@ def test_cells_of_a_notebook(node):
 # ------------------------------------------------------------------------ processes of the loader
 
 
-@on_the_daemon
 def test_a_forked_worker_of_a_data_loader_holds_the_model(node):
     model, plain, plain_opt = pair(net())
     opt = forebay.attach(model, forebay.AdamW(lr=LR))
@@ -516,7 +507,6 @@ if __name__ == "__main__":
 """
 
 
-@on_the_daemon
 def test_workers_that_are_spawned_get_a_copy(node, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SPAWNED)

@@ -12,7 +12,6 @@ import threading
 import forebay
 import pytest
 import torch
-from daemon_process import on_the_daemon
 from models import Net, assert_close, batch, loss_of, net, pair, train
 from test_two_ranks import attach, both
 from torch import nn
