@@ -315,7 +315,7 @@ absl::Status Attachment::Detach() {
   const WaitLimits limits{.deadline = Deadline::After(s.parts.timeout)};
   for (bool asks = has_daemon && !s.is_ended; asks;) {
     status = s.parts.connection->control->Detach(limits);
-    // Where the way to the daemon was lost meanwhile, and there is no other, the session ends here alone.
+    // If the connection was lost meanwhile and cannot be made again, the session ends on this side only.
     const bool is_lost = s.IsRestartingSoon(status);
     if (is_lost) status = absl::OkStatus();
     asks = is_lost && !limits.deadline.Expired() && s.ReattachOnce() && !s.EndIfRestarting();

@@ -15,7 +15,8 @@ namespace forebay::gpu {
 // Source   NVTX 3, nvtxInit.h.
 void AttachNvtxTool(const std::string& library);
 
-// From construction to destruction; ranges of a thread nest. Nothing where no tool has attached.
+// Shows the time from its construction to its destruction as a named range. Ranges of a thread nest. Does nothing if no
+// tool has attached.
 //
 // Threads  Any.
 class NvtxRange {

@@ -30,9 +30,10 @@ class ClientChannel {
   // Errors  E_RING  the other end wrote impossible indices; the channel is useless from now on.
   virtual absl::StatusOr<bool> Send(const Command& command) = 0;
 
-  // The next completion, or nothing. Errors as Send, and
+  // The next completion, or nothing.
   //
-  // Errors  E_FENCED  the daemon has closed the channel, and all it sent was received; state() says how.
+  // Errors  those of Send.
+  //         E_FENCED  the daemon has closed the channel, and all that it sent was received; state() says how.
   virtual absl::StatusOr<std::optional<Completion>> Receive() = 0;
 
   // True: nothing is there and the next completion, or the close, will make wait_fd() readable.

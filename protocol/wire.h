@@ -58,10 +58,10 @@ enum class Op : uint16_t {
   // Does nothing: answered at once, or with why the session has ended. For who waits for other ranks
   // beside the daemon.
   kCheck = 10,
-  // Before this rank's last backward pass of the step: the scalars that its step call will have, as a
-  // StepRequest without presence and extra_state. From now on the daemon may update what has all its
-  // gradients. The call decides: where it has other scalars, clips, or gives a parameter no gradient, or more
-  // is delivered, those blocks are updated anew. Answered at once.
+  // Announces, before this rank's last backward pass of the step, the scalars that its step call will have: a
+  // StepRequest without presence and extra_state. From then on the daemon may update blocks that have all
+  // their gradients. Such a block is updated again from its old states if the step call has other scalars or
+  // clips, if one of its parameters has no gradient, or if more gradients arrive. Answered at once.
   kAnnounceStep = 11,
   // Sets how many updates the parameter `partition` (its index) has had to `step`, at most kUpdatesMax;
   // between steps, by any rank.

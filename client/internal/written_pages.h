@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pages of a read-only window of shared memory that this process has written: they are its own then, at the same addresses.
+// Parts of a read-only shared-memory window that this process has written: private copies at the same addresses.
 #pragma once
 
 #include <atomic>

@@ -51,8 +51,8 @@ std::string HostOf(const std::string& address) {
   return is_bracketed ? host.substr(1, host.size() - 2) : host;
 }
 
-// A session's memory and doorbells, TLS, and UCX with a handful of networks. UCX ends the process of its peer where it has none
-// in the middle of a connection.
+// Descriptors that a session takes: memory and doorbells, TLS, and UCX with a handful of networks. They are checked first,
+// because UCX ends the process of its peer if it runs out of descriptors while it connects.
 constexpr size_t kDescriptorsMin = 40;
 
 absl::Status CheckDescriptors() {

@@ -50,7 +50,7 @@ absl::StatusOr<GatewayConfig> LoadGatewayConfig(const std::string& path);
 absl::StatusOr<std::string> ReadSecretFile(const std::string& path, std::string_view what);
 absl::StatusOr<std::string> ReadTextFile(const std::string& path, std::string_view what);
 
-// Names by token. Lines of "NAME TOKEN"; empty ones, and those that begin with "#", say nothing.
+// Parses lines of "NAME TOKEN" and returns the names by token. Ignores empty lines, and lines that begin with "#".
 //
 // Errors  E_CONFIG  a line of another form, a token of less than 16 characters.
 absl::StatusOr<std::map<std::string, std::string>> ParseTokens(const std::string& text,

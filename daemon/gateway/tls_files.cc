@@ -62,10 +62,11 @@ absl::Status CheckDates(const std::string& file, const X509& certificate) {
 
 enum class Whose { kOwn, kAuthority };
 
-// The other side refuses such a certificate too, and may have no time to say why. kj shows all of a side's own, and
-// believes the first of an authority's; what cannot be read it refuses.
+// Reads a PEM file and checks that its certificates are valid now: all of our own (kj sends them all), the first of an
+// authority (kj trusts that one). The peer would refuse an expired one too, but might not be able to say why. kj itself
+// refuses a certificate that cannot be parsed.
 //
-// Errors  E_CONFIG  the time of one is over, or has not begun.
+// Errors  E_CONFIG  a certificate has expired or is not valid yet; those of ReadTextFile.
 absl::StatusOr<std::string> ReadCertificates(const std::string& file, std::string_view what,
                                              Whose whose) {
   ASSIGN_OR_RETURN(std::string pem, ReadTextFile(file, what));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The limit of a disk as fio has it, where it is installed.
+// Measures with fio, if it is installed, the rates that a disk can reach.
 #pragma once
 
 #include <cstdint>

@@ -271,7 +271,7 @@ int PrivateDaemon::StopDurably(int signal_fd) {
 
 int PrivateDaemon::Stop() {
   if (!process_.has_value()) return 0;
-  // By SIGINT it ends without handing its jobs over. Before it is ready it has none, and may be ignoring that.
+  // SIGINT ends the daemon without a hand-over of its jobs. Before the daemon is ready it has no jobs and may ignore SIGINT.
   process_->Signal(is_ready() ? SIGINT : SIGTERM);
   std::optional<int> status = AwaitEnd(kStopLimit);
   if (!status.has_value()) {

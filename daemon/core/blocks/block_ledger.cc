@@ -107,7 +107,7 @@ std::optional<uint32_t> BlockLedger::LackingPath() const {
   return lacks ? next : std::nullopt;
 }
 
-// Every path that works is given its share of so many blocks; one of them has them.
+// Credits each working path with its share of `blocks`, and debits `path`, which got them all.
 void BlockLedger::Count(uint32_t path, double blocks) {
   if (!table_.works(path)) return;
   double sum = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of a request to attach can be judged without its job.
+// Checks an attach request as far as no job is needed. Admission (does the job fit?) is in memory_plan.h and grant_policy.h.
 #pragma once
 
 #include "absl/status/status.h"

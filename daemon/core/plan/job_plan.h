@@ -9,7 +9,8 @@
 
 namespace forebay::daemon {
 
-// `placement` of blocks now; that of the plan is the first one.
+// Bytes that one step moves to and from swap. `placement`: where the job's blocks are now; or plan.placement, where they are at
+// attach.
 StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
                           const Placement& placement);
 
