@@ -484,5 +484,33 @@ TEST_F(NodeStateReturn, AJobThatFailsMeanwhileMovesNothingMore) {
   EXPECT_OK(node_->attached(third)->status);
 }
 
+TEST_F(NodeStateReturn, AWorldThatIsGivenUpLeavesItsRoomToTheNextBlocks) {
+  BeginReturn();
+  node_->End(session_, EndCause::kDetached);
+  const uint64_t gone =
+      node_->RequestAttach(layout_, {.world_size = 2, .grad_arena_bytes = uint64_t{512} << 10});
+  EXPECT_EQ(node_->attached(gone), nullptr) << "it waits for more than the blocks were coming to";
+  node_->End(gone, EndCause::kLost);
+  node_->RunTasks();
+  ExpectResident(ReturnedBlocks());
+  EXPECT_EQ(View().world_size, 1U);
+}
+
+TEST_F(NodeStateReturn, AWorldThatIsRefusedLeavesItsRoomToTheNextBlocks) {
+  BeginReturn();
+  node_->End(session_, EndCause::kDetached);
+  const uint64_t refused =
+      node_->RequestAttach(layout_, {.world_size = 2, .grad_arena_bytes = uint64_t{512} << 10});
+  node_->FinishUntil<EvictBlock>();
+  while (!node_->Running<EvictBlock>().empty()) {
+    node_->Finish(node_->Running<EvictBlock>()[0].task,
+                  protocol::MakeError(ErrorId::kSwapIo, "path 1: Input/output error"));
+  }
+  node_->RunTasks();
+  ASSERT_NE(node_->attached(refused), nullptr);
+  EXPECT_THAT(node_->attached(refused)->status, HasError(ErrorId::kDramLimit));
+  ExpectResident(ReturnedBlocks());
+}
+
 }  // namespace
 }  // namespace forebay::daemon::node_state_residency_test

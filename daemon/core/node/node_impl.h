@@ -93,6 +93,7 @@ struct NodeState::Impl {
   void AdmitWaiting();
   void KeepBlocks();
   void ReturnBlocks();
+  void ResumeReturns();
   absl::Status NoRoomError(const Job& waiting_job) const;
   // Of the limit: what the node, deleted jobs' weights and `of_job` of all jobs take.
   uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
@@ -137,6 +138,8 @@ struct NodeState::Impl {
   std::map<JobId, uint64_t> freed_weights_bytes;
   // Jobs that have not begun, in their order.
   std::vector<JobId> waiting;
+  // An attach has ended returns of blocks, and they have not gone on since.
+  bool has_cut_returns = false;
   uint64_t turn = 0;
   // Jobs that go on in this event, beside the one that it concerns: whose blocks were marked (their moves begin when
   // all slots that were planned are reserved: a move may exchange slots with the free ones), whose step is durable.

@@ -54,6 +54,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->ReportMarks();
   impl_->AdmitWaiting();
   impl_->KeepBlocks();
+  impl_->ResumeReturns();
   impl_->TryHandOver();
   impl_->ledger.Make(impl_->jobs, impl_->last_job);
   impl_->actions.Bind(nullptr);
@@ -427,7 +428,10 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
     use.movable_bytes = made_bytes;
     return DramLimitError(plan, options, use, use.own_state_bytes);
   }
-  for (const auto& [id, job] : jobs) job->residency().EndReturns();
+  for (const auto& [id, job] : jobs) {
+    if (job->residency().returns()) has_cut_returns = true;
+    job->residency().EndReturns();
+  }
   for (const auto& [id, of_job] : evictions) {
     Evict(of_job, *jobs.at(id));
   }
@@ -569,6 +573,16 @@ void NodeState::Impl::ReturnBlocks() {
     going_on.push_back(id);
     return;
   }
+}
+
+// An attach ends the returns whose room it gets. They go on when no attach waits any more: it may have been given up.
+void NodeState::Impl::ResumeReturns() {
+  const auto waits = [](const auto& entry) { return entry.second->awaited_bytes().has_value(); };
+  if (!has_cut_returns || !waiting.empty() || std::ranges::any_of(jobs, waits)) return;
+  has_cut_returns = false;
+  for (const auto& [id, job] : jobs) job->residency().BeginReturns();
+  ReturnBlocks();
+  for (const JobId id : std::exchange(going_on, {})) jobs.at(id)->Advance();
 }
 
 absl::Status NodeState::Impl::NoRoomError(const Job& waiting_job) const {
