@@ -215,6 +215,18 @@ TEST_F(PlanAdvice, WhatDoesNotFitOnSwapGetsTheLimitThatNeedsNone) {
   EXPECT_OK(PlanOf(RequestOf(LayoutOf(Format::kInt8)), kDram, kSwap));
 }
 
+TEST_F(PlanAdvice, LargeBuffersAreNamedAndSmallOnesAreNot) {
+  const std::string what = "register_buffer(..., persistent=False): ";
+  AttachRequested request = RequestOf(LayoutOf(Format::kExact));
+  EXPECT_THAT(HintOf(request, kTiny, 0), Not(HasSubstr(what)));
+  request.extra_state_bytes = uint64_t{64} << 20;
+  const std::string hint = HintOf(request, uint64_t{64} << 20, 0);
+  EXPECT_THAT(hint, HasSubstr(what));
+  EXPECT_THAT(hint, HasSubstr("which fits"));
+  request.extra_state_bytes = 0;
+  EXPECT_OK(PlanOf(request, uint64_t{64} << 20, 0));
+}
+
 TEST_F(PlanAdvice, ADaemonWithoutSwapNamesNoLimitsOfSwap) {
   NodeState::Options options = Options();
   options.staging_slots = 0;

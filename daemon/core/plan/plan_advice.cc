@@ -44,6 +44,9 @@ bool IsMadeQuickly(const Layout& layout) {
   return boxes <= kTriedBoxesMax && strided_boxes * boxes <= kTriedComparisonsMax;
 }
 
+// A rank's room for extra_state that is worth a word: attach takes 64 KiB without being asked.
+constexpr uint64_t kExtraStateNamedMin = protocol::kMiB;
+
 // The limit alone says how much a job may take.
 bool HasNoShares(const NodeOptions& options) {
   return options.job_percent == 100 && options.uid_dram_bytes == 0;
@@ -130,6 +133,12 @@ absl::Status WithAdvice(const absl::Status& refusal, const Layout& layout,
   other = request;
   other.accumulate = false;
   consider("accumulate=1", layout, other);
+  if (request.extra_state_bytes >= kExtraStateNamedMin) {
+    other = request;
+    other.extra_state_bytes = 0;
+    consider("no extra_state and no buffers but register_buffer(..., persistent=False)", layout,
+             other);
+  }
   std::string hint = protocol::HintOf(refusal);
   if (!changes.empty()) {
     absl::StrAppend(&hint, "; or lower what the job takes: ", absl::StrJoin(changes, ", "));
