@@ -2,6 +2,7 @@
 // Step: at most one is in flight; a repeated call waits for the same one.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -76,6 +77,11 @@ protocol::StepRequest ScalarsOf(uint64_t t, double max_grad_norm, const Gradient
           .grad_scale = edit.scale,
           .grad_min = edit.is_bounded() ? edit.min : 0,
           .grad_max = edit.is_bounded() ? edit.max : 0};
+}
+
+bool IsSame(std::span<const std::byte> one, std::span<const std::byte> other) {
+  return one.size() == other.size() &&
+         (one.empty() || std::memcmp(one.data(), other.data(), one.size()) == 0);
 }
 
 }  // namespace
@@ -159,11 +165,14 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
 
 bool Attachment::State::IsInFlight(uint64_t t, std::span<const std::byte> request,
                                    const ExtraState& extra_state) const {
-  const std::span<const std::byte> sent(sent_extra_state);
-  return step->t == t && std::ranges::equal(step->request, request) &&
-         sent.size() == extra_state.size() &&
-         std::ranges::equal(sent.first(extra_state.first.size()), extra_state.first) &&
-         std::ranges::equal(sent.subspan(extra_state.first.size()), extra_state.second);
+  std::span<const std::byte> sent(sent_extra_state);
+  if (step->t != t || !IsSame(step->request, request)) return false;
+  if (sent.size() != extra_state.size()) return false;
+  for (const ExtraState::Bytes part : extra_state.front) {
+    if (!IsSame(sent.first(part.size()), part)) return false;
+    sent = sent.subspan(part.size());
+  }
+  return IsSame(sent, extra_state.own);
 }
 
 absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
@@ -173,9 +182,12 @@ absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte
   RETURN_IF_ERROR(EndWeightCopies(limits));
   RETURN_IF_ERROR(ReleaseOrphans(limits));
   sent_extra_state.resize(extra_state.size());
-  protocol::CopyChanged(extra_state.first, sent_extra_state);
-  protocol::CopyChanged(extra_state.second,
-                        std::span(sent_extra_state).subspan(extra_state.first.size()));
+  std::span<std::byte> sent(sent_extra_state);
+  for (const ExtraState::Bytes part : extra_state.front) {
+    protocol::CopyChanged(part, sent);
+    sent = sent.subspan(part.size());
+  }
+  protocol::CopyChanged(extra_state.own, sent);
   CopyToArena(parts.step_region_offset, request);
   protocol::CopyChanged(sent_extra_state,
                         parts.grad->bytes().subspan(parts.step_region_offset + request.size()));

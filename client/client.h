@@ -4,8 +4,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <concepts>
 #include <cmath>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -132,17 +132,24 @@ struct FetchTicket {
   uint32_t partition = 0;
 };
 
-// What a rank commits with a step, in two parts that count as one: what is the same in most steps comes first.
+// Bytes that a rank commits with a step. They count as one: first the parts of `front`, most of which are the same in each
+// step (buffers), then `own`. Does not own them.
 struct ExtraState {
-  ExtraState() = default;
-  template <std::convertible_to<std::span<const std::byte>> Bytes>
-  ExtraState(const Bytes& bytes) : second(bytes) {}  // NOLINT: bytes are one
-  ExtraState(std::span<const std::byte> same, std::span<const std::byte> changing)
-      : first(same), second(changing) {}
-  uint64_t size() const { return first.size() + second.size(); }
+  using Bytes = std::span<const std::byte>;
 
-  std::span<const std::byte> first = {};
-  std::span<const std::byte> second = {};
+  ExtraState() = default;
+  template <std::convertible_to<Bytes> One>
+  ExtraState(const One& bytes) : own(bytes) {}  // NOLINT: bytes are one
+  ExtraState(std::span<const Bytes> same, Bytes changing) : front(same), own(changing) {}
+
+  uint64_t size() const {
+    uint64_t bytes = own.size();
+    for (const Bytes part : front) bytes += part.size();
+    return bytes;
+  }
+
+  std::span<const Bytes> front = {};
+  Bytes own = {};
 };
 
 // What becomes of each element of a delivered gradient, the mean over the ranks, before the update; the

@@ -68,7 +68,7 @@ class StepCall:
 
     number: int
     extra_state: bytes | None  # the user's
-    buffers: bytes  # as they were when the step was called first
+    buffers: list[bytes]  # as they were when the step was called first
 
 
 def profiled(what: str, name: str) -> contextlib.AbstractContextManager[Any]:

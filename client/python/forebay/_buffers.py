@@ -44,7 +44,7 @@ class Buffers:
                 if tensor is not None and name in saved and id(tensor) not in seen:
                     seen.add(id(tensor))
                     self._slots.append((name, weakref.ref(module), key))
-        self._packed = b""  # of the newest step
+        self._packed: list[bytes] = []  # of the newest step, by buffer
         self.named()  # refuses at attach what a step could not read
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
@@ -62,9 +62,9 @@ class Buffers:
         """What pack() returns, less its header. Reads no element."""
         return len(self._table()) + sum(_size_bytes(tensor) for _, tensor in self.named())
 
-    def pack(self, users_bytes: int, room_bytes: int) -> bytes:
-        """The frame to commit, less the user's extra_state behind it. The object is that of the call before if no
-        buffer has changed since.
+    def pack(self, users_bytes: int, room_bytes: int) -> list[bytes]:
+        """The frame to commit, in parts, less the user's extra_state behind it. The part of a buffer that has not changed
+        is the object of the call before.
 
         Errors  E_EXTRA_STATE  both together need more than the room.
         """
@@ -80,10 +80,12 @@ class Buffers:
                 f"{buffers_bytes}; there is room for {room_bytes}",
                 f"attach with extra_state_bytes={needed_bytes}",
             )
-        before = HEADER.pack(MAGIC, len(table), values_bytes) + table
-        if not self._packed.startswith(before) or not _has_values(self._packed, len(before), values):
-            self._packed = b"".join([before, *map(_view_of, values)])
-        return self._packed
+        packed = self._packed if len(self._packed) == len(values) else [b""] * len(values)
+        self._packed = [
+            part if _has_bytes(part, whole) else _bytes_of(whole)
+            for part, whole in zip(packed, values)
+        ]
+        return [HEADER.pack(MAGIC, len(table), values_bytes), table, *self._packed]
 
     def load(self, own: bytes, rank0: bytes) -> None:
         """Sets every buffer to its value in this rank's committed frame, else in rank 0's; leaves
@@ -137,22 +139,17 @@ def _check_readable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _view_of(whole: torch.Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
-    """The elements in the order of the indices, as long as the tensor is there."""
-    if not whole.numel():
-        return b""
-    return (ctypes.c_char * _size_bytes(whole)).from_address(whole.data_ptr())
+def _bytes_of(whole: torch.Tensor) -> bytes:
+    """The elements in the order of the indices."""
+    return ctypes.string_at(whole.data_ptr(), _size_bytes(whole)) if whole.numel() else b""
 
 
-def _has_values(packed: bytes, begin: int, values: list[torch.Tensor]) -> bool:
-    """Whether the bytes from `begin` on are these tensors', compared byte by byte: `.data` and foreign kernels write
-    without torch's version counter."""
-    at = ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p).value + begin
-    for whole in values:
-        if whole.numel() and _memcmp(at, whole.data_ptr(), _size_bytes(whole)) != 0:
-            return False
-        at += _size_bytes(whole)
-    return True
+def _has_bytes(packed: bytes, whole: torch.Tensor) -> bool:
+    """Whether these are the tensor's, compared byte by byte: `.data` and foreign kernels write without torch's version
+    counter."""
+    if len(packed) != _size_bytes(whole):
+        return False
+    return not packed or _memcmp(packed, whole.data_ptr(), len(packed)) == 0
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 __version__: str
@@ -110,7 +110,7 @@ class Attachment:
         grad_scale: float = 1.0,
         grad_min: float = ...,
         grad_max: float = ...,
-        buffers: bytes = b"",
+        buffers: Sequence[bytes] = (),
     ) -> tuple[int, float, bool, bool]: ...
     def read_state(
         self, param: str, state: str, first: int, elems: int, timeout: float = 60.0

@@ -565,10 +565,13 @@ void AnnounceStep(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& 
 
 nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
                double max_grad_norm, const nb::bytes& extra_state, double timeout,
-               double grad_scale, double grad_min, double grad_max, const nb::bytes& buffers) {
+               double grad_scale, double grad_min, double grad_max,
+               const std::vector<nb::bytes>& buffers) {
   const client::GradientEdit edit{.scale = grad_scale, .min = grad_min, .max = grad_max};
   const std::vector<protocol::HyperParams> params = HyperParamsOf(self, hyper);
-  const client::ExtraState extra(BytesOf(buffers), BytesOf(extra_state));
+  std::vector<client::ExtraState::Bytes> front;
+  for (const nb::bytes& part : buffers) front.push_back(BytesOf(part));
+  const client::ExtraState extra(front, BytesOf(extra_state));
   absl::StatusOr<client::StepResult> stepped = WithoutGil(
       [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), edit); });
   self.GiveUpEnded();
@@ -702,7 +705,7 @@ void BindAttachment(nb::module_& module) {
            nb::arg("grad_scale") = 1.0,
            nb::arg("grad_min") = -std::numeric_limits<double>::infinity(),
            nb::arg("grad_max") = std::numeric_limits<double>::infinity(),
-           nb::arg("buffers") = nb::bytes("", 0))
+           nb::arg("buffers") = std::vector<nb::bytes>())
       .def("read_state", &ReadState, nb::arg("param"), nb::arg("state"), nb::arg("first"),
            nb::arg("elems"), nb::arg("timeout") = kTimeout)
       .def("counters", &CountersDict)
