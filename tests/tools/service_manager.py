@@ -123,8 +123,18 @@ class ServiceManager:
         self.start()
         return status
 
+    def begin_restart(self):
+        """SIGTERM; returns when the process says that it stops. `end_restart` does the rest of restart()."""
+        self.process.send_signal(signal.SIGTERM)
+        self.wait_for("STOPPING=1")
+
+    def end_restart(self):
+        status = self._await_end()
+        self.start()
+        return status
+
     def kill(self):
-        """The same with SIGKILL, as a crash."""
+        """The same as restart() with SIGKILL, as a crash."""
         status = self.end(signal.SIGKILL)
         self.start()
         return status
@@ -143,13 +153,24 @@ class ServiceManager:
         """Waits until the running process has sent a message with this line."""
         end = time.monotonic() + DEADLINE_S
         with self._changed:
-            while not any(line in text.split("\n") for text in self.messages):
-                if self.process.poll() is not None or time.monotonic() > end:
+            while not self._has_said(line):
+                has_ended = self.process.poll() is not None
+                if has_ended:
+                    self._drain()
+                    if self._has_said(line):
+                        return
+                if has_ended or time.monotonic() > end:
                     raise RuntimeError(f"no {line} from {self.command}: {self.log.read_text()}")
                 self._changed.wait(0.1)
 
+    def _has_said(self, line):
+        return any(line in text.split("\n") for text in self.messages)
+
     def end(self, sign):
         self.process.send_signal(sign)
+        return self._await_end()
+
+    def _await_end(self):
         status = self.process.wait(DEADLINE_S)
         # Its last messages come before its end counts: systemd reads them first, too.
         self._drain()
