@@ -18,8 +18,13 @@ HERE = pathlib.Path(__file__).parent
 os.environ["FOREBAY_WIDTH"] = "448"  # of the model: an update takes as long as the rest of a step
 sys.path.insert(0, str(HERE))
 
-from test_daemon_kill import CASES, KILLED_STEPS, KILLS, RANKS, STEPS, Ranks  # noqa: E402
+from ordered_steps import RANKS  # noqa: E402
+from test_daemon_kill import CASES  # noqa: E402
 from test_daemon_restart import Service, room_without_states  # noqa: E402
+
+KILLS = 4
+STEPS_OF_KILL = 6  # the ranks take them while the daemon is killed
+STEPS = KILLS * STEPS_OF_KILL
 
 GOES_ON = re.compile(r"job durable goes on (at|in the middle of the update of) step")
 
@@ -31,14 +36,15 @@ def training(chance, case, folder, counts):
     service = Service(folder, *room)
     with service.manager as manager:
         manager.start()
-        ranks = Ranks(service, mode, level, STEPS, pathlib.Path(folder) / "hold")
-        for kill in range(KILLS):
-            step = 1 + kill * KILLED_STEPS // KILLS
-            if ranks.until(lambda line, step=step: line == ["answered", 0, step]) is None:
-                break
-            time.sleep(chance.uniform(0, 0.06))  # house: allow sleep: anywhere in the steps that follow
-            manager.kill()
-        status, error = ranks.end()
+        with service.ranks("durable_ranks", mode, level, "ordered") as ranks:
+            for first in range(1, STEPS, STEPS_OF_KILL):
+                for _ in range(STEPS_OF_KILL):
+                    ranks.orders.give("step")
+                ranks.hear_answers(first)
+                time.sleep(chance.uniform(0, 0.06))  # house: allow sleep: anywhere in the steps that follow
+                manager.kill()
+                ranks.hear_answers(first + STEPS_OF_KILL - 1)
+            status, error = ranks.end()
         log = service.log()
     found = GOES_ON.findall(log)
     counts["kills"] += KILLS

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # Goal    A daemon that is killed and started again under a training run costs it no committed step and no bit: ranks go
 #         on by themselves; where gradients were under way, each rank gets E_GRAD_DROPPED and repeats its batch.
-# Method  Two ranks on a real daemon, which a stand-in for the service manager kills with SIGKILL and starts again
-#         several times: behind a step, whose update may run, or behind backward, where the ranks are held meanwhile; and
-#         while they are under way. Then SHA-256 of weights and states beside the same training in a job that saw no
-#         kill.
+# Method  Two ranks on a real daemon, which take each step from the test. A stand-in for the service manager kills the
+#         daemon with SIGKILL and starts it again at each place of a step: behind one, whose update may run; in backward and
+#         behind it, where ranks wait for the test; while one rank waits in step() for the other; and while they are under
+#         way. Then SHA-256 of weights and states beside the same training in a job that saw no kill.
 
-import json
 import random
-import threading
-import time
 
 import forebay
 import pytest
 from daemon_process import missing
 from forebay.states import state_dict
 from models import train
+from ordered_steps import BETWEEN_STEPS, PLACES, RANKS, UNDER_WAY
 from test_daemon_restart import (
-    DEADLINE_S,
-    RANKS,
     SEED,
     Service,
     assert_goes_on,
+    go_to,
     jobs_of,
     room_of_one_without_states,
     room_without_states,
@@ -29,10 +26,6 @@ from test_daemon_restart import (
 )
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
-
-KILLS = 4
-STEPS = 40
-KILLED_STEPS = 24  # a kill is behind one of these, and a little later: never in the attach behind the last step
 
 CASES = [
     ("shared", "memory", "dram"),
@@ -46,92 +39,41 @@ CASES = [
 ]
 
 
-class Ranks:
-    """The ranks' process, and what it says."""
-
-    def __init__(self, service, mode, level, steps, *hold, **variables):
-        self.process = service.start("durable_ranks", mode, level, steps, *hold, **variables)
-        self.watchdog = threading.Timer(DEADLINE_S, self.process.kill)
-        self.watchdog.start()
-        self.lines = []
-
-    def until(self, is_last):
-        """Reads lines until one is the last; None: there are no more."""
-        for text in self.process.stdout:
-            self.lines.append(json.loads(text))
-            if is_last(self.lines[-1]):
-                return self.lines[-1]
-        return None
-
-    def until_all_have_answered(self):
-        """A step; then the processes of the ranks."""
-        left = set(range(RANKS))
-        self.until(lambda line: line[0] == "answered" and (left.discard(line[1]) or not left))
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as children:
-            pids = [int(child) for child in children.read().split()]
-        assert not left and len(pids) == RANKS
-        return pids
-
-    def of(self, what):
-        return [line for line in self.lines if line[0] == what]
-
-    def end(self):
-        self.until(lambda _: False)
-        error = self.process.stderr.read()
-        status = self.process.wait(DEADLINE_S)
-        self.watchdog.cancel()
-        return status, error
-
-
 @pytest.mark.parametrize(("mode", "level", "place"), CASES)
-def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place, tmp_path):
+def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place):
     # A model with more weights than a cache of them.
     variables = {"FOREBAY_WIDTH": "128"} if mode == "sharded+leases" else {}
     chance = random.Random(f"{SEED} {mode} {level} {place}")
     room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level, **variables)
     service = Service(folder, *room)
-    hold = tmp_path / "hold"
-    where = []
+    killed_at = dict(enumerate(chance.sample(PLACES, len(PLACES)), 2))
+    last = 1 + len(PLACES) + 1
     with service.manager as manager:
         manager.start()
-        ranks = Ranks(service, mode, level, STEPS, hold, **variables)
-        for kill in range(KILLS):
-            step = chance.randrange(1 + kill * KILLED_STEPS // KILLS, (kill + 1) * KILLED_STEPS // KILLS)
-            # Behind the step, or behind the backward of the next one.
-            last = ["answered", 0, step]
-            if ranks.until(lambda line, last=last: line == last) is None:
-                break
-            if kill % 2 == 1:
-                time.sleep(chance.uniform(0, 0.03))  # house: allow sleep: anywhere in the steps that follow
+        with service.ranks("durable_ranks", mode, level, "ordered", **variables) as ranks:
+            ranks.take(1)
+            for step, where in killed_at.items():
+                go_to(manager, ranks, where, step)
                 manager.kill()
-                continue
-            (tmp_path / "next").write_text(str(kill))
-            (tmp_path / "next").rename(hold)
-            # The other one is held too, or waits for this one, or is still under way.
-            held = ranks.until(lambda line, kill=kill: line[0] == "held" and line[3] == str(kill))
-            if held is None:
-                break
-            where.append(held)
-            manager.kill()
-            hold.unlink()
-        status, error = ranks.end()
+                ranks.go_on(where)
+                ranks.hear_answers(step)
+            ranks.take(last)
+            status, error = ranks.end()
         assert status == 0, f"seed {SEED}: {error}\n{service.log()}"
         [job] = [job for job in forebay.status(f"{folder}/s")["jobs"] if job["name"] == "durable"]
         log = service.log()
     in_update = log.count("job durable goes on in the middle of the update of step")
-    assert len(where) == KILLS // 2 and log.count("job durable goes on at step") + in_update == KILLS, log
+    assert log.count("job durable goes on at step") + in_update == len(PLACES), log
     assert (job["weights_on_swap_bytes"] > 0) == (mode == "sharded+leases")
     assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
-    for rank in range(RANKS):
-        assert [line[2] for line in ranks.of("answered") if line[1] == rank] == list(range(1, STEPS + 1))
-    # Where one had delivered something, all repeat the step.
+    ranks.assert_answered(last)
+    # The daemon had gradients of the step: all ranks repeat it.
     repeated = [line[2] for line in ranks.of("repeated")]
-    assert all(repeated.count(step) == RANKS for step in repeated), repeated
-    assert len(repeated) >= RANKS * sum(line[2] == "backward" for line in where), where
-    digests = ranks.of("digests")
-    assert len(digests) == RANKS
-    for _, _, step, digest, uninterrupted in digests:
-        assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
+    for step, where in killed_at.items():
+        times = {BETWEEN_STEPS: (0,), UNDER_WAY: (0, RANKS)}.get(where, (RANKS,))
+        assert repeated.count(step) in times, f"killed {where} of step {step}, repeated: {repeated}"
+    assert set(repeated) <= set(killed_at)
+    ranks.assert_digests(last)
 
 
 @pytest.mark.parametrize("place", ["dram", "swap"])

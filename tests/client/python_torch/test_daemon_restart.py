@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # Goal    A daemon that its service manager restarts under a training run costs it nothing but the time: no error, no
 #         step lost or repeated, the bits that it would have had.
-# Method  Two ranks on a real daemon, which a stand-in for the service manager (its store of descriptors speaks systemd's
-#         protocol) ends with SIGTERM and starts again several times while they train, shared and under FSDP2, with
-#         states in DRAM, on swap, weights on swap, and durable. Then SHA-256 of weights and states beside the same
-#         training in a job that saw no restart. FOREBAY_SEED gives other moments.
+# Method  Two ranks on a real daemon, shared and under FSDP2, with states in DRAM, on swap, weights on swap, and durable.
+#         They take each step from the test. A stand-in for the service manager (its store of descriptors speaks systemd's
+#         protocol) ends the daemon with SIGTERM at each place of a step in turn and starts it again. Then SHA-256 of weights
+#         and states beside the same training in a job that saw no restart. FOREBAY_SEED gives other orders of the places,
+#         FOREBAY_RESTARTS more restarts.
 
-import json
+import functools
 import os
 import random
 import re
 import sys
 import tempfile
-import threading
-import time
 
 import forebay
 import pytest
 from daemon_process import FOREBAYD, ROOT, missing
+from kept_record import await_gradients
 from models import net, train
+from ordered_steps import DEADLINE_S, HELD_PLACES, PLACES, RANKS, Ranks
 from preloaded import preloaded
 from test_processes import environment
 
@@ -28,10 +29,9 @@ from service_manager import ServiceManager  # noqa: E402
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 SEED = int(os.environ.get("FOREBAY_SEED", "1"))
-RESTARTS = int(os.environ.get("FOREBAY_RESTARTS", "3"))
-DEADLINE_S = 180
-RANKS = 2
-STEPS = 30 * RESTARTS
+RESTARTS = int(os.environ.get("FOREBAY_RESTARTS", len(PLACES)))
+STEPS = 1 + RESTARTS + 1  # one before the first restart, one behind the last
+NOT_AT_REST = "go on as after a kill"  # a daemon logs it that has not waited for all jobs
 
 
 class Service:
@@ -51,6 +51,10 @@ class Service:
         """A run of a script on it."""
         variables["FOREBAY_SOCKET"] = f"{self.folder}/s"
         return preloaded(script, environment).start(arguments, variables)
+
+    def ranks(self, script, *arguments, **variables):
+        """Ranks of a script, which take steps as ordered."""
+        return Ranks(self.folder, functools.partial(self.start, script, *arguments), **variables)
 
     def log(self):
         return self.manager.log.read_text()
@@ -91,87 +95,95 @@ CASES = [
 ]
 
 
+def places_of(chance, count):
+    """So many, each as often as the others."""
+    places = [PLACES[number % len(PLACES)] for number in range(count)]
+    chance.shuffle(places)
+    return places
+
+
+def go_to(manager, ranks, place, step):
+    """Returns when the ranks are there, and the daemon has gradients of theirs if it is to have some."""
+    ranks.go_to(place, step)
+    if place in HELD_PLACES:
+        await_gradients(manager, step)
+
+
+def restart_at(manager, ranks, place, step):
+    """The ranks go on once the daemon has heard that it is to stop."""
+    go_to(manager, ranks, place, step)
+    manager.begin_restart()
+    ranks.go_on(place)
+    manager.end_restart()
+    ranks.hear_answers(step)
+
+
 @pytest.mark.parametrize(("mode", "level", "place"), CASES)
 def test_a_restart_of_the_daemon_costs_time_alone(folder, mode, level, place):
     chance = random.Random(f"{SEED} {mode} {level} {place}")
     room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level)
     service = Service(folder, *room)
-    restarts = sorted(chance.sample(range(2, STEPS), RESTARTS))
-    answered = {rank: [] for rank in range(RANKS)}
-    digests = []
     with service.manager as manager:
         manager.start()
-        ranks = service.start("durable_ranks", mode, level, STEPS)
-        watchdog = threading.Timer(DEADLINE_S, ranks.kill)
-        watchdog.start()
-        # Beside them: the ranks go on meanwhile.
-        restarting = []
-        for line in ranks.stdout:
-            what, rank, *values = json.loads(line)
-            if what == "digests":
-                digests.append(values)
-            if what != "answered":
-                continue
-            answered[rank] += values
-            if rank == 0 and restarts and values[0] == restarts[0]:
-                restarts.pop(0)
-                for thread in restarting:
-                    thread.join(DEADLINE_S)
-                restarting.append(threading.Thread(target=manager.restart))
-                restarting[-1].start()
-        error = ranks.stderr.read()
-        assert ranks.wait(DEADLINE_S) == 0, f"seed {SEED}: {error}\n{service.log()}"
-        watchdog.cancel()
-        for thread in restarting:
-            thread.join(DEADLINE_S)
+        with service.ranks("durable_ranks", mode, level, "ordered") as ranks:
+            ranks.take(1)
+            for step, where in enumerate(places_of(chance, RESTARTS), 2):
+                restart_at(manager, ranks, where, step)
+            ranks.take(STEPS)
+            status, error = ranks.end()
+        assert status == 0, f"seed {SEED}: {error}\n{service.log()}"
         [job] = [job for job in forebay.status(f"{folder}/s")["jobs"] if job["name"] == "durable"]
         log = service.log()
     assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
-    assert answered == {rank: list(range(1, STEPS + 1)) for rank in range(RANKS)}
-    assert len(digests) == RANKS
-    for step, digest, uninterrupted in digests:
-        assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
+    ranks.assert_answered(STEPS)
+    assert ranks.of("repeated") == []
+    ranks.assert_digests(STEPS)
     assert log.count("job durable goes on at step") == RESTARTS, log
-    assert not re.search(r"^\S+ (error|critical) ", log, re.M), log
+    assert not re.search(rf"^\S+ (error|critical) |{NOT_AT_REST}", log, re.M), log
 
 
 LARGE = ["swap.staging=6MiB", "swap.capacity=256MiB", "update.block_elems=131072"]
-LARGE_STEPS = 24  # of so many layers: they last longer than the restarts
-LARGE_LAYERS = 6
+LARGE_LAYERS = {"FOREBAY_LAYERS": "6"}
+
+
+def large_training(folder, limit, restarts):
+    """(the daemon's log, what the first rank says in the end), with a restart at each of these places."""
+    with tempfile.TemporaryDirectory(prefix="fb", dir=folder) as place:
+        service = Service(place, *LARGE, f"dram.limit={limit}")
+        with service.manager as manager:
+            manager.start()
+            arguments = (RANKS, "ordered", "exact", "bfloat16")
+            with service.ranks("weights_on_swap", *arguments, **LARGE_LAYERS) as ranks:
+                ranks.take(1)
+                for step, where in enumerate(restarts, 2):
+                    if where is None:
+                        ranks.take(step)
+                    else:
+                        restart_at(manager, ranks, where, step)
+                ranks.take(STEPS)
+                status, error = ranks.end()
+            log = service.log()
+    assert status == 0, f"seed {SEED}: {error}\n{log}"
+    ranks.assert_answered(STEPS)
+    return log, ranks.lines[-1]
+
+
+def smallest_limit_of_large_training(folder):
+    with tempfile.TemporaryDirectory(prefix="fb", dir=folder) as place:
+        service = Service(place, *LARGE, "dram.limit=12MiB")
+        with service.manager as manager:
+            manager.start()
+            ranks = service.start("weights_on_swap", RANKS, 1, "exact", "bfloat16", **LARGE_LAYERS)
+            _, error = ranks.communicate(timeout=DEADLINE_S)
+    return max(map(int, re.findall(r"dram.limit to at least (\d+) bytes", error)))
 
 
 def test_a_job_whose_weights_are_on_swap_goes_on(folder):
     """In the smallest limit, where each lease keeps a slot of the cache; updates under compute, a write in place."""
-    chance = random.Random(SEED)
-    needed, results = 1 << 30, []
-    for limit, restarts in ((12 << 20, 0), (1 << 30, 0), (None, RESTARTS)):
-        with tempfile.TemporaryDirectory(prefix="fb", dir=folder) as place:
-            service = Service(place, *LARGE, f"dram.limit={limit or needed}")
-            with service.manager as manager:
-                manager.start()
-                arguments = (RANKS, LARGE_STEPS, "exact", "bfloat16")
-                ranks = service.start("weights_on_swap", *arguments, FOREBAY_LAYERS=str(LARGE_LAYERS))
-                watchdog = threading.Timer(DEADLINE_S, ranks.kill)
-                watchdog.start()
-                done = 0
-                while done < restarts and ranks.poll() is None:
-                    before = service.log().count("goes on at step")
-                    time.sleep(chance.uniform(0.2, 0.7))  # house: allow sleep: a random moment of the run
-                    jobs = forebay.status(f"{place}/s")["jobs"]
-                    if ranks.poll() is None and jobs and jobs[0]["committed_step"] > 0:
-                        manager.restart()
-                        done += 1
-                        assert service.log().count("goes on at step") == before + 1, service.log()
-                output, error = ranks.communicate(timeout=DEADLINE_S)
-                watchdog.cancel()
-                log = service.log()
-        if limit == 12 << 20:
-            needed = max(map(int, re.findall(r"dram.limit to at least (\d+) bytes", error)))
-            continue
-        assert ranks.returncode == 0, f"seed {SEED}: {error}\n{log}"
-        assert done == restarts, "the ranks ended before the last restart"
-        results.append(json.loads(output.splitlines()[-1]))
-    (digest, losses, in_dram, *_), (restarted, others, job, *_) = results
+    places = places_of(random.Random(SEED), RESTARTS)
+    _, (digest, losses, in_dram, *_) = large_training(folder, 1 << 30, [None] * RESTARTS)
+    log, (restarted, others, job, *_) = large_training(folder, smallest_limit_of_large_training(folder), places)
+    assert log.count("goes on at step") == RESTARTS and NOT_AT_REST not in log, log
     assert in_dram["weights_on_swap_bytes"] == 0 < job["weights_on_swap_bytes"]
     assert (restarted, others) == (digest, losses), f"seed {SEED}"
 

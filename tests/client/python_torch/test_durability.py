@@ -94,7 +94,7 @@ def kill_within_a_step(daemon, mode, level):
                 began = time.monotonic()
             elif what == "ended":
                 ends += values
-            elif rank == 0 and values[0] == kill_at:
+            elif what == "answered" and rank == 0 and values[0] == kill_at:
                 now = time.monotonic()
                 wait_until(now + part_of_a_step * (now - began) / kill_at)
                 daemon.process.kill()

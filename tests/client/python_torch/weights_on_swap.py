@@ -3,8 +3,9 @@
 line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node
 uses, those of its swap path.
 
-usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [late | wait | KILLED_STEP | MODEL]
+usage: weights_on_swap.py RANKS STEPS|ordered FORMAT DTYPE [late | wait | KILLED_STEP | MODEL]
 
+ordered: the steps that a test orders (ordered_steps.py); each rank prints ["answered", rank, step] behind each.
 late: on the GPU of late_device.py. wait: step() returns when all is updated. At KILLED_STEP the last rank is killed in
 its forward; then all start again and attach to the job. MODEL: one of MODELS below instead of a plain one.
 """
@@ -22,6 +23,7 @@ import forebay  # noqa: E402
 import forked_ranks  # noqa: E402
 import late_device  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from ordered_steps import BEFORE_STEP, BEHIND_BACKWARD, Ordered, say  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
@@ -131,6 +133,17 @@ def read(shard):
     shard.to_local().clone()
 
 
+def steps_from(step, last, orders, rank):
+    """Yields each: until the last, or as ordered."""
+    if orders is None:
+        yield from range(step, last)
+        return
+    while orders.await_step(step + 1):
+        yield step
+        step += 1
+        say("answered", rank, step)
+
+
 def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     os.environ["FOREBAY_RUN"] = "one"
     on_device, waits = way == "late", way == "wait"
@@ -145,8 +158,12 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
         for number, layer in enumerate(model.layers):
             other = model.layers[(5 * number + rank) % len(model.layers)].down.weight
             layer.register_forward_pre_hook(lambda *_, shard=other: read(shard))
+    orders = Ordered(rank) if steps is None else None
+    if orders is not None:
+        say("pid", rank, os.getpid())
+        orders.hold_in_backward(model.layers[len(model.layers) // 2])
     losses = []
-    for step in range(opt.committed_step, steps):
+    for step in steps_from(opt.committed_step, steps, orders, rank):
         if step == killed_step and rank == ranks - 1:
             model.layers[5].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         for layer in model.layers:
@@ -156,6 +173,9 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
         logits = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
+        if orders is not None:
+            orders.at(BEHIND_BACKWARD)
+            orders.at(BEFORE_STEP)  # or before clipping, in which ranks wait for each other too
         if step % 2 == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
@@ -181,7 +201,8 @@ def launch(*arguments):
 
 
 def main(arguments):
-    ranks, steps, format = int(arguments[0]), int(arguments[1]), arguments[2]
+    ranks, format = int(arguments[0]), arguments[2]
+    steps = None if arguments[1] == "ordered" else int(arguments[1])
     dtype = getattr(torch, arguments[3])
     way = arguments[4] if len(arguments) > 4 else ""
     if way.isdigit():
