@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Goal    The daemon of `forebay run` may end under a training run: the next one goes on with its jobs, where it could
 #         hand them over, and has what is durable where it could not.
-# Method  Ranks under a real `forebay run`, whose daemon gets SIGTERM while they train, or SIGKILL between two jobs;
-#         SHA-256 of weights and states beside the same training in a job that saw no restart. FOREBAY_SEED gives other
-#         moments.
+# Method  Ranks under a real `forebay run`, which take each step from the test. The daemon gets SIGTERM at each place of a
+#         step in turn, or SIGKILL between two jobs; SHA-256 of weights and states beside the same training in a job that
+#         saw no restart. FOREBAY_SEED gives other orders of the places, FOREBAY_RESTARTS more restarts.
 
+import contextlib
 import json
 import os
 import pathlib
@@ -18,16 +19,13 @@ import time
 
 import pytest
 from daemon_process import FOREBAYD, missing
-from test_daemon_restart import DEADLINE_S, RANKS, room_without_states
+from ordered_steps import DEADLINE_S, Ranks
+from test_daemon_restart import NOT_AT_REST, RESTARTS, SEED, STEPS, places_of, room_without_states
 from test_processes import HERE, environment
 
 FOREBAY = FOREBAYD.parent / "forebay"
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
-
-SEED = int(os.environ.get("FOREBAY_SEED", "1"))
-RESTARTS = int(os.environ.get("FOREBAY_RESTARTS", "2"))
-STEPS = 30 * RESTARTS
 
 
 def children(pid):
@@ -39,7 +37,7 @@ def children(pid):
 class Run:
     """`forebay run` of a Python script beside this file, with swap in `folder`; a context: its end ends it."""
 
-    def __init__(self, folder, settings, *script):
+    def __init__(self, folder, settings, *script, **variables):
         values = ["update.workers=2", "update.block_elems=4096", "swap.staging=2MiB", *settings]
         flags = ["--swap", folder, "--swap-size", "128MiB", "--verbose"]
         flags += [word for value in values for word in ("--set", value)]
@@ -48,7 +46,7 @@ class Run:
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(
                 [FOREBAY, "run", *flags, "--", sys.executable, HERE / script[0], *script[1:]],
-                env={**environment(), "XDG_RUNTIME_DIR": str(folder)},
+                env={**environment(), "XDG_RUNTIME_DIR": str(folder), **variables},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -93,31 +91,33 @@ CASES = [("shared", "memory", "dram"), ("shared", "step", "dram"), ("sharded", "
 def test_ranks_go_on_when_it_is_asked_to_stop(folder, mode, level, place):
     chance = random.Random(f"{SEED} {mode} {level} {place}")
     room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level)
-    moments = sorted(chance.sample(range(2, STEPS), RESTARTS))
-    answered = {rank: [] for rank in range(RANKS)}
-    digests = []
-    with Run(folder, room, "durable_ranks.py", mode, level, str(STEPS)) as run:
-        done = 0
-        for what, rank, *values in run.lines():
-            if what == "digests":
-                digests.append(values)
-            if what != "answered":
-                continue
-            answered[rank] += values
-            if rank == 0 and done < RESTARTS and values[0] == moments[done]:
-                done += 1
-                run.await_ready(done)
-                run.end_daemon(signal.SIGTERM)  # the ranks go on meanwhile
-        assert run.process.wait(DEADLINE_S) == 0, f"seed {SEED}: {run.log()}"
+    with contextlib.ExitStack() as stack:
+        run = None
+
+        def start(**variables):
+            nonlocal run
+            run = stack.enter_context(Run(folder, room, "durable_ranks.py", mode, level, "ordered", **variables))
+            return run.process
+
+        ranks = stack.enter_context(Ranks(folder, start))
+        ranks.take(1)
+        for step, where in enumerate(places_of(chance, RESTARTS), 2):
+            ranks.go_to(where, step)
+            run.end_daemon(signal.SIGTERM)
+            ranks.go_on(where)
+            run.await_ready(step)
+            ranks.hear_answers(step)
+        ranks.take(STEPS)
+        status, _ = ranks.end()
+        assert status == 0, f"seed {SEED}: {run.log()}"
         log = run.log()
-    assert answered == {rank: list(range(1, STEPS + 1)) for rank in range(RANKS)}
-    assert len(digests) == RANKS
-    for step, digest, uninterrupted in digests:
-        assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
+    ranks.assert_answered(STEPS)
+    assert ranks.of("repeated") == []
+    ranks.assert_digests(STEPS)
     assert log.count("job durable goes on at step") == RESTARTS, log
     assert log.count("exit status 0; it is started again") == RESTARTS, log
     assert log.count("is kept at step") == RESTARTS, f"in the end nobody is to go on: {log}"
-    assert not re.search(r"^\S+ (error|critical) |^error\[", log, re.M), log
+    assert not re.search(rf"^\S+ (error|critical) |^error\[|{NOT_AT_REST}", log, re.M), log
     assert list(run.folder.glob("forebay-run-*")) == []
 
 
