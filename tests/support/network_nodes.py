@@ -177,7 +177,7 @@ def _make_keys(folder, names):
     (folder / "known_hosts").write_text(known, encoding="utf-8")
 
 
-def _await_link(node):
+def await_link(node):
     """Returns once the kernel says that the link works, which may be a second after it was set up."""
     end = time.monotonic() + DEADLINE_S
     show = node.command("ip", "link", "show", "dev", LINK, "up")
@@ -213,7 +213,7 @@ def two_nodes(folder):
             node.run("ip", "addr", "add", f"{address}/24", "dev", LINK)
             node.run("ip", "link", "set", LINK, "up")
         for node in nodes:
-            _await_link(node)
+            await_link(node)
         yield nodes
 
 

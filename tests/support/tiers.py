@@ -51,7 +51,7 @@ FULL = {
     PACKAGE + "test_nodes_daemon.py::test_a_daemon_that_is_killed_keeps_what_it_has_prepared[*hold=0,1@*": (
         PACKAGE + "test_nodes_daemon.py::test_a_daemon_that_is_killed_keeps_what_it_has_prepared[*hold=2,3@*"
     ),
-    PACKAGE + "test_remote_restart.py::test_ranks_go_on[sharded+leases-swap]": (
+    PACKAGE + "test_remote_restart.py::test_ranks_go_on[sharded-swap]": (
         PACKAGE + "test_remote_restart.py::test_ranks_go_on[sharded-dram]"
     ),
     PACKAGE + "test_remote_restart.py::test_ranks_go_on[shared+loads-dram]": (

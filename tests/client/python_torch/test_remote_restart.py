@@ -3,7 +3,7 @@
         or started again, and where the link is down for longer than the keepalive: no error, each step once, the bits
         of a run that saw nothing of the kind.
 Method  As test_remote.py, with a keepalive of half a second and a daemon whose service manager keeps what it has in
-        memory. Under a training of two ranks something is taken away every few steps, wherever they are.
+        memory. Two ranks take each step from the test, which takes something away at a known place of it.
 """
 
 import contextlib
@@ -19,17 +19,16 @@ import durable_ranks
 import forebay
 import pytest
 import torch.distributed as dist
-from network_nodes import LINK
+from network_nodes import LINK, await_link
+from ordered_steps import IN_STEP, PLACES, Orders, await_sleep
 from remote_gateway import PORT
-from test_daemon_restart import SEED, Service, room_without_states
+from test_daemon_restart import NOT_AT_REST, SEED, Service, room_without_states
 from test_remote import DEADLINE_S, Place
 from test_remote_faults import await_end
 
 KEEPALIVE_MS = 500
 AWAY_S = 1.2 * KEEPALIVE_MS / 1000
-STEPS = 160
-STEPS_BETWEEN = 2
-CASES = [("shared", "dram"), ("shared+loads", "dram"), ("sharded", "dram"), ("sharded+leases", "swap")]
+CASES = [("shared", "dram"), ("shared+loads", "dram"), ("sharded", "dram"), ("sharded", "swap")]
 
 
 def agents_of(place):
@@ -88,9 +87,8 @@ class KeptPlace(Place):
         self.nodes[0].run("ip", "link", "set", LINK, "down")
         time.sleep(AWAY_S)  # house: allow sleep: longer than the keepalive
         self.nodes[0].run("ip", "link", "set", LINK, "up")
-
-    def restart_daemon(self):
-        self.service.manager.restart()
+        for node in self.nodes:  # an attach right behind the last step finds it
+            await_link(node)
 
     def kill_daemon(self):
         self.service.manager.kill()
@@ -102,6 +100,8 @@ class KeptPlace(Place):
 
 
 WHAT = [name for name in vars(KeptPlace) if name.partition("_")[0] in ("kill", "restart", "hold", "cut")]
+WHAT.append("restart_daemon")
+STEPS = 1 + len(WHAT) + 1  # one before the first, one behind the last
 
 
 def train(*words):
@@ -122,20 +122,44 @@ def test_ranks_go_on(gateway_network, folder, mode, where):
     assert len(digests) == durable_ranks.RANKS
     for step, digest, undisturbed in digests:
         assert step == STEPS and digest == undisturbed, f"seed {SEED}"
+    assert NOT_AT_REST not in log, log
     # Of those that do not concern the daemon, each has cost a rank its connection.
     assert log.count("of job durable: its rank is back") >= sum("daemon" not in what for what in WHAT) - 1
 
 
 def run_under_faults(place, chance, mode, variables):
     """What the ranks say, and what the daemons have logged."""
-    output = place.start(train, mode, "memory", STEPS, **variables)
-    for what in chance.sample(WHAT, len(WHAT)):
-        made = sum(line[:2] == ["answered", 0] for line in output.said)
-        output.until(["answered", 0], made + STEPS_BETWEEN, DEADLINE_S)
-        time.sleep(chance.uniform(0, 0.03))  # house: allow sleep: anywhere in the steps that follow
+    with contextlib.closing(Orders(place.folder)) as orders:
+        output = place.start(train, mode, "memory", "ordered", **orders.variables, **variables)
+
+        def hear_answers(step):
+            for rank in range(durable_ranks.RANKS):
+                output.until(["answered", rank, step], 1, DEADLINE_S)
+
+        orders.give("step")
+        hear_answers(1)
+        for step, what in enumerate(chance.sample(WHAT, len(WHAT)), 2):
+            where = chance.choice(PLACES)
+            for rank, passed in orders.give_step(where):
+                output.until(["at", rank, passed, step], 1, DEADLINE_S)
+            if where == IN_STEP:
+                await_sleep(max(line for line in output.said if line[0] == "pid")[2])
+            take_away(place, what, lambda where=where: orders.give_rest(where))
+            hear_answers(step)
+        orders.give("step")
+        hear_answers(STEPS)
+        orders.give("end")
+        return output.wait(DEADLINE_S), place.service.log()
+
+
+def take_away(place, what, go_on):
+    if what != "restart_daemon":
         getattr(place, what)()
-    assert ["answered", 0, STEPS] not in output.said, "all of it was in their way"
-    return output.wait(DEADLINE_S), place.service.log()
+        go_on()
+        return
+    place.service.manager.begin_restart()
+    go_on()
+    place.service.manager.end_restart()
 
 
 # ---------------------------------------------- one rank, between its calls
