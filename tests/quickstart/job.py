@@ -156,7 +156,8 @@ class Run:
 
 
 def torchrun(run, args, *flags, script="tools/train_gpt.py"):
-    module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    # A machine may have no address of its own name: ranks would wait for one for minutes.
+    module = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
     ranks = ["--max-restarts=1", script, f"--steps={args.steps}"]
     ranks += ["--seq=64"] if args.smoke else []
     places = [f"--seed={args.seed}", f"--text={ROOT / 'build/kjv.txt'}", f"--out={run.out}"]
