@@ -12,7 +12,6 @@ import subprocess
 import sysconfig
 import time
 
-import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 START_DEADLINE_S = 30

@@ -14,8 +14,6 @@ from models import net, train
 
 STEPS = 30
 
-pytestmark = on_the_daemon
-
 
 @pytest.fixture
 def trainer(node):

@@ -17,7 +17,6 @@ from test_two_ranks import attach, both
 from torch import nn
 from torch.nn.utils import parametrizations, parameters_to_vector, prune, vector_to_parameters
 
-pytestmark = on_the_daemon
 LR = 1e-2
 
 
