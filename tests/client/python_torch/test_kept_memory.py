@@ -58,8 +58,7 @@ class HangingSwap:
 
 def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
     """Its record has no slots for the blocks that left DRAM: the next daemon zeroes some before anything else."""
-    if not FAULTY_DISK.exists():
-        pytest.skip(f"{FAULTY_DISK} is not built")
+    assert FAULTY_DISK.exists(), "cmake --build build --target faulty_disk"
     service = Service(folder, "dram.limit=90MiB", "swap.capacity=256MiB", "io.engine=threads")
     swap = HangingSwap(service)
 
