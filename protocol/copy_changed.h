@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A copy of bytes that rarely change, as buffers of a model.
+// Copies bytes that may be there already, as a model's buffers from an older step.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 namespace forebay::protocol {
 
 // Afterwards `to` begins with `from`. A page that is there already is read and not written: 2 bytes of memory traffic for
-// each that is copied, instead of 3. Returns the bytes that were written.
+// each that is copied, instead of 3. The comparison of another page ends at its first byte that differs. Returns the bytes that
+// were written.
 inline uint64_t CopyChanged(std::span<const std::byte> from, std::span<std::byte> to) {
   uint64_t written_bytes = 0;
   for (size_t at = 0; at < from.size(); at += kPageBytes) {

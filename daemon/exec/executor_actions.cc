@@ -2,7 +2,6 @@
 // What the executor does for each action of the state machine.
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -326,12 +325,8 @@ void Executor::Run(CopyToStepArena& action) {
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
   const auto to = Part(jobs_.at(action.job).step, action.step_offset_bytes, action.bytes);
-  PostTask(action.task, [grad, from, to, rarely_changes = action.rarely_changes] {
-    if (rarely_changes) {
-      protocol::CopyChanged(from, to);
-    } else {
-      std::memcpy(to.data(), from.data(), from.size());
-    }
+  PostTask(action.task, [grad, from, to] {
+    protocol::CopyChanged(from, to);  // most of extra_state is there from an older step
     return TaskDone{};
   });
 }

@@ -396,7 +396,6 @@ struct CopyToStepArena {
   uint64_t grad_offset_bytes = 0;
   uint64_t step_offset_bytes = 0;
   uint64_t bytes = 0;
-  bool rarely_changes = false;  // what is there already, of an older step, is mostly the same
 };
 
 // The type of a job's gradient sums: float32, or that of the gradients where one rank delivers them

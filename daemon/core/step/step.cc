@@ -376,8 +376,7 @@ void Step::BeginReducing() {
         CopyToStepArena{.session = call.command.session,
                         .grad_offset_bytes = call.extra_state_offset_bytes,
                         .step_offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_),
-                        .bytes = call.request.extra_state_bytes,
-                        .rarely_changes = true});
+                        .bytes = call.request.extra_state_bytes});
   }
 }
 
