@@ -206,8 +206,8 @@ inline constexpr size_t kExchangedBytesMax = 256 << 10;  // of all, that a rank 
 // a status of the largest node: 1024 jobs with all their groups and arenas.
 inline constexpr uint64_t kRequestBytesMax = uint64_t{512} << 10;
 inline constexpr uint64_t kAnswerBytesMax = uint64_t{64} << 20;
-// Of one rank: a record holds it as one Data, which has less than 512 MiB. A rank on another node gets it in an answer, with
-// rank 0's.
+// The limits of one rank. A record holds extra_state as one Data, which has less than 512 MiB. A rank on another node gets it
+// in an answer, with rank 0's.
 inline constexpr uint64_t kExtraStateBytesMax = uint64_t{480} << 20;
 inline constexpr uint64_t kRemoteExtraStateBytesMax = uint64_t{16} << 20;
 

@@ -404,7 +404,7 @@ struct Attachment::State {
   std::pmr::list<GradientCopy> gradient_copies{&memory};  // on `stream`
   std::pmr::list<UnsentGradient> unsent{&memory};
   std::optional<StepInFlight> step;
-  // Of the step in flight, or of the newest before: most of it is the same in each step.
+  // Sent with the step in flight, or with the newest before: most of it is the same in each step.
   std::vector<std::byte> sent_extra_state;
   std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
   const std::shared_ptr<internal::DeviceTrace> device_trace =

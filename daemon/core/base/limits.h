@@ -74,7 +74,7 @@ inline constexpr uint32_t kTurnsBetweenSteps = 8;
 inline constexpr std::pmr::pool_options kStepMemoryOptions = {
     .max_blocks_per_chunk = 256, .largest_required_pool_block = size_t{1} << 20};
 
-// Of the limit, at most a 64th part: blocks that come back to DRAM leave so much for readers, whose arenas have 1 MiB.
+// Blocks that come back to DRAM leave so much for readers, whose arenas have 1 MiB; at most a 64th part of the limit.
 inline constexpr uint64_t kReadersRoomBytes = uint64_t{4} << 20;
 
 struct NodeOptions {

@@ -37,7 +37,7 @@ std::string EntryName(uint32_t blocks, uint32_t entry);
 // What a ledger says of a version; nothing where it has no slot.
 std::optional<DurableBytes> BytesOf(const BlockLedger::Version& version);
 
-// What each swap slot of one durable job must hold. Entry i is block i; the parts of the weights arena follow the blocks.
+// Says what each swap slot of one durable job must hold. Entry i is block i; the parts of the weights arena follow the blocks.
 class DurableContent {
  public:
   // `job`: as DecodeLedger() returns it.

@@ -20,7 +20,7 @@ using protocol::RoundUp;
 // swap: those of two versions, and once more in the job as it was recorded.
 constexpr uint64_t kRecords = 2;
 
-// Of heap: what the allocator adds to a string or vector, and what the tables hold of a parameter, a
+// Heap bytes: those that the allocator adds to a string or vector, and those that the tables hold of a parameter, a
 // group, a partition, a box, a session and a job beside names and shapes.
 constexpr uint64_t kHeapBlockBytes = 32;
 constexpr uint64_t kParamTableBytes = 160;
@@ -75,7 +75,7 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }
 
-// What tells of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
+// Tables of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
 uint64_t DurableTableBytes(const Layout& layout, const MemoryPlan& plan, uint64_t block_elems) {
   constexpr uint64_t kEntryTableBytes = 512;
   constexpr uint64_t kLedgers = 3;

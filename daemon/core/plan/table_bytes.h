@@ -18,10 +18,10 @@ uint64_t TableBytes(const protocol::Layout& layout, const NodeOptions& options,
 
 // Digests of the pages of weights on swap, of the current and of the next version.
 uint64_t DigestBytes(const protocol::Layout& layout);
-// Of them, in records of the job.
+// The digests in records of the job.
 uint64_t RecordDigestBytes(const protocol::Layout& layout, const NodeOptions& options);
 
-// With the one before (DurableJob::before).
+// Durable steps that a job keeps, with the one before (DurableJob::before).
 uint64_t DurableStepsKept(const SessionRequest& session);
 
 }  // namespace forebay::daemon

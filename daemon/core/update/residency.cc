@@ -20,9 +20,9 @@ std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& sw
   uint64_t planned_bytes = 0;
   for (uint32_t block = placement.blocks(); block-- > 0 && planned_bytes < bytes;) {
     const BlockLocation& location = placement.WhereBlock(block);
+    const bool stays = location.tier == Tier::kDram && location.move == BlockMove::kNone;
     const bool comes_back = location.move == BlockMove::kPromote;
-    if (!comes_back && (location.tier != Tier::kDram || location.move != BlockMove::kNone))
-      continue;
+    if (!stays && !comes_back) continue;
     const uint32_t slots_needed = comes_back ? SlotsToLeaveAgain(block) : kSwapSlotsPerBlock;
     std::optional<std::vector<nvme::Slot>> slots = swap.Allocate(slots_needed, slot_bytes_);
     if (!slots) break;
