@@ -27,6 +27,7 @@ from forebay_command import (
     forebay,
     run_flags,
 )
+from kill_at_once import kill_at_once
 
 SWAP = "--swap {swap} --swap-size 64MiB"
 
@@ -388,10 +389,7 @@ def test_nothing_is_left_after_a_kill_of_the_second_process(folders):
 def test_what_a_kill_of_both_processes_leaves_is_removed_by_the_next_run(folders):
     environment, runtime, swap = folders
     started = Started(folders)
-    both = (started.process.pid, started.supervisor)
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # neither is to clean up behind the other
-        for pid in both:
-            os.kill(pid, number)
+    kill_at_once(started.process.pid, started.supervisor)
     assert started.wait() == -signal.SIGKILL
     for pid in (*started.pids, started.daemon, started.supervisor):
         await_end(pid)

@@ -13,6 +13,7 @@ import signal
 
 import pytest
 from forebay_command import FOREBAY, Started, await_end, folders_of_run, forebay
+from kill_at_once import kill_at_once
 
 CLIENT = FOREBAY.parent.parent / "tests/held_client"
 TRAIN = ("sh", "-c", f'"{CLIENT}" "$FOREBAY_SOCKET" 0 1 step')
@@ -260,11 +261,7 @@ class Held(Started):
         }
 
     def kill(self, *names):
-        """None cleans up behind another."""
-        pids = self.processes()
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for name in names:
-                os.kill(pids[name], number)
+        kill_at_once(*(pid for name, pid in self.processes().items() if name in names))
 
     def ended(self):
         """Its status, once all its processes have ended."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 from daemon_process import ROOT, missing
 from kept_record import DECIDED, FIXED_WORDS, PUBLISHED, await_decision, record, words
+from kill_at_once import kill_at_once
 from models import net, train
 from ordered_steps import BETWEEN_STEPS, DEADLINE_S
 from test_daemon_restart import (
@@ -289,8 +290,7 @@ def test_restarts_while_ranks_are_on_their_way_back(folder):
             while jobs_of(service)["durable"] < before + 3:
                 assert ranks.process.poll() is None and time.monotonic() < end, service.log()
                 time.sleep(0.01)  # house: allow sleep: a poll with a deadline
-            for pid in [*pids, ranks.process.pid]:
-                os.kill(pid, signal.SIGKILL)
+            kill_at_once(ranks.process.pid, *pids)
             reader.join(DEADLINE_S)
 
 

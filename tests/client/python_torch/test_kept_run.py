@@ -8,13 +8,13 @@
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import threading
 
 import pytest
 from daemon_process import FOREBAYD, missing
+from kill_at_once import kill_at_once
 from test_processes import HERE, environment
 
 FOREBAY = FOREBAYD.parent / "forebay"
@@ -163,10 +163,7 @@ def check_resumed(folder, whole, ended, step, *level):
 
 
 def kill(run, *names):
-    pids = run.processes()
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # none is to clean up behind another
-        for name in names:
-            os.kill(pids[name], number)
+    kill_at_once(*(pid for name, pid in run.processes().items() if name in names))
 
 
 def test_a_training_goes_on_after_signals_and_kills(folder, whole):
