@@ -68,7 +68,7 @@ struct CommandLine {
 
 int Fail(const absl::Status& status) {
   if (!absl::IsCancelled(status)) {  // the reader of the output has gone
-    std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
+    forebay::protocol::PrintError(status);
   }
   return kExitError;
 }

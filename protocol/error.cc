@@ -2,6 +2,7 @@
 #include "protocol/error.h"
 
 #include <array>
+#include <cstdio>
 #include <string>
 #include <system_error>
 
@@ -161,6 +162,10 @@ std::string FormatError(const absl::Status& status) {
   const std::string hint = HintOf(status);
   if (!hint.empty()) absl::StrAppend(&text, "\nhint: ", hint);
   return text;
+}
+
+void PrintError(const absl::Status& status) {
+  std::fprintf(stderr, "%s\n", FormatError(status).c_str());
 }
 
 absl::Status ParseError(std::string_view text) {

@@ -86,6 +86,9 @@ bool IsRetryable(const absl::Status& status);
 // "error[E_SWAP_NOSPC]: message\nhint: ..." without a trailing newline; what a terminal shows.
 std::string FormatError(const absl::Status& status);
 
+// The same on standard error, with a newline.
+void PrintError(const absl::Status& status);
+
 // The error in a text that ends with one of FormatError; OK where there is none.
 absl::Status ParseError(std::string_view text);
 

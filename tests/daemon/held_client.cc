@@ -82,6 +82,6 @@ int main(int argc, char** argv) {
   const absl::Status status =
       Run(socket, static_cast<uint32_t>(std::stoul(argv[2])),
           static_cast<uint32_t>(std::stoul(argv[3])), argv[4], argc > 6 ? argv[6] : "job");
-  std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
+  forebay::protocol::PrintError(status);
   return status.ok() ? 0 : 1;
 }
