@@ -28,7 +28,6 @@ constexpr uint64_t kGroupElems = uint64_t{1} << 20;
 constexpr uint64_t kBytes = 12;       // of a parameter in format exact: weights and states
 constexpr uint64_t kSlotsAtStep = 3;  // for each block and each part of the weights, and one more
 constexpr uint64_t kLoopBytes = 256 * kMiB;
-constexpr double kGiga = 1e9;
 
 constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::kStep, .steps = 1};
 
@@ -81,7 +80,8 @@ absl::StatusOr<BenchResult> TimePlace(const BenchOptions& options, const std::st
     ASSIGN_OR_RETURN(const Sample step, memory.TimeStep());
     ASSIGN_OR_RETURN(const Sample rate, disk.RunWrites());
     memory_s = step.value;
-    const double more_s = static_cast<double>(more_bytes - step.bytes_written) / kGiga / rate.value;
+    const double more_s =
+        static_cast<double>(more_bytes - step.bytes_written) / protocol::kGb / rate.value;
     return Sample{.value = step.value + more_s};
   };
   const auto value = [&]() -> absl::StatusOr<Sample> {

@@ -46,7 +46,6 @@ constexpr uint32_t kRanks = 4;  // whose sessions share the disk
 constexpr uint64_t kSwappedGroupElems = uint64_t{1} << 22;
 constexpr uint64_t kBlockBytesPerElem = 13;  // of exact with its weights, and rounding
 constexpr uint64_t kStagingBytes = 96 * protocol::kMiB;
-constexpr double kGiga = 1e9;
 constexpr client::Timeout kLimit = std::chrono::seconds(30);
 
 double Microseconds(Clock::duration time) {
@@ -156,7 +155,7 @@ absl::StatusOr<Sample> TimeForward(BenchJob& job) {
   const auto weights = static_cast<double>(job.attachment().layout().weights_bytes());
   RETURN_IF_ERROR(job.DeliverGradients());
   RETURN_IF_ERROR(job.TimedStep().status());
-  return Sample{.value = weights / took.count() / kGiga, .bytes_read = after - before};
+  return Sample{.value = weights / took.count() / protocol::kGb, .bytes_read = after - before};
 }
 
 uint64_t ParamsOnSwap(const BenchOptions& options) {

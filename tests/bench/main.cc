@@ -3,7 +3,6 @@
 // 0 good, 1 error, 2 usage.
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <sstream>
@@ -26,7 +25,7 @@ namespace {
 int Exit(const absl::Status& status, int exit_code) {
   if (status.ok()) return exit_code;
   if (!absl::IsCancelled(status)) {
-    std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+    protocol::PrintError(status);
   }
   return 1;
 }

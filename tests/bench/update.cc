@@ -37,7 +37,6 @@ constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
 constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
-constexpr double kGiga = 1e9;
 
 AdamPass PassOf(Format format) {
   return {.format = {format, format == Format::kFp32 ? protocol::DType::kFloat32
@@ -118,10 +117,10 @@ absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes, Traffic& las
   ASSIGN_OR_RETURN(const Traffic after, TrafficOf(job));
   const uint64_t swap_bytes =
       after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes;
-  const Sample sample{
-      .value = static_cast<double>(pass_bytes != 0 ? pass_bytes : swap_bytes) / seconds / kGiga,
-      .bytes_read = after.read_bytes - last.read_bytes,
-      .bytes_written = after.written_bytes - last.written_bytes};
+  const Sample sample{.value = static_cast<double>(pass_bytes != 0 ? pass_bytes : swap_bytes) /
+                               seconds / protocol::kGb,
+                      .bytes_read = after.read_bytes - last.read_bytes,
+                      .bytes_written = after.written_bytes - last.written_bytes};
   last = after;
   return sample;
 }
@@ -203,7 +202,7 @@ absl::StatusOr<BenchResult> MeasureOnSwap(const CaseOptions& options, BenchJob& 
          .limit_what = "the rate that the daemon's engine is limited to, of all paths",
          .measure = Measure::kRate},
         options.samples, [&] { return TimeStep(job, 0, last); },
-        [&] { return Sample{.value = TotalRate(options.bench) / kGiga}; });
+        [&] { return Sample{.value = TotalRate(options.bench) / protocol::kGb}; });
   }
   ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,
                    DiskLimit::Create(options.bench.swap_folder, options.params * kStateBytes));

@@ -19,8 +19,6 @@ using protocol::DType;
 using Access = StreamShape::Access;
 using Clock = std::chrono::steady_clock;
 
-constexpr double kGiga = 1e9;
-
 // Of the sums: one rank's gradient is its own sum.
 DType SumTypeOf(const GradientTask& task) {
   return task.ranks == 1 ? task.source : DType::kFloat32;
@@ -98,9 +96,10 @@ absl::StatusOr<BenchResult> MeasureGradientTask(const AdamFixture& fixture, cons
       }
     });
     const std::chrono::duration<double> took = Clock::now() - began;
-    return Sample{.value = static_cast<double>(bytes.read + bytes.written) / took.count() / kGiga,
-                  .bytes_read = bytes.read,
-                  .bytes_written = bytes.written};
+    return Sample{
+        .value = static_cast<double>(bytes.read + bytes.written) / took.count() / protocol::kGb,
+        .bytes_read = bytes.read,
+        .bytes_written = bytes.written};
   };
   return MeasureBesideLoops(fixture, what,
                             {.run = run, .streams = streams, .arrays = arrays, .threads = threads});

@@ -25,7 +25,6 @@ using Access = StreamShape::Access;
 
 static_assert(kLoopElems == loops::kChunkElems);
 
-constexpr double kGiga = 1e9;
 constexpr uint64_t kInterleave = 4;
 constexpr size_t kFewStreams = 8;
 constexpr uint32_t kPingPongRounds = 1000;
@@ -99,7 +98,7 @@ absl::StatusOr<Sample> GigabytesPerSecond(cpu_adam::WorkerPool& pool, const Loop
   for (const BenchStream& stream : streams) shapes.push_back(stream.shape);
   const PassBytes bytes = BytesOf(shapes, pass.chunks / runs * runs * loops::kChunkElems);
   const double seconds = RunPass(pool, pass, streams);
-  return Sample{.value = static_cast<double>(bytes.read + bytes.written) / seconds / kGiga};
+  return Sample{.value = static_cast<double>(bytes.read + bytes.written) / seconds / protocol::kGb};
 }
 
 }  // namespace

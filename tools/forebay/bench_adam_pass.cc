@@ -12,8 +12,6 @@ namespace {
 using Access = StreamShape::Access;
 using Clock = std::chrono::steady_clock;
 
-constexpr double kGiga = 1e9;
-
 StreamShape ShapeOf(uint64_t group_bytes, Access access) {
   return {static_cast<uint32_t>(group_bytes), access};
 }
@@ -38,9 +36,10 @@ class PassRun {
     blocks_.Update(hash);
     const std::chrono::duration<double> took = Clock::now() - began;
     const PassBytes bytes = BytesOf(Streams(pass_, elems_).shapes, elems_);
-    return Sample{.value = static_cast<double>(bytes.read + bytes.written) / took.count() / kGiga,
-                  .bytes_read = bytes.read,
-                  .bytes_written = bytes.written};
+    return Sample{
+        .value = static_cast<double>(bytes.read + bytes.written) / took.count() / protocol::kGb,
+        .bytes_read = bytes.read,
+        .bytes_written = bytes.written};
   }
 
   const std::vector<BenchStream>& streams() const { return streams_; }

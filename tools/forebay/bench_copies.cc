@@ -9,7 +9,6 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <functional>
 #include <memory>
 #include <span>
@@ -244,7 +243,7 @@ class CopiesBench {
       if (status.ok() && taken == nullptr) taken = &way;
       if (status.ok()) continue;
       if (protocol::IdOf(status) != ErrorId::kUnsupported) return status;
-      std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+      protocol::PrintError(status);
     }
     if (taken == nullptr) {
       return MakeError(ErrorId::kUnsupported, "the driver registers the weights in no way",

@@ -43,7 +43,6 @@ constexpr uint64_t kBlockBytes = kStateBytes << 20;
 constexpr uint32_t kStagingSlots = 8;  // as with two workers
 constexpr uint64_t kLedgerBytes = kMiB;
 constexpr std::chrono::seconds kAnswerLimit(60);
-constexpr double kGiga = 1e9;
 
 enum class Transfers : uint8_t { kReads, kWrites, kMixed };
 
@@ -98,7 +97,7 @@ class SwapLoop {
     if (written_ > 0) std::swap(current_, next_);
     const uint64_t all = current_.size() * kBlockBytes;
     const double moved_gb =
-        static_cast<double>(all * (transfers == Transfers::kMixed ? 2 : 1)) / kGiga;
+        static_cast<double>(all * (transfers == Transfers::kMixed ? 2 : 1)) / protocol::kGb;
     moved_gb_ += moved_gb;
     const Sample sample{.value = moved_gb / took.count(),
                         .bytes_read = transfers == Transfers::kWrites ? 0 : all,

@@ -25,7 +25,6 @@ using protocol::MakeError;
 using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kPieceBytes = protocol::kMiB;
-constexpr double kGiga = 1e9;
 
 }  // namespace
 
@@ -111,7 +110,7 @@ absl::StatusOr<Sample> DiskLimit::Run(Transfers transfers) {
   const std::chrono::duration<double> took = Clock::now() - began;
   const double times = transfers == Transfers::kCopies ? 2 : 1;
   const double bytes = times * static_cast<double>(pieces_ * kPieceBytes);
-  return Sample{.value = bytes / took.count() / kGiga};
+  return Sample{.value = bytes / took.count() / protocol::kGb};
 }
 
 // Between the slot's memory and a piece of the half that is read or written.

@@ -20,7 +20,6 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr std::chrono::minutes kRunLimit(10);
-constexpr double kGiga = 1e9;
 
 }  // namespace
 
@@ -59,7 +58,7 @@ absl::StatusOr<Sample> FioLimit::Run(const std::string& transfers) {
   const nlohmann::json& job = report["jobs"][0];
   const double rate =
       job["read"]["bw_bytes"].get<double>() + job["write"]["bw_bytes"].get<double>();
-  return Sample{.value = rate / kGiga};
+  return Sample{.value = rate / protocol::kGb};
 }
 
 }  // namespace forebay::tools

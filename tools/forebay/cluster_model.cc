@@ -23,7 +23,6 @@ using protocol::ErrorId;
 using protocol::FormatBytes;
 using protocol::MakeError;
 
-constexpr double kGb = 1e9;
 constexpr double kSlotsPerBlock = 2;  // the current one, and the one that the next step writes
 constexpr uint64_t kSampleElems = uint64_t{1} << 20;
 
@@ -195,7 +194,9 @@ std::string Bytes(double bytes) { return FormatBytes(static_cast<uint64_t>(bytes
 
 }  // namespace
 
-double TransferSeconds(double bytes, double rate) { return rate > 0 ? bytes / kGb / rate : 0; }
+double TransferSeconds(double bytes, double rate) {
+  return rate > 0 ? bytes / protocol::kGb / rate : 0;
+}
 
 double UpdateBytesPerParam(const ClusterModel& model) {
   return 2 * StatesWidth(model) + 3 * WeightsWidth(model);

@@ -198,7 +198,7 @@ absl::Status StopDurably(PrivateDaemon& daemon, int signal_fd,
 }
 
 // Says at which step each training stands. Errors: the first one that is not where it was.
-absl::Status Report(const KeptRun& run, const std::map<std::string, uint64_t>& committed) {
+absl::Status ReportSteps(const KeptRun& run, const std::map<std::string, uint64_t>& committed) {
   std::map<std::string, uint64_t> durable;
   for (const KeptTraining& training : run.trainings) durable[training.job] = training.step;
   const std::string places = absl::StrJoin(run.places, ", ");
@@ -276,7 +276,7 @@ absl::Status EndKept(KeptRunFile& file, PrivateDaemon& daemon, int signal_fd) {
   }
   KeptRun run = file.run();
   run.trainings = *std::move(trainings);
-  const absl::Status reported = Report(run, committed);
+  const absl::Status reported = ReportSteps(run, committed);
   if (status.ok()) status = reported;
   const bool is_empty = run.trainings.empty() && status.ok();
   const std::string name = run.name;

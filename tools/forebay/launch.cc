@@ -26,26 +26,23 @@
 #include "protocol/os/unique_fd.h"
 #include "protocol/standard_output.h"
 #include "tools/forebay/launch_node.h"
+#include "tools/forebay/process.h"
 
 namespace forebay::tools {
 namespace {
 
 using protocol::ErrorId;
 using protocol::MakeError;
+using protocol::PrintError;
 using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFailed = 1;
 // For the hosts whose command is ended: longer than what launch-node gives it.
 constexpr std::chrono::seconds kEndLimit(15);
 constexpr std::array<std::string_view, 4> kExportedNames = {"PATH", "LD_LIBRARY_PATH",
                                                             "VIRTUAL_ENV", "CONDA_PREFIX"};
 constexpr std::array<std::string_view, 9> kExportedPrefixes = {
     "FOREBAY_", "PYTHON", "TORCH_", "NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "HF_"};
-
-void Print(const absl::Status& status) {
-  std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
-}
 
 // "a=b" -> "a".
 std::string_view NameOf(std::string_view variable) {
@@ -179,7 +176,7 @@ class Nodes {
   // The exit status of a command that cannot write.
   void OnLostOutput(const absl::Status& status) {
     exit_status_ = kFailed;
-    if (!absl::IsCancelled(status)) Print(status);
+    if (!absl::IsCancelled(status)) PrintError(status);
     EndAll();
   }
 
@@ -191,14 +188,14 @@ class Nodes {
   void Report(const Node& node) const {
     const std::string others = nodes_.size() > 1 ? "; those of the other hosts are ended" : "";
     if (node.has_answered) {
-      Print(MakeError(
+      PrintError(MakeError(
           ErrorId::kRankLost,
           absl::StrCat("host ", node.host, ": the command ended with exit status ",
                        *node.exit_status, others),
           "its output is above; with torchrun --max-restarts N a rank that ends is started again"));
       return;
     }
-    Print(MakeError(
+    PrintError(MakeError(
         ErrorId::kOption,
         absl::StrCat("host ", node.host, ": nothing was started there: ssh ended with exit status ",
                      *node.exit_status, others),
@@ -290,11 +287,11 @@ int Launch(const LaunchOptions& options) {
   ::signal(SIGPIPE, SIG_IGN);  // of a host that is gone
   const UniqueFd signal_fd = CatchForwardedSignals();
   if (!signal_fd.valid()) {
-    Print(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd", errno)));
+    PrintError(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd", errno)));
     return kFailed;
   }
   const absl::StatusOr<int> exit_status = LaunchOn(options, signal_fd.get());
-  if (!exit_status.ok()) Print(exit_status.status());
+  if (!exit_status.ok()) PrintError(exit_status.status());
   return exit_status.value_or(kFailed);
 }
 

@@ -24,17 +24,14 @@
 namespace forebay::tools {
 namespace {
 
-using json = nlohmann::json;
+using json = nlohmann::ordered_json;
 using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr std::chrono::milliseconds kGrace(5000);
-constexpr std::chrono::milliseconds kLeftOverGrace(3000);  // for what the command left running
-constexpr int kFailed = 1;
-constexpr int kNotFound = 127;  // as a shell says it
 
 int Fail(const absl::Status& status, int exit_status) {
-  std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  protocol::PrintError(status);
   return exit_status;
 }
 

@@ -86,7 +86,7 @@ int ExitCodeOf(const absl::Status& status) {
 // Prints the error, if there is one that somebody may read: not that the reader of the output has gone.
 int Exit(const absl::Status& status) {
   if (!status.ok() && !absl::IsCancelled(status)) {
-    std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+    protocol::PrintError(status);
   }
   return ExitCodeOf(status);
 }

@@ -20,8 +20,6 @@ namespace {
 
 using protocol::FormatBytes;
 
-constexpr double kGb = 1e9;
-
 double Share(uint64_t part, uint64_t whole) {
   return whole == 0 ? 0.0 : static_cast<double>(part) / static_cast<double>(whole);
 }
@@ -107,8 +105,8 @@ std::string MemoryText(schema::MemoryStatus::Reader memory) {
 // "2.17 read, 1.20 written": GB/s.
 std::string RatesOf(schema::SwapPathStatus::Reader path) {
   if (path.getReadRate() <= 0) return "-";
-  return absl::StrFormat("%.2f read, %.2f written", path.getReadRate() / kGb,
-                         path.getWriteRate() / kGb);
+  return absl::StrFormat("%.2f read, %.2f written", path.getReadRate() / protocol::kGb,
+                         path.getWriteRate() / protocol::kGb);
 }
 
 // "2.10 (97 %) read, 1.15 (96 %) written": GB/s of the last transfers, and their share of the measured rate.
@@ -116,9 +114,10 @@ std::string RatesNow(schema::SwapPathStatus::Reader path) {
   std::vector<std::string> rates;
   const auto add = [&](double rate, double measured, double share, const char* what) {
     if (measured > 0 && share > 0) {
-      rates.push_back(absl::StrFormat("%.2f (%.0f %%) %s", rate / kGb, 100 * share, what));
+      rates.push_back(
+          absl::StrFormat("%.2f (%.0f %%) %s", rate / protocol::kGb, 100 * share, what));
     } else if (measured == 0 && rate > 0) {
-      rates.push_back(absl::StrFormat("%.2f %s", rate / kGb, what));
+      rates.push_back(absl::StrFormat("%.2f %s", rate / protocol::kGb, what));
     }
   };
   add(path.getReadRateNow(), path.getReadRate(), path.getReadShare(), "read");

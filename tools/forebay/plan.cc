@@ -33,8 +33,6 @@ using protocol::ErrorId;
 using protocol::FormatBytes;
 using protocol::MakeError;
 
-constexpr double kGb = 1e9;
-
 absl::Status CheckOneModel(const PlanOptions& options) {
   const int given = (options.hugging_face.empty() ? 0 : 1) + (options.job.empty() ? 0 : 1) +
                     (options.params > 0 ? 1 : 0) + (options.width > 0 ? 1 : 0);
@@ -106,8 +104,8 @@ DiskRates RatesOf(const PlanOptions& options, schema::NodeStatus::Reader status)
   DiskRates rates{.is_measured = true};
   for (const auto path : status.getSwap()) {
     if (path.getReadRate() <= 0) return DiskRates{};
-    rates.read += path.getReadRate() / kGb;
-    rates.write += path.getWriteRate() / kGb;
+    rates.read += path.getReadRate() / protocol::kGb;
+    rates.write += path.getWriteRate() / protocol::kGb;
   }
   return rates;
 }
@@ -288,11 +286,11 @@ std::string SwapText(const PlanOptions& options, schema::JobPlan::Reader plan,
       "\n", DurableText(plan));
   if (rates.read > 0 && rates.write > 0) {
     const double seconds =
-        static_cast<double>(plan.getStepRead() + gradients) / kGb / rates.read +
-        static_cast<double>(plan.getStepWritten() + gradients) / kGb / rates.write;
+        static_cast<double>(plan.getStepRead() + gradients) / protocol::kGb / rates.read +
+        static_cast<double>(plan.getStepWritten() + gradients) / protocol::kGb / rates.write;
     const DiskTime time{
         .step_s = seconds,
-        .durable_s = static_cast<double>(plan.getDurableWritten()) / kGb / rates.write,
+        .durable_s = static_cast<double>(plan.getDurableWritten()) / protocol::kGb / rates.write,
         .durable_every = plan.getDurableEvery()};
     absl::StrAppendFormat(
         &text, "the disk works %.2f s a step%s, at %.3g GB/s read and %.3g written%s\n", seconds,

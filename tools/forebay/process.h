@@ -71,6 +71,13 @@ class Process {
 // there is none (errno says why). `before`: the mask that was.
 protocol::UniqueFd CatchForwardedSignals(sigset_t* before = nullptr);
 
+// Exit statuses of a command that stands for another one.
+inline constexpr int kFailed = 1;
+inline constexpr int kNotFound = 127;  // as a shell says it
+
+// What a command left running has this long between SIGTERM and SIGKILL.
+inline constexpr std::chrono::milliseconds kLeftOverGrace(3000);
+
 // Of a wait status, as a shell has it: 128 and its number for a signal.
 int ShellStatus(int wait_status);
 

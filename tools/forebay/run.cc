@@ -28,27 +28,21 @@
 #include "protocol/error.h"
 #include "protocol/os/pidfd.h"
 #include "protocol/os/unique_fd.h"
+#include "tools/forebay/process.h"
 
 namespace forebay::tools {
 namespace {
 
 using protocol::ErrorId;
-using protocol::FormatError;
 using protocol::MakeError;
+using protocol::PrintError;
 using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFailed = 1;
-constexpr int kNotFound = 127;                     // as a shell says it
-constexpr std::chrono::milliseconds kGrace(3000);  // for what the command left running
 // Of the daemon, after it has ended by itself.
 constexpr size_t kStartsAgainMax = 5;
 constexpr std::chrono::seconds kStartsAgainPeriod(60);
 constexpr int kOfTerminal = 0x666f7265;  // marks a signal that the first process hands on
-
-void Print(const absl::Status& status) {
-  std::fprintf(stderr, "%s\n", FormatError(status).c_str());
-}
 
 int ExitStatus(int code) { return W_EXITCODE(code, 0); }
 
@@ -143,7 +137,7 @@ class Supervisor {
       return W_EXITCODE(0, signal->number);
     }
     if (!started.ok()) {
-      Print(started);
+      PrintError(started);
       GiveUpNew();
       return ExitStatus(kFailed);
     }
@@ -155,7 +149,7 @@ class Supervisor {
     }
     const absl::Status kept = EndKept(*kept_, **daemon, signal_fd_);
     if (kept.ok()) return status;
-    Print(kept);
+    PrintError(kept);
     return status == 0 ? ExitStatus(kFailed) : status;
   }
 
@@ -164,7 +158,7 @@ class Supervisor {
   void GiveUpNew() {
     if (kept_ == nullptr || options_.keep.keep.empty()) return;
     const absl::Status status = kept_->Remove();
-    if (!status.ok()) Print(status);
+    if (!status.ok()) PrintError(status);
   }
 
   // Returns the wait status to pass on, once nothing is left that it has started.
@@ -174,12 +168,12 @@ class Supervisor {
                                    .group = command_group_,
                                    .signal_mask = command_mask_});
     if (!command.ok()) {
-      Print(command.status());
+      PrintError(command.status());
       return ExitStatus(kNotFound);
     }
     const std::optional<int> status = Watch(daemon, *command);
     EndDescendants(daemon.process().pid(),
-                   status.has_value() ? kGrace : std::chrono::milliseconds(0),
+                   status.has_value() ? kLeftOverGrace : std::chrono::milliseconds(0),
                    [&daemon] { daemon.HandleMessages(); });
     return status.value_or(ExitStatus(kFailed));
   }
@@ -203,7 +197,7 @@ class Supervisor {
       if (watched[1].revents != 0) return std::nullopt;
       if (watched[3].revents != 0) {
         const absl::Status status = StartAgain(daemon);
-        if (!status.ok()) Print(status);
+        if (!status.ok()) PrintError(status);
         watched[3].fd = status.ok() ? daemon.process().pidfd() : -1;
       }
     }
@@ -256,7 +250,7 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd, const KeptRunFile* ke
   int supervisor_status = 0;
   ::waitpid(supervisor, &supervisor_status, 0);
   if (const std::optional<int> status = report.status()) return *status;
-  Print(MakeError(
+  PrintError(MakeError(
       ErrorId::kInternal,
       absl::StrCat("the supervising process ended: ", DescribeWaitStatus(supervisor_status)),
       absl::StrCat("see who ended it (dmesg, where memory was short), then run the command again: ",
@@ -292,7 +286,7 @@ int Run(const RunOptions& options) {
   const pid_t self = ::getpid();
   UniqueFd self_pidfd = protocol::OpenPidfd(self);
   if (!signal_fd.valid() || !self_pidfd.valid() || ::pipe2(report_ends.data(), O_CLOEXEC) != 0) {
-    Print(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd, pidfd or pipe", errno)));
+    PrintError(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd, pidfd or pipe", errno)));
     return kFailed;
   }
   UniqueFd report_read(report_ends[0]);
@@ -302,7 +296,7 @@ int Run(const RunOptions& options) {
   if (options.keep.is_wanted()) {
     absl::StatusOr<KeptRunFile> begun = BeginKept(options.keep, wanted.daemon);
     if (!begun.ok()) {
-      Print(begun.status());
+      PrintError(begun.status());
       return kFailed;
     }
     kept.emplace(*std::move(begun));
@@ -312,7 +306,7 @@ int Run(const RunOptions& options) {
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   const pid_t supervisor = ::fork();
   if (supervisor < 0) {
-    Print(MakeError(ErrorId::kLimit, protocol::ErrnoText("fork", errno)));
+    PrintError(MakeError(ErrorId::kLimit, protocol::ErrnoText("fork", errno)));
     return kFailed;
   }
   if (supervisor == 0) {
