@@ -2,10 +2,11 @@
 """Goal    Setup refuses in plain words, with the command that is missing, and notices what changed:
         a package that was deleted, a source that was edited, an environment without its packages.
 Method  tools/setup.sh in bash, in an empty folder; the programs it asks are shell functions that
-        answer as a machine without root, network, room or packages would.
+        answer as a machine without root, network, room or packages would. The compiler cache is real.
 """
 
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,25 @@ def test_an_edited_source_is_another_wheel(folder):
     digests.append(setup(folder, "wheel_digest").stdout)
     assert digests[0] == digests[1] != digests[2]
     assert len(digests[0]) == 65
+
+
+def test_a_precompiled_header_of_another_comment_is_not_taken_from_the_cache(tmp_path):
+    """Its preprocessed text is the same, but g++ would read the header again beside it: each type is defined twice."""
+    rules = (ROOT / "build/CMakeFiles/rules.ninja").read_text()
+    launcher = re.search(r"\S+ -E env CCACHE_NAMESPACE=\S+ .*?ccache(?= )", rules)[0]
+    (tmp_path / "all.hxx").write_text('#include "one.h"\n')
+    lines = [
+        "export CCACHE_DIR=$PWD/cache",
+        "CCACHE_SLOPPINESS+=,include_file_ctime,include_file_mtime",  # the header has just been written
+        f"{launcher} g++ -fpch-preprocess -MD -x c++-header -c all.hxx -o all.hxx.gch",
+        f"{launcher} g++ -fpch-preprocess -MD -Winvalid-pch -include all.hxx -c use.cc -o use.o",
+    ]
+    for comment in ("short", "rather longer"):
+        (tmp_path / "one.h").write_text(f"#pragma once\n// {comment}\nstruct One {{}};\n")
+        (tmp_path / "use.cc").write_text(f'#include "one.h"\nOne {comment[:4]};\n')
+        (tmp_path / "all.hxx.gch").unlink(missing_ok=True)
+        done = setup(tmp_path, *lines)
+        assert done.returncode == 0, done.stderr
 
 
 NINJA = """cmake() {
