@@ -746,11 +746,18 @@ TEST(NodeStateDurableBytes, AStepWritesWeightsAndStatesInDramOnce) {
 TEST(NodeStateDurableRefusal, ALedgerThatIsTooSmallForTheJobIsTheError) {
   NodeState::Options options = RoomyCaseOptions();
   options.ledger_bytes_max = 5 << 10;
-  NodeHarness node(options, kRanks);
-  const uint64_t session = node.AttachOnly(LayoutOf({}), RequestOf(0, {kStep, Place::kDram}));
-  const absl::Status& status = node.attached(session)->status;
-  EXPECT_EQ(protocol::IdOf(status), ErrorId::kLimit);
-  EXPECT_THAT(status.message(), HasSubstr("bytes of the ledger on swap, which has 5120"));
+  const std::pair<uint64_t, const char*> cases[] = {{0, "raise update.block_elems; or set"},
+                                                    {1 << 20, "lower extra_state_bytes: buffers"}};
+  for (const auto& [extra_state_bytes, hint] : cases) {
+    NodeHarness node(options, kRanks);
+    AttachRequest request = RequestOf(0, {kStep, Place::kDram});
+    request.extra_state_bytes = extra_state_bytes;
+    const uint64_t session = node.AttachOnly(LayoutOf({}), request);
+    const absl::Status& status = node.attached(session)->status;
+    EXPECT_EQ(protocol::IdOf(status), ErrorId::kLimit);
+    EXPECT_THAT(status.message(), HasSubstr("bytes of the ledger on swap, which has 5120"));
+    EXPECT_THAT(protocol::HintOf(status), HasSubstr(hint));
+  }
 }
 
 TEST(NodeStateDurableRefusal, ANodeThatCannotKeepStepsSaysWhy) {

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/core/job/job.h"
+#include "daemon/core/plan/table_bytes.h"
 #include "nvme/volume.h"
 #include "protocol/durability.h"
 #include "protocol/error.h"
@@ -114,13 +115,19 @@ absl::Status CheckLedgerRoom(const MemoryPlan& plan, uint64_t taken_bytes, uint6
   constexpr uint64_t kPlaceBytes = 64 << 10;  // says where the volume is
   const uint64_t needed = taken_bytes + plan.ledger_bytes;
   if (plan.ledger_bytes == 0 || max_bytes == 0 || needed <= max_bytes) return absl::OkStatus();
+  const uint64_t extra_states = DurableStepsKept(plan.session) * uint64_t{plan.session.world_size} *
+                                plan.session.extra_state_bytes;
+  const bool are_most = extra_states > plan.ledger_bytes / 2;
   return protocol::MakeError(
       protocol::ErrorId::kLimit,
       absl::StrCat("durability ", protocol::FormatDurability(plan.session.durability), " needs ",
                    plan.ledger_bytes, " bytes of the ledger on swap, which has ", max_bytes,
                    "; other jobs take ", taken_bytes),
       absl::StrCat(
-          "lower extra_state_bytes or raise update.block_elems; or set swap.ledger to ",
+          are_most ? "lower extra_state_bytes: buffers made by register_buffer(..., "
+                     "persistent=False) are not in it"
+                   : "raise update.block_elems",
+          "; or set swap.ledger to ",
           protocol::FormatBytes(protocol::RoundUp(needed + kPlaceBytes, protocol::kMiB)),
           " or more for a volume that is made anew: forebayd --reclaim, which gives up the "
           "jobs that are on it"));
