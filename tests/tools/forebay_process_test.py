@@ -224,6 +224,18 @@ def test_plan_shows_each_rank_and_what_trainers_hold(folders):
     assert "LARGEST SHARD" not in plan(folders, *decoder, "--shared").stdout
 
 
+def test_plan_counts_buffers(folders):
+    """As an attach of them does: room in whole units of 64 KiB, for two steps of each rank."""
+    model = ("--params", 10**6, "--ranks", 2, "--dram", "4GiB", "--json")
+    without, with_buffers = (json.loads(plan(folders, *model, *more).stdout) for more in ((), ("--buffers", "99MiB")))
+    assert with_buffers["extra_state"] - without["extra_state"] == 2 * 2 * (99 << 20)
+    assert with_buffers["all_in_dram"] > without["all_in_dram"] + 2 * 2 * (99 << 20)
+    many = plan(folders, *model, "--buffers", "481MiB")
+    assert many.returncode == 1 and "error[E_EXTRA_STATE]: " in many.stderr and "503316480" in many.stderr, many.stderr
+    none = plan(folders, *model, "--buffers", "some")
+    assert none.returncode == 1 and "error[E_OPTION]: some is no size" in none.stderr
+
+
 def test_plan_of_a_job_that_is_there_is_what_it_takes(folders):
     environment, _, swap = folders
     views = (

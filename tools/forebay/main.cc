@@ -236,6 +236,9 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   gpu->excludes(shared);
   CLI::Option* accumulate =
       command->add_flag("--accumulate", plan.accumulate, "several backward passes a step");
+  CLI::Option* buffers = command->add_option(
+      "--buffers", plan.buffers, "so many bytes of persistent buffers: each rank's own copy");
+  job->excludes(buffers);
   CLI::Option* durability = command->add_option(
       "--durability", plan.durability, "memory, epoch=N or step; else the daemon's default");
   CLI::Option* compute =
@@ -244,7 +247,7 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
                        "seconds of forward and backward a step: the step's time is shown")
           ->check(CLI::Range(0.0, 1e6));
   CLI::Option* nodes = AddClusterOptions(command, plan.cluster);
-  for (CLI::Option* other : {job, ranks, shared, gpu, accumulate, durability, compute}) {
+  for (CLI::Option* other : {job, ranks, shared, gpu, accumulate, buffers, durability, compute}) {
     nodes->excludes(other);
   }
   return command;

@@ -72,18 +72,27 @@ absl::StatusOr<LayoutChoice> ChoiceOf(const PlanOptions& options) {
   return choice;
 }
 
+absl::StatusOr<uint64_t> SizeOf(const std::string& text) {
+  const absl::StatusOr<uint64_t> bytes = protocol::ParseBytes(text);
+  if (bytes.ok() && *bytes > 0) return bytes;
+  return MakeError(ErrorId::kOption, absl::StrCat(text, " is no size"), "write 64GiB, or 2TiB");
+}
+
+// As the Python client asks for room: buffers in whole units, and a unit more for extra_state.
+absl::StatusOr<uint64_t> ExtraStateBytes(const PlanOptions& options) {
+  constexpr uint64_t kUnitBytes = 64 * protocol::kKiB;
+  if (options.buffers.empty()) return kUnitBytes;
+  ASSIGN_OR_RETURN(const uint64_t buffers, SizeOf(options.buffers));
+  return protocol::RoundUp(buffers, kUnitBytes) + kUnitBytes;
+}
+
 absl::StatusOr<std::optional<client::AdminClient::NodeSize>> NodeOf(const PlanOptions& options) {
   if (options.dram.empty()) return std::nullopt;
   client::AdminClient::NodeSize node;
   for (const auto& [text, bytes] :
        {std::pair(&options.dram, &node.dram_bytes), {&options.swap_size, &node.swap_bytes}}) {
     if (text->empty()) continue;
-    const absl::StatusOr<uint64_t> parsed = protocol::ParseBytes(*text);
-    if (!parsed.ok() || *parsed == 0) {
-      return MakeError(ErrorId::kOption, absl::StrCat(*text, " is no size"),
-                       "write 64GiB, or 2TiB");
-    }
-    *bytes = *parsed;
+    ASSIGN_OR_RETURN(*bytes, SizeOf(*text));
   }
   return node;
 }
@@ -382,6 +391,7 @@ absl::Status Plan(const PlanOptions& options) {
   client::AttachOptions attach;
   attach.world_size = options.ranks;
   attach.accumulate = options.accumulate;
+  ASSIGN_OR_RETURN(attach.extra_state_bytes, ExtraStateBytes(options));
   attach.early_updates = options.early_updates && !options.is_shared;
   if (!options.durability.empty()) {
     ASSIGN_OR_RETURN(attach.durability, protocol::ParseDurability(options.durability));

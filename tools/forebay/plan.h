@@ -26,6 +26,7 @@ struct PlanOptions {
   bool is_shared = false;
   bool is_on_gpu = false;  // not of a shared job
   bool accumulate = false;
+  std::string buffers = {};   // bytes of the model's persistent buffers; empty: none
   bool early_updates = true;  // not of a shared job
   std::string dtype = "bfloat16";
   std::string format = {};  // empty: exact for bfloat16, else fp32
