@@ -131,6 +131,7 @@ DurableNode MakeHandedOverNode() {
                     .trace = id % 2 == 0,
                     .accumulate = id % 2 == 1,
                     .early_updates = id % 3 == 0,
+                    .counts_handed_over = id % 2 == 0,
                     .durability = handed_over.durability};
     kept.early_weights_slots = 6;
     kept.attempt = 7 + id;

@@ -33,11 +33,7 @@ using ::forebay::testing::LayoutOf;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::OptionsOf;
 using ::forebay::testing::Place;
-using protocol::Durability;
-using protocol::DurabilityLevel;
 using protocol::ErrorId;
-using ::testing::Each;
-using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
@@ -258,6 +254,33 @@ TEST_F(NodeStateHandOverJob, ALowerLimitIsSaidAndNothingIsLost) {
   const uint64_t session = next->Attach(run_.layout_, RequestOf(0, run_.with_, true));
   EXPECT_EQ(protocol::IdOf(next->attached(session)->status), ErrorId::kDramLimit);
   EXPECT_EQ(next->FindJob("job")->committed_step, 1U);
+}
+
+// Its daemon did not count what a hand-over takes for extra_state.
+TEST(NodeStateHandOverOfTheReleaseBefore, AJobThatFilledTheLimitFits) {
+  const JobCase with{kMemory, Place::kDram};
+  const auto request_of = [&](uint32_t rank, bool reattach) {
+    AttachRequest request = RequestOf(rank, with);
+    request.reattach = reattach;
+    request.extra_state_bytes = 256 << 10;
+    return request;
+  };
+  for (const bool is_of_this_release : {true, false}) {
+    NodeState::Options options = OptionsOf(with, /*keeps_jobs=*/true);
+    NodeHarness before(options, kRanks);
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      before.Attach(LayoutOf(with), request_of(rank, false));
+    }
+    options.dram_limit_bytes = before.state().Node().dram_used_bytes - 2 * kRanks * (256 << 10);
+    before.Send(HandOverRequested{});
+    before.RunTasks();
+    const auto next = NodeHarness::GoOn(before, options, [&](DurableJob& job) {
+      job.kept->session.counts_handed_over = is_of_this_release;
+    });
+    const uint64_t session = next->Attach(LayoutOf(with), request_of(0, true));
+    EXPECT_EQ(protocol::IdOf(next->attached(session)->status),
+              is_of_this_release ? ErrorId::kDramLimit : ErrorId::kNone);
+  }
 }
 
 TEST_F(NodeStateHandOverJob, SwapThatIsLostWithTheDaemonKeepsItsJobs) {

@@ -61,7 +61,8 @@ std::unique_ptr<NodeHarness> NodeHarness::Restart(NodeModel left, uint32_t world
   return std::make_unique<NodeHarness>(options, world_size, std::move(left));
 }
 
-std::unique_ptr<NodeHarness> NodeHarness::GoOn(NodeHarness& before, NodeState::Options options) {
+std::unique_ptr<NodeHarness> NodeHarness::GoOn(NodeHarness& before, NodeState::Options options,
+                                               const std::function<void(DurableJob&)>& change) {
   const auto said = before.Logged<HandedOver>();
   FOREBAY_CHECK(said.size() == 1);
   options.recovered = before.model_.durable();
@@ -75,7 +76,9 @@ std::unique_ptr<NodeHarness> NodeHarness::GoOn(NodeHarness& before, NodeState::O
   for (const auto& job : said[0].node->jobs) {
     take(*job);
     std::erase_if(options.recovered.jobs, [&](const auto& other) { return other->id == job->id; });
-    options.recovered.jobs.push_back(job);
+    DurableJob changed = *job;
+    change(changed);
+    options.recovered.jobs.push_back(std::make_shared<const DurableJob>(std::move(changed)));
   }
   options.recovered.last_job = said[0].node->last_job;
   options.recovered.last_lease = said[0].node->last_lease;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -72,8 +73,10 @@ class NodeHarness {
   static std::unique_ptr<NodeHarness> Restart(NodeModel left, uint32_t world_size,
                                               daemon::NodeState::Options options);
 
-  // The daemon of `before`, which has said HandedOver, has ended: the next one.
-  static std::unique_ptr<NodeHarness> GoOn(NodeHarness& before, daemon::NodeState::Options options);
+  // The daemon of `before`, which has said HandedOver, has ended: the next one. `change` edits each job on its way.
+  static std::unique_ptr<NodeHarness> GoOn(
+      NodeHarness& before, daemon::NodeState::Options options,
+      const std::function<void(daemon::DurableJob&)>& change = [](daemon::DurableJob&) {});
 
   // The daemon of `before`, of a node that keeps its jobs, was killed: the next one. Null: no record was whole.
   static std::unique_ptr<NodeHarness> AfterKill(NodeHarness& before,

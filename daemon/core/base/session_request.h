@@ -17,6 +17,9 @@ struct SessionRequest {
   bool trace = false;
   bool accumulate = false;  // sums of gradients are float32 from the start
   bool early_updates = false;
+  // What a hand-over takes for extra_state is of the limit; not in a job that a daemon of the release before has left,
+  // which did not count it.
+  bool counts_handed_over = true;
   protocol::Durability durability = {};
 
   bool operator==(const SessionRequest&) const = default;

@@ -65,8 +65,9 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
   const uint64_t leases =
       plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
   // In a record it is in the step arena; a job that is handed over has it beside that, and encoded.
+  const bool has_copies = !plan.has_durable_steps() && plan.session.counts_handed_over;
   const uint64_t extra_states =
-      plan.has_durable_steps() ? 0 : plan.session.world_size * plan.session.extra_state_bytes;
+      has_copies ? plan.session.world_size * plan.session.extra_state_bytes : 0;
   const uint64_t bytes =
       extra_states + LedgerBytes(layout, {.entries = blocks}) + 2 * values + order +
       blocks * kBlockRecordBytes + plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes +

@@ -77,6 +77,7 @@ struct Kept {
   leases @21 :List(Lease);
   worldRanks @22 :UInt32;
   summary @23 :Data;
+  countsHandedOver @24 :Bool;       # false of the release before
 }
 
 struct Lease {

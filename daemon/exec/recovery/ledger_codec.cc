@@ -117,6 +117,7 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   to.setTrace(kept.session.trace);
   to.setAccumulate(kept.session.accumulate);
   to.setEarlyUpdates(kept.session.early_updates);
+  to.setCountsHandedOver(kept.session.counts_handed_over);
   to.setEarlyWeightsSlots(kept.early_weights_slots);
   to.setSumFrames(kept.sum_frames);
   to.setAttempt(kept.attempt);
@@ -481,6 +482,7 @@ class JobReader {
                                 .trace = from.getTrace(),
                                 .accumulate = from.getAccumulate(),
                                 .early_updates = from.getEarlyUpdates(),
+                                .counts_handed_over = from.getCountsHandedOver(),
                                 .durability = job_.durability},
                     .early_weights_slots = from.getEarlyWeightsSlots(),
                     .sum_frames = from.getSumFrames(),
