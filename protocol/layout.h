@@ -14,21 +14,15 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "protocol/limits.h"
 #include "protocol/optimizer.h"
 #include "protocol/partition.h"
 
 namespace forebay::protocol {
 
-inline constexpr uint32_t kGroupsMax = 16384;
-inline constexpr uint32_t kParamsMax = 1 << 20;
-inline constexpr uint32_t kWorldMax = 1024;
-inline constexpr uint32_t kParamGroupsMax = 4096;
 // Step requests and records of jobs have room for the hyper-parameters of at least this many parameter groups. The release
 // before has room for exactly this many, so the bytes of its jobs are the same.
 inline constexpr uint32_t kParamGroupRowsMin = 64;
-inline constexpr uint32_t kDimsMax = 8;
-inline constexpr uint64_t kGroupElemsMax = uint64_t{1} << 32;
-inline constexpr uint32_t kNameBytesMax = 64 << 10;
 
 // A box's states begin at a multiple of this many elements, so that no two share a cache line.
 inline constexpr uint64_t kStatesAlignElems = 64;

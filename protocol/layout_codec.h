@@ -12,8 +12,6 @@
 
 namespace forebay::protocol {
 
-inline constexpr uint64_t kLayoutBytesMax = uint64_t{64} << 20;
-
 // An unpacked LayoutMessage (forebay.capnp).
 //
 // Errors  E_LAYOUT  longer than kLayoutBytesMax.

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
+#include "protocol/limits.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::protocol {

@@ -11,11 +11,6 @@
 
 namespace forebay::protocol {
 
-inline constexpr uint32_t kOwnersMax = 1024;
-inline constexpr uint32_t kReplicasMax = 1024;
-inline constexpr uint32_t kPartitionsMax = 1 << 20;
-inline constexpr uint32_t kBoxesMax = 1 << 22;
-
 // A strided set of elements of one parameter: `runs` runs of `run_elems` elements, each
 // `stride_elems` after the one before. A part of consecutive elements is one run; a block of columns
 // of a matrix is one run a row.

@@ -9,6 +9,7 @@
 #include <span>
 #include <type_traits>
 
+#include "protocol/limits.h"
 #include "protocol/optimizer.h"
 
 namespace forebay::protocol {
@@ -22,7 +23,6 @@ inline constexpr uint32_t kProtocolVersionBefore = 14;
 constexpr bool IsServedVersion(uint32_t version) {
   return version >= kProtocolVersionBefore && version <= kProtocolVersion;
 }
-inline constexpr uint32_t kSessionWaitMsMax = 3'600'000;  // Node.hello, sessionWaitMs
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -200,16 +200,10 @@ constexpr void SetPresent(std::span<uint64_t> presence, uint32_t param) {
 // daemon has taken the arena's memory back, which it does from the arena's begin on.
 inline constexpr uint64_t kSessionMarkBytes = 64;
 
-inline constexpr size_t kExchangeBytesMax = 4096;        // of one rank
-inline constexpr size_t kExchangedBytesMax = 256 << 10;  // of all, that a rank tells a daemon again
 // Of a message on the control socket. A client of ours stays well below the first; the second holds
 // a status of the largest node: 1024 jobs with all their groups and arenas.
 inline constexpr uint64_t kRequestBytesMax = uint64_t{512} << 10;
 inline constexpr uint64_t kAnswerBytesMax = uint64_t{64} << 20;
-// The limits of one rank. A record holds extra_state as one Data, which has less than 512 MiB. A rank on another node gets it
-// in an answer, with rank 0's.
-inline constexpr uint64_t kExtraStateBytesMax = uint64_t{480} << 20;
-inline constexpr uint64_t kRemoteExtraStateBytesMax = uint64_t{16} << 20;
 
 // ------------------------------------------------------------------------------------- ring memory
 

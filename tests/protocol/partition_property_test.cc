@@ -14,6 +14,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
+#include "protocol/limits.h"
 #include "protocol/partition.h"
 #include "tests/support/status_test.h"
 
