@@ -149,7 +149,7 @@ struct Volume::State {
   State& operator=(const State&) = delete;
   ~State();
 
-  // volume_open.cc
+  // volume_recovery.cc
   absl::Status Initialise();
   absl::Status Recover();
   absl::Status WriteNow(internal::Place place, const internal::PageBuffer& page);
