@@ -21,9 +21,8 @@ from .._gradient import GradientProxy
 from .._guards import Guards, InertOnCopy, late_gradient
 from .._hooks import AfterAccumulate, graph_nodes
 from .._plan import DTYPE_NAMES, Parameter
-from .._report import say, size
 from ..errors import DETACH, ForebayError, unsupported, usage_error
-from . import collectives, fsdp
+from . import collectives, fsdp, unreduced
 from .boxes import Box, Source
 from .copy_ahead import CopyAhead
 from .fsdp import Shard, Unit
@@ -451,7 +450,7 @@ class ShardedEngine(Engine):
 
     def begin_attempt(self, attachment: Attachment) -> None:
         if torch._C._current_graph_task_id() == -1:  # else a forward has reset it
-            if any(unit.has_gradients for unit in self.plan.units):
+            if unreduced.find(self.plan.units):
                 self._reset()
             self.reset_unless_idle()
         super().begin_attempt(attachment)
@@ -480,13 +479,7 @@ class ShardedEngine(Engine):
         """Once, of the first pass whose gradients FSDP2 has not reduced."""
         if self._has_said or self.backward == Backward.UNFINISHED:
             return
-        waits = sum(unit.unreduced_bytes for unit in self.plan.units if not unit.was_skipped)
-        if waits > 0:
-            self._has_said = True
-            say(
-                f"a backward has left {size(waits)} of gradients on each rank, which FSDP2 has not "
-                "reduced: with set_requires_gradient_sync(False) every rank keeps all of them whole"
-            )
+        self._has_said = unreduced.report(self.plan.units)
 
     def finish_backward(self) -> None:
         super().finish_backward()
@@ -495,17 +488,12 @@ class ShardedEngine(Engine):
                 unit.reshard()  # FSDP2 left it gathered: clip_grad_norm_ takes DTensors alone
 
     def check_reduced(self, attachment: Attachment) -> None:
-        left = [unit for unit in self.plan.units if unit.has_gradients]
+        left = unreduced.find(self.plan.units)
         if not left or self.backward in (Backward.RUNNING, Backward.UNFINISHED):
             return
         self._backward = Backward.UNFINISHED
         attachment.drop_gradients()  # raises also what has ended the session, if anything has
-        raise usage_error(
-            "E_GRAD_PARTIAL",
-            f"step() while FSDP2 has not reduced gradients of {len(left)} of {len(self.plan.units)} modules, "
-            f"first of {left[0].name}: its parameters would be updated with a part of their gradient, or with none",
-            f"{left[0].hint_to_reduce()}; then run forward and backward of the step again",
-        )
+        raise unreduced.error(left, self.plan.units)
 
     def begin_forward(self, attachment: Attachment) -> None:
         """Drops the gradients that the next backward must not add to."""
