@@ -344,14 +344,15 @@ void Executor::Run(AddGradients& action) {
   }
   const auto to = Part(job.step, action.accumulator_offset_bytes,
                        action.elems * protocol::SizeBytes(action.sum_dtype));
+  const TaskId task = action.task;
+  const uint64_t elems = action.elems;
+  const Timed timed{.job = action.job,
+                    .event = {.lane = Lane::kGradient,
+                              .subject = TimedSubject::kPartition,
+                              .index = action.partition,
+                              .bytes = bytes * action.sources.size()}};
   PostParts<AddedGradients>(
-      action.task,
-      {.job = action.job,
-       .event = {.lane = Lane::kGradient,
-                 .subject = TimedSubject::kPartition,
-                 .index = action.partition,
-                 .bytes = bytes * action.sources.size()}},
-      action.elems,
+      task, timed, elems,
       [owners = std::move(owners), sources = std::move(sources), to, action = std::move(action)](
           ElemRange range) { return RunAddGradients(action, range, sources, to); },
       [](std::span<const AddedGradients> parts, std::pmr::memory_resource*) {
@@ -622,7 +623,7 @@ void Executor::Run(KeepExtraStates& action) {
 
 void Executor::Run(RestoreExtraStates& action) {
   const TaskId task = action.task;
-  PostTask(task, [action = std::move(action), step = jobs_.at(action.job).step] {
+  PostTask(task, [step = jobs_.at(action.job).step, action = std::move(action)] {
     RunRestoreExtraStates(action, step->bytes());
     return TaskDone{};
   });
