@@ -237,7 +237,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
 }
 
 absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> bytes,
-                                     gpu::Stream& ready, std::shared_ptr<const void> keep,
+                                     gpu::Stream& ready, const std::shared_ptr<const void>& keep,
                                      Timeout timeout) {
   State& s = *state_;
   const CallLock lock(s);

@@ -396,7 +396,7 @@ class Attachment {
   // Ownership  `bytes` live until `keep` was dropped, which happens when they were copied: on any thread,
   //            while the session is locked. The stream is borrowed.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, gpu::Stream& ready,
-                           std::shared_ptr<const void> keep, Timeout timeout);
+                           const std::shared_ptr<const void>& keep, Timeout timeout);
   absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all
 
   // What is added from now on, of any parameter, belongs to a further backward pass of the step and is added to
@@ -467,12 +467,13 @@ class Attachment {
   // The same E_RANGE, before memory is taken for the elements.
   absl::Status CheckStateRange(const StateRange& range, uint64_t elems) const;
 
-  // Gives every rank the bytes of all, by rank: at most 4 KiB each, for what ranks need before they can talk
-  // to each other. Waits until every rank of the job has called it; all call it equally often. Over several nodes of all
-  // of them, by Nodes::all_gather.
+  // An all-gather of at most 4 KiB a rank, for setup before the ranks have other means to communicate. Returns the bytes of
+  // all ranks, by rank. Waits until every rank of the job has called it; all ranks call it equally often. Of a job over
+  // several nodes, Nodes::all_gather does the work.
   //
-  // Errors  E_RANK_LOST  a rank ended before: attach again.
-  //         E_RANGE      more bytes.
+  // Errors  E_RANK_LOST    a rank has ended: attach again.
+  //         E_RANGE        more than 4 KiB.
+  //         E_UNSUPPORTED  the attachment has no daemon.
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes, Timeout timeout);
 
   // Ends the session in good order; views stay readable. While the daemon is being restarted it ends here

@@ -17,7 +17,7 @@ struct Slot {
   uint64_t offset_bytes = 0;
   uint64_t size_bytes = 0;
 
-  auto operator<=>(const Slot&) const = default;
+  auto operator<=>(const Slot&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
 };
 
 // The part of a path that holds data.

@@ -157,6 +157,7 @@ struct Attachment::State {
     uint32_t partition = 0;
     uint64_t elem = 0;
 
+    // NOLINTNEXTLINE(modernize-use-nullptr): of clang 14
     auto operator<=>(const ElemPlace&) const = default;
   };
   using Pieces = std::pmr::map<ElemPlace, OpenPiece>;  // by first element

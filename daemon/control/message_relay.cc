@@ -230,7 +230,7 @@ bool ConnectionCounts::WaitUntilNone(std::chrono::milliseconds limit) {
 }
 
 absl::StatusOr<UniqueFd> StartRelay(UniqueFd& client, uint32_t uid,
-                                    std::shared_ptr<ConnectionCounts> counts) {
+                                    const std::shared_ptr<ConnectionCounts>& counts) {
   std::array<int, 2> ends{};
   int error = 0;
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) != 0) {

@@ -46,7 +46,7 @@ class ConnectionCounts {
 // Ownership  The thread is detached: it shares nothing but `counts`.
 // Errors     E_LIMIT  no descriptor or thread is left; `client` stays, `uid` is taken out.
 absl::StatusOr<protocol::UniqueFd> StartRelay(protocol::UniqueFd& client, uint32_t uid,
-                                              std::shared_ptr<ConnectionCounts> counts);
+                                              const std::shared_ptr<ConnectionCounts>& counts);
 
 // Closes a socket whose queue may hold descriptors of a client, without waiting for any of them: a
 // thread that ends closes it, and the kernel lets no socket linger in a thread that ends. Blocks until

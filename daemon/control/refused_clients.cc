@@ -66,7 +66,7 @@ kj::Promise<void> RefusedClients::CloseLater() {
   });
 }
 
-void RefusedClients::CloseHeld(std::deque<Held>::iterator one) {
+void RefusedClients::CloseHeld(const std::deque<Held>::iterator& one) {
   Close(one->uid, std::move(one->client));
   held_.erase(one);
 }

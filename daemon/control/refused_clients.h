@@ -45,7 +45,7 @@ class RefusedClients final : private kj::TaskSet::ErrorHandler {
   };
 
   kj::Promise<void> CloseLater();
-  void CloseHeld(std::deque<Held>::iterator one);
+  void CloseHeld(const std::deque<Held>::iterator& one);
   void taskFailed(kj::Exception&&) override {}
 
   kj::Timer& timer_;

@@ -127,8 +127,8 @@ bool JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
                    if (!all[i] || all[i]->capacity_bytes == 0) continue;
                    all[i]->populated_bytes = made_bytes;
                    auto arena = pinned_mem::PinnedArena::Create(*all[i]);
-                   if (arena.ok()) arenas[i] = *std::move(arena);
                    status = arena.status();
+                   if (status.ok()) arenas[i] = *std::move(arena);
                  }
                  return [this, action, status, arenas = std::move(arenas)]() mutable {
                    JobMemory& made = at(action.job);
@@ -180,7 +180,8 @@ void JobMemoryTable::Replace(const ReplaceStepArena& action) {
                  }
                  ArenaRegistry::Arena arena;
                  auto made = pinned_mem::PinnedArena::Create(options);
-                 if (made.ok()) {
+                 const absl::Status status = made.status();
+                 if (status.ok()) {
                    arena = *std::move(made);
                    for (size_t rank = 0; rank < action.extra_state.size(); ++rank) {
                      const BytesCopy& copy = action.extra_state[rank];
@@ -190,7 +191,7 @@ void JobMemoryTable::Replace(const ReplaceStepArena& action) {
                    }
                    saved.clear();
                  }
-                 return [this, action, status = made.status(), arena = std::move(arena),
+                 return [this, action, status, arena = std::move(arena),
                          saved = std::move(saved)]() mutable {
                    JobMemory& replaced = at(action.job);
                    SetArenas(replaced, nullptr, nullptr, std::move(arena));

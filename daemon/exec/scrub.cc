@@ -134,9 +134,9 @@ bool Scrubber::Choose(Read& read) {
     }
     run.content->Replace(std::move(now));
     if (!read.entry) read = {.entry = run.next_entry++};
-    std::optional<DurableContent::Expected> expected = run.content->At(*read.entry);
+    const std::optional<DurableContent::Expected> expected = run.content->At(*read.entry);
     if (expected && expected == read.expected) return true;  // its next piece
-    read.expected = std::move(expected);
+    read.expected = expected;
     read.digests.clear();
     read.read_bytes = 0;
     if (read.expected) return true;

@@ -517,7 +517,8 @@ class AgentNode final : public schema::Node::Server {
   }
 
   // From `begin` on, piece by piece.
-  kj::Promise<absl::Status> SendLayout(std::shared_ptr<const Attaching> attaching, size_t begin) {
+  kj::Promise<absl::Status> SendLayout(const std::shared_ptr<const Attaching>& attaching,
+                                       size_t begin) {
     if (begin >= attaching->encoded.size()) return absl::Status();
     const std::span<const std::byte> rest = std::span(attaching->encoded).subspan(begin);
     const size_t bytes = std::min(rest.size(), kLayoutPieceBytes);

@@ -32,7 +32,6 @@ using protocol::Op;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using testing::HasError;
-using ::testing::IsEmpty;
 
 constexpr uint64_t kUnit = kGradUnitElems;
 

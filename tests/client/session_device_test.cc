@@ -22,7 +22,6 @@ namespace forebay::client::internal {
 namespace {
 
 using protocol::Command;
-using protocol::Completion;
 using protocol::ErrorId;
 using protocol::Op;
 using testing::Bytes;

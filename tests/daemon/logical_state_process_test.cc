@@ -27,7 +27,6 @@ namespace {
 using protocol::DType;
 using protocol::ErrorId;
 using protocol::Format;
-using protocol::Optimizer;
 using testing::DaemonProcess;
 using testing::HasError;
 using ::testing::IsEmpty;

@@ -199,7 +199,7 @@ constexpr uint64_t kFloatSumsBytes = 2 * 9 * 4096;
 
 class NodeStateAccumulateNarrow : public ::testing::Test, public ShardedJob {
  protected:
-  explicit NodeStateAccumulateNarrow(NodeState::Options options = RoomyOptions())
+  explicit NodeStateAccumulateNarrow(const NodeState::Options& options = RoomyOptions())
       : ShardedJob(NarrowParameters(), 2, options) {}
   void SetUp() override { AttachAll(); }
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }

@@ -33,7 +33,6 @@ using ::forebay::testing::ShardedJob;
 using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 using protocol::StepAnswer;
-using ::testing::Each;
 using testing::HasError;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;

@@ -28,7 +28,6 @@ using ::forebay::testing::Place;
 using ::forebay::testing::RoomyCaseOptions;
 using ::forebay::testing::RoomyOptions;
 using ::forebay::testing::ShardCut;
-using ::forebay::testing::ShardedLayoutOptions;
 using ::forebay::testing::ShardedParam;
 using protocol::ErrorId;
 using protocol::StepDecision;

@@ -30,7 +30,6 @@ namespace forebay::daemon::node_state_passes_test {
 namespace {
 
 using ::forebay::testing::GradientToken;
-using ::forebay::testing::HasError;
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::MakeLayoutOfParams;
 using ::forebay::testing::NodeHarness;
@@ -404,7 +403,8 @@ TEST(NodeStatePassesProperty, RandomProgramsAreAddedInOrderAndEnd) {
 
 class NodeStatePassesNarrow : public ::testing::Test {
  protected:
-  explicit NodeStatePassesNarrow(NodeState::Options options = RoomyOptions()) : node_(options, 1) {}
+  explicit NodeStatePassesNarrow(const NodeState::Options& options = RoomyOptions())
+      : node_(options, 1) {}
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 
   static std::shared_ptr<const protocol::Layout> Layout16() {

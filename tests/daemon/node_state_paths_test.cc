@@ -26,7 +26,6 @@ namespace {
 
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::NodeHarness;
-using ::forebay::testing::NodeModel;
 using ::forebay::testing::RoomyOptions;
 using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;

@@ -22,7 +22,6 @@ namespace forebay::daemon::node_state_sharded_test {
 namespace {
 
 using ::forebay::testing::HasError;
-using ::forebay::testing::MakeLayout;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::ShardedJob;
 using ::forebay::testing::ThreeGroups;

@@ -32,9 +32,7 @@ using ::forebay::testing::SumsJob;
 using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 using protocol::kGradUnitElems;
-using ::testing::Each;
 using ::testing::HasSubstr;
-using ::testing::SizeIs;
 
 constexpr uint32_t kRanks = SumsJob::kRanks;
 

@@ -80,7 +80,7 @@ class OnlineScrubTest : public ::testing::Test {
   }
   void Start(const ScrubRequest& request) {
     answer_.reset();
-    scrub_->Start(request, [this](absl::StatusOr<ScrubReport> report) { answer_ = report; });
+    scrub_->Start(request, [this](const absl::StatusOr<ScrubReport>& report) { answer_ = report; });
   }
   void Flip(const nvme::Slot& slot) const {
     std::fstream file(run_->file(slot.path), std::ios::in | std::ios::out | std::ios::binary);

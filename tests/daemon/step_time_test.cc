@@ -30,7 +30,6 @@ namespace {
 using ::forebay::testing::AttachRequest;
 using ::forebay::testing::LeastDramOf;
 using ::forebay::testing::MakeShardedLayout;
-using ::forebay::testing::NodeHarness;
 using ::forebay::testing::ShardedJob;
 using ::forebay::testing::SwapPaths;
 using protocol::Durability;

@@ -36,7 +36,6 @@ using ::forebay::testing::HasCode;
 using ::forebay::testing::HasError;
 using ::forebay::testing::SimulatedDisk;
 using protocol::ErrorId;
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 

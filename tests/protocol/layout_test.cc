@@ -61,7 +61,7 @@ TEST(Layout, GivesFrozenParametersNoStates) {
 }
 
 TEST(Layout, EndsGradientsBehindTheLastTrainableBox) {
-  const auto gradients = [](std::vector<uint32_t> frozen) {
+  const auto gradients = [](const std::vector<uint32_t>& frozen) {
     LayoutSpec spec = Small();
     for (const uint32_t param : frozen) spec.params[param].trainable = false;
     const absl::StatusOr<Layout> layout = Layout::Create(spec);

@@ -50,7 +50,7 @@ inline uint64_t LeastDramOf(const std::shared_ptr<const protocol::Layout>& layou
 class ShardedJob {
  public:
   ShardedJob(std::shared_ptr<const protocol::Layout> layout, uint32_t world_size,
-             daemon::NodeState::Options options = RoomyOptions())
+             const daemon::NodeState::Options& options = RoomyOptions())
       : layout_(std::move(layout)),
         world_size_(world_size),
         block_elems_(protocol::RoundUp(options.block_elems, layout_->states_align_elems())),

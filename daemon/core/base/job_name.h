@@ -15,7 +15,7 @@ struct JobName {
   uint32_t uid = 0;
   std::string name;
 
-  auto operator<=>(const JobName&) const = default;
+  auto operator<=>(const JobName&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
 };
 
 // Which names of others a caller may use.

@@ -45,7 +45,7 @@ class StepBarrier {
   // Errors  E_STEP  names both ranks and values.
   absl::Status Compare(uint32_t rank, const StepCall& call, const protocol::Layout& layout) const;
 
-  void Add(uint32_t rank, StepCall call) { barrier_.emplace(rank, std::move(call)); }
+  void Add(uint32_t rank, StepCall&& call) { barrier_.emplace(rank, std::move(call)); }
   bool has(uint32_t rank) const { return barrier_.contains(rank); }
   // Every rank has called: the step can begin.
   bool IsComplete(uint32_t world_size) const { return barrier_.size() == world_size; }

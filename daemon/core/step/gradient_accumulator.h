@@ -72,7 +72,7 @@ class GradientAccumulator {
     uint32_t pass = 0;
     uint32_t rank = 0;
 
-    auto operator<=>(const Turn&) const = default;
+    auto operator<=>(const Turn&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
   };
 
   // What the rank delivers from now on is of its last backward pass.
@@ -220,7 +220,7 @@ class GradientAccumulator {
     uint32_t partition = 0;
     uint64_t begin = 0;
 
-    auto operator<=>(const Place&) const = default;
+    auto operator<=>(const Place&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
   };
 
   using Ranges = std::pmr::map<Place, uint64_t>;  // to their ends, merged

@@ -99,7 +99,7 @@ void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
   WriteBlock write =
       pipeline_.BeginWrite(*block_, pipeline_.IdentityOf(*block_), pipeline_.checksum(*block_));
   write.read_from = pipeline_.ledger().current(*block_).slot;
-  io_.Start(TaskKind::kMoveBlock, 0, std::move(write));
+  io_.Start(TaskKind::kMoveBlock, 0, write);
 }
 
 absl::Status Relocation::OnWritten(const TaskDone& done) {

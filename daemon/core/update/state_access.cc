@@ -165,7 +165,7 @@ void StateAccess::StartSet(const ElementRun& piece) {
                                         .states_elems = pipeline_.map().states_elems(piece.block),
                                         .block_elem = piece.block_elem};
   }
-  io_.Start(TaskKind::kAccessState, current_.command.session, std::move(action));
+  io_.Start(TaskKind::kAccessState, current_.command.session, action);
 }
 
 WeightsPlace StateAccess::WeightsOf(const ElementRun& piece) const {

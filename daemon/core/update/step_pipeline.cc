@@ -574,7 +574,7 @@ void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, uint64_t overfl
   const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
   WriteBlock write = BeginWrite(block, identity, checksum);
   const uint32_t path = write.place.slot->path;
-  const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, std::move(write));
+  const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, write);
   if (!running_) ++early_tasks_;
   tasks_.emplace(task, Running{.block = block,
                                .path = path,

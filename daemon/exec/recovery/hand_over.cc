@@ -347,9 +347,10 @@ std::vector<RecordedJob> ReadRecords(DescriptorsByName& left) {
       spdlog::warn("{}", protocol::FormatError(read.status()));
       continue;
     }
-    const auto found = jobs.find(read->job.id);
+    const JobId id = read->job.id;
+    const auto found = jobs.find(id);
     const bool is_newer = found == jobs.end() || found->second.number < read->number;
-    if (is_newer) jobs.insert_or_assign(read->job.id, *std::move(read));
+    if (is_newer) jobs.insert_or_assign(id, *std::move(read));
   }
   std::vector<RecordedJob> all;
   for (auto& [id, job] : jobs) all.push_back(std::move(job));
@@ -404,9 +405,9 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const Swap
         taken->record_number = killed.number;
         adopted.push_back(*std::move(taken));
         going_on.push_back(std::move(job));
+        continue;
       }
     }
-    if (status.ok()) continue;
     spdlog::error("job {} does not go on after the daemon before was killed: {}", job.name,
                   protocol::FormatError(status));
   }
