@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading a node's state, deleting jobs, planning them: what tools show.
+// AdminClient: reads a node's status and traces, deletes jobs, scrubs swap and plans jobs.
 #pragma once
 
 #include <chrono>

@@ -38,10 +38,11 @@ struct ElementRange {
 void DecodeMoment(Optimizer optimizer, StateFormat format, size_t moment, ElementRange range,
                   const StatePlanes& state, float* out);
 
-// The inverse: stores moment `moment` of n elements, rounded to nearest where an update rounds
-// stochastically (kBf16: ties away from zero; kInt8: u = 1/2, so that codes which were decoded come back
-// unless none of their group was the largest). Masters and weights stay. In kInt8 `state` begins at a
-// multiple of kScaleElems, and whole groups are written: behind element n - 1 the moment becomes 0.
+// The inverse: stores moment `moment` of n elements. An update rounds stochastically in kBf16 and kInt8;
+// this rounds to nearest (kBf16: ties away from zero; kInt8: u = 1/2). In kInt8 a decoded group gets its
+// codes again if one of them is 127 or -127 (linear) or 255 (square), but for a square's code 0, which
+// becomes 1. Masters and weights do not change. In kInt8 `state` begins at a multiple of kScaleElems and
+// whole groups are written: codes behind element n - 1 become 0.
 //
 // Shapes   float32[n], finite, squares not below 0; n may be 0.
 // Threads  Pure.

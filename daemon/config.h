@@ -85,9 +85,10 @@ std::span<const ConfigKey> ConfigKeys();
 //                   a value has another type or is out of range: file and line.
 absl::Status LoadConfigFile(const std::string& path, Config& config);
 
-// One "key=value". A value is written as in the file, quotes may be left out; lists also as "a,b".
+// Applies one setting "key=value". The value is TOML as in the file. A string may be written without quotes, and a list as
+// "a,b".
 //
-// Errors  E_CONFIG  as above, with "--set" in place of file and line.
+// Errors  E_CONFIG  the key or the value is wrong, as in LoadConfigFile(); the message names "--set".
 absl::Status ApplySetting(std::string_view setting, Config& config);
 
 // Checks settings against each other: paths and capacities, CPUs and NUMA node.

@@ -55,10 +55,11 @@ class Daemon {
   // Errors  of FindDurableJobs: there may be some.
   static absl::StatusOr<std::string> DurableJobs(const Config& config);
 
-  // Reads and verifies what durable jobs have on the swap paths, no faster than swap.limit_rate. Only what the
-  // configuration says of swap counts; sizes come from the paths. Nothing is changed. Blocks.
+  // Reads and verifies everything that durable jobs have on the swap paths. Each path is read no faster than its
+  // swap.limit_rate. Of the other settings only swap.paths and io.engine count: sizes come from the labels on the paths.
+  // Changes nothing. Blocks.
   //
-  // Errors  of ScrubPaths. E_CONFIG: there are no swap paths.
+  // Errors  Those of ScrubPaths and nvme::CreateIoEngine. E_CONFIG: there are no swap paths.
   static absl::StatusOr<ScrubReport> Scrub(const Config& config);
 
   // The jobs of such a report with their durable steps; no slot is read.

@@ -8,11 +8,11 @@
 
 namespace forebay::daemon {
 
-// The service manager's end of $NOTIFY_SOCKET.
+// Sends messages to the service manager's socket, $NOTIFY_SOCKET.
 //
-// Threads  Any. A message waits while the socket is full.
-// Source   sd_notify(3), with the protocol it describes: libsystemd is not linked, so that one program runs with
-//          and without it.
+// Threads  Any. A call blocks while the socket is full.
+// Source   sd_notify(3), which describes the protocol. libsystemd is not linked: the same program runs on machines
+//          that do not have it.
 class Notifier {
  public:
   Notifier() = default;

@@ -15,11 +15,11 @@
 
 namespace forebay::gpu {
 
-// A thread looks at collectives that are under way: where one has not ended within the time limit, or NCCL
-// says that something failed, all of them are aborted. What waits for their streams goes on then, with
-// whatever bytes: Check() says so.
+// Collectives through NCCL. A thread watches collectives in flight. It aborts all of them if one exceeds the
+// time limit, if NCCL reports an error, or if the check of WatchWith() fails. Work that waits on their streams
+// then continues with undefined bytes, and Check() returns the error.
 //
-// Streams are of the device that is given.
+// Streams belong to the device that Create() was given.
 class NcclCommunicator final : public Communicator {
  public:
   struct Options {

@@ -45,8 +45,9 @@ enum class RemoteKind : uint16_t {
   kPing = 6,
   // Gateway: the daemon has ended the session; completion.flags is a ChannelState.
   kEnd = 7,
-  // Gateway: what a fetch of partition `completion.tag` would be answered with, if it has all of the agent's commands before
-  // `number` and the trainer sends none behind them that changes weights; and if the first `pieces` pieces are there.
+  // Gateway: the answer to a fetch of partition `completion.tag`, before the trainer has sent the fetch. It covers all
+  // commands of the agent below `number`. The agent may use the answer once the first `pieces` pieces of the session have
+  // arrived. The answer is void if the trainer has sent a command from `number` on that changes weights.
   kAhead = 8,
 };
 
@@ -74,8 +75,8 @@ struct RemoteHeader {
   uint16_t region = 0;  // RemoteRegion
   uint64_t session = 0;
   RemoteSecret secret = {};
-  // 0, 1, 2, ...: of kCommand and kSync, which count in this order; of kPiece and kRead. UCX may let one message overtake
-  // another.
+  // kCommand and kSync share one sequence 0, 1, 2, ...; kPiece and kRead share another. The receiver restores their order:
+  // UCX may let one message overtake another. In kAhead: see there.
   uint64_t number = 0;
   uint64_t offset_bytes = 0;
   uint64_t length_bytes = 0;

@@ -19,8 +19,8 @@ class Waiter {
   // Makes the port go on (CommandPort::Resume), or closes it.
   using Reattach = std::function<absl::Status(const WaitLimits&)>;
 
-  // `look` is called while a call waits; true: again within a millisecond. `reattach`: where the daemon is
-  // being restarted.
+  // `look` runs in each round of a wait and handles completions. If it returns true, the next round begins within a
+  // millisecond. `reattach` is called if the daemon is being restarted.
   Waiter(CommandPort& port, std::function<bool()> look, Reattach reattach)
       : port_(port), look_(std::move(look)), reattach_(std::move(reattach)) {}
 

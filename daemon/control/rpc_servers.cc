@@ -73,8 +73,8 @@ kj::Promise<void> AskForOutcome(ControlContext& control, CallContext context, As
 // All of it: a name is not cut at a zero byte.
 std::string TextOf(capnp::Text::Reader text) { return {text.begin(), text.size()}; }
 
-// The layout's bytes, copied. Only a sealed memfd is read (message_relay.h passes no other): no other
-// file can make the control thread wait.
+// Copies the layout's bytes. message_relay.h passes sealed memfds alone, so a read of `fd` cannot block
+// the control thread.
 absl::StatusOr<std::vector<std::byte>> ReadLayoutBytes(int fd, uint64_t bytes) {
   if (bytes == 0 || bytes > protocol::kLayoutBytesMax) {
     return MakeError(ErrorId::kLayout, absl::StrCat("a layout of ", bytes, " bytes (1 to ",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From data threads to the control thread, which is kj's.
+// A queue of calls from the data threads to the control thread, which runs an event loop of kj.
 #pragma once
 
 #include <kj/async-unix.h>

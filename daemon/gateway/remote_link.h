@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One session's way to its peer: messages with the session's header, and whether the peer is alive.
+// The connection of one session to its peer. It adds the session's number and secret to each message, receives and reads
+// data, and ends if nothing was heard from the peer for the keepalive.
 #pragma once
 
 #include <chrono>

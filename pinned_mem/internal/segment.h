@@ -37,17 +37,15 @@ class Segment {
   // Errors  E_INTERNAL  mmap failed.
   static absl::StatusOr<Segment> Map(int fd, uint64_t size_bytes);
 
-  // Gives every page of a part memory: whole 2 MiB pieces by MADV_COLLAPSE where the kernel can, the
-  // rest on 4 KiB pages.
+  // Populates every page of `part`: each whole 2 MiB piece as one huge page if MADV_COLLAPSE succeeds,
+  // everything else as 4 KiB pages.
   //
   // Errors  E_DRAM_LIMIT  the kernel found no page; some may be populated.
-  //         E_INTERNAL    the system refused a thread.
   absl::Status Populate(const ArenaPart& part, const PopulateOptions& options);
 
   // Maps every page of a part that has memory already, so that no use of it faults; changes no byte.
   //
   // Errors  E_DRAM_LIMIT  the kernel cannot bring a page back from swap.
-  //         E_INTERNAL    as Populate.
   absl::Status MapPages(const ArenaPart& part, const PopulateOptions& options);
 
   // 0, or the errno of mlock(2).

@@ -93,7 +93,7 @@ def _why_no_gpu() -> str:
 
 
 def refuse_other_kinds(what: str, device: torch.device) -> None:
-    """Errors: E_UNSUPPORTED where the device is neither a CPU nor a GPU of CUDA's."""
+    """Errors: E_UNSUPPORTED if the device is neither a CPU nor a CUDA GPU."""
     if device.type not in KINDS:
         raise unsupported(
             f"{what} is on device {device}; models on CPUs (gloo) and on NVIDIA's GPUs (NCCL) can be "

@@ -236,8 +236,8 @@ class _Slot:
 
 
 class _ParametrizationSlot(_Slot):
-    """The same within a parametrization (weight_norm), which remove_parametrizations() takes out of its module with its
-    parameters."""
+    """The place that a parameter inside a parametrization (weight_norm) had at attach. remove_parametrizations() removes
+    the parametrization and its parameters from `owner`, which counts as a change."""
 
     def __init__(self, owner: nn.Module, module: nn.Module, key: str, name: str, tensor: torch.Tensor) -> None:
         super().__init__(module, key, name, tensor)

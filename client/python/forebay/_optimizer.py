@@ -167,7 +167,7 @@ class ForebayOptimizer(StateDicts):
 
     @property
     def delivered_groups(self) -> int:
-        """Groups of which the daemon has a gradient, of the step that is being gathered.
+        """The number of groups whose gradient this rank has delivered to the daemon in this attempt at the step.
 
         >>> opt = forebay.attach(model)
         >>> model(inputs).sum().backward()
@@ -393,8 +393,8 @@ class ForebayOptimizer(StateDicts):
     def read_state(self, name: str) -> dict[str, torch.Tensor]:
         """The states of one parameter, decoded to float32 tensors of its shape and named as torch
         names them: "exp_avg" and its like, "step" (how many updates the parameter has had) and,
-        where the weights have 16 bits, "master". A frozen parameter has none: {}. Over several nodes it is a
-        collective: call it on every rank.
+        if the weights have 16 bits, "master". A frozen parameter has no states: {}. Over several nodes this call
+        is a collective: call it on every rank.
 
         name  as in model.named_parameters(); of a tied parameter any of its names.
 

@@ -28,7 +28,8 @@ REFUSED = {"E_NONFINITE", "E_OPTION", "E_RANK", "E_UNSUPPORTED"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring elements of a parameter, of which the first and the last were written."""
+    """A run of elements of one parameter. _written() yields runs whose first and last element differ from the
+    daemon's."""
 
     parameter: Parameter
     first: int  # in the parameter, in elements of the job's type

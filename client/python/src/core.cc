@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// forebay._core: the client for Python. Bytes cross as DLPack views that keep their mapping alive.
+// forebay._core: the client for Python. Mapped memory crosses as DLPack views that keep the mapping alive; extra_state and
+// exchanges cross as bytes, tensors on a device by address.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -109,10 +110,10 @@ bool PythonInterrupted() {
   return PyErr_CheckSignals() != 0;
 }
 
-// Python objects that copies on a device have read from. The thread that sees a copy end has no GIL: it
-// puts them here, a later call of Python's gives them up.
+// Python objects to release: sources of copies to a device that have ended, and the callable all_gather. Their last owner
+// may be a thread without the GIL, which puts them here. GiveUp() drops the references later.
 //
-// Threads  Any.
+// Threads  Any; GiveUp() with the GIL.
 class EndedObjects {
  public:
   static std::shared_ptr<const void> Keep(const std::shared_ptr<EndedObjects>& ended,

@@ -244,8 +244,8 @@ struct CreateJobMemory {
   uint64_t block_bytes = 0;
   // Accumulators, overflow, extra_state; offsets into it are the state machine's.
   uint64_t step_bytes = 0;
-  // Of the step arena in all; what is behind step_bytes has no memory (PopulateStepArena) but for `float_sums`, which
-  // keeps_step says are there. 0: step_bytes.
+  // Size of the whole step arena; 0: step_bytes. Bytes behind step_bytes have no memory until PopulateStepArena, but for
+  // `float_sums`: those have memory from the start, if they have any bytes.
   uint64_t step_capacity_bytes = 0;
   StatePart float_sums = {};
 };
@@ -524,8 +524,8 @@ struct UpdateBlock {
   UpdatePass pass = UpdatePass::kWhole;
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::pmr::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
-  // Where sums are paged: accumulator_offset_bytes counts through the pages, of which these hold the
-  // block's sums, ascending. 0: it is an offset into the step arena.
+  // Bytes of a page of sums. 0: sums are not paged, and accumulator_offset_bytes is an offset into the step arena. Else it
+  // counts through all pages of sums, and sum_frames has those that hold this block's sums, by ascending page.
   uint64_t sum_page_bytes = 0;
   std::pmr::vector<SumFrame> sum_frames = {};
 };

@@ -56,8 +56,9 @@ inline constexpr uint64_t kAdvisedBlocksMax = uint64_t{1} << 20;
 // Of each block on swap: one that is current, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 
-// The same of a job with durable steps, wherever its blocks are: two such steps keep theirs. One of level epoch
-// has gone on beyond the newest of them while it writes the next.
+// Slots of each block, on swap or in DRAM, of a job with durable steps: two for the last two durable steps, and
+// one for the step that is being written. At level epoch one more, for the blocks of the current step, which is newer
+// than the newest durable step.
 inline constexpr uint32_t kSwapSlotsPerBlockAtStep = 3;
 inline constexpr uint32_t kSwapSlotsPerBlockAtEpoch = 4;
 // Of a part of its weights arena, which is in DRAM.

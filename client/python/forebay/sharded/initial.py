@@ -150,8 +150,8 @@ class Initial:
             self._have_same_seed = all(state == states[0] for state in states)
 
     def make_buffers(self) -> None:
-        """Buffers on the meta device get memory, not yet their values; beside parameters with values
-        they stay: what sets them would set those too."""
+        """If the parameters are on the meta device, gives memory without values to each buffer on it. Does nothing if
+        the parameters have values: the initializer of a buffer would set them again."""
         if not self._is_meta:
             return
         made: dict[int, tuple[str, torch.Tensor]] = {}  # of several modules, once
@@ -423,7 +423,8 @@ class _Memory:
         self._flat = _nothing([elems], engine.plan.master_dtype, self._device)
 
     def lend(self) -> None:
-        """The shards are there."""
+        """Lends memory to each shard: a part of the unit's tensor if this rank owns the shard and the types agree, else
+        memory of its own."""
         for member in self._group.shard_members:
             if member.is_owned and self._flat.dtype == member.tensor.dtype:
                 member.shard.lend(self._part_of(member))

@@ -235,8 +235,8 @@ def _written(
 
 
 class _Padded(ShardTensor):
-    """The padded form that FSDP2 makes of a shard in reset_sharded_param(): new_zeros, narrow, copy_ of
-    the shard into it. What narrow makes of it is the shard itself."""
+    """A shard with its padding, as FSDP2 builds it in reset_sharded_param(): new_zeros(), narrow(), then copy_() of the
+    shard. Narrowing it to the shard's shape gives a ShardTensor of the same shard."""
 
 
 def _padding(function: Any, args: tuple[Any, ...]) -> Any:

@@ -401,7 +401,7 @@ class _Loaded:
                 )
 
     def _check_fresh(self, member: Member, name: str, tensor: torch.Tensor | FileTensor) -> None:
-        """Before the first update: what the first update begins with."""
+        """Errors: E_OPTION if a state of a parameter at step 0 is not the value that the first update begins with."""
         number = _parameter(self._opt, member).param_group
         begin = self.groups[number].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
         if not all(bool((piece == float(begin)).all()) for piece in _pieces(_flat(tensor))):
