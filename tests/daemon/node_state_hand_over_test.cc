@@ -271,7 +271,7 @@ TEST(NodeStateHandOverOfTheReleaseBefore, AJobThatFilledTheLimitFits) {
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
       before.Attach(LayoutOf(with), request_of(rank, false));
     }
-    options.dram_limit_bytes = before.state().Node().dram_used_bytes - 2 * kRanks * (256 << 10);
+    options.dram_limit_bytes = before.state().Node().dram_used_bytes - 2 * kRanks * (192 << 10);
     before.Send(HandOverRequested{});
     before.RunTasks();
     const auto next = NodeHarness::GoOn(before, options, [&](DurableJob& job) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/plan/table_bytes.h"
 
+#include <algorithm>
 #include <string>
 
 #include "daemon/core/base/events.h"
@@ -19,6 +20,9 @@ using protocol::RoundUp;
 // The record that another daemon goes on from (KeptRecord), and the next one while both are there. Digests of weights on
 // swap: those of two versions, and once more in the job as it was recorded.
 constexpr uint64_t kRecords = 2;
+
+// Room for extra_state of a rank that does not say how much.
+constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB;
 
 // Heap bytes: those that the allocator adds to a string or vector, and those that the tables hold of a parameter, a
 // group, a partition, a box, a session and a job beside names and shapes.
@@ -64,10 +68,12 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
                                       plan.session.world_size * sizeof(StatePart) + kPageBytes;
   const uint64_t leases =
       plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
-  // In a record it is in the step arena; a job that is handed over has it beside that, and encoded.
+  // In a record it is in the step arena; a job that is handed over has it beside that, and encoded. The room of a rank
+  // that asks for none is not counted, so that a script fits where it fitted under the release before.
   const bool has_copies = !plan.has_durable_steps() && plan.session.counts_handed_over;
-  const uint64_t extra_states =
-      has_copies ? plan.session.world_size * plan.session.extra_state_bytes : 0;
+  const uint64_t counted = plan.session.extra_state_bytes -
+                           std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
+  const uint64_t extra_states = has_copies ? plan.session.world_size * counted : 0;
   const uint64_t bytes =
       extra_states + LedgerBytes(layout, {.entries = blocks}) + 2 * values + order +
       blocks * kBlockRecordBytes + plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes +
