@@ -6,6 +6,7 @@
 #         stops, continues and replaces; variables of launchers.
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -81,6 +82,11 @@ class Trainer:
         os.kill(self.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
+    def state(self):
+        """As proc(5) has it, with signals that wait."""
+        lines = pathlib.Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return [line for line in lines if line.startswith(("State", "Pid", "SigPnd", "ShdPnd"))]
+
 
 def test_a_second_process_of_a_launch_is_refused_until_the_first_hangs(daemon):
     with Trainer(daemon, "twice") as first:
@@ -95,7 +101,7 @@ def test_a_second_process_of_a_launch_is_refused_until_the_first_hangs(daemon):
 
         first.stop()
         with Trainer(daemon, "twice") as restarted:
-            assert restarted.hears() == "attached 2"
+            assert restarted.hears() == "attached 2", first.state()
             assert restarted.trains() == "trained 3"
             os.kill(first.process.pid, signal.SIGCONT)
             assert first.trains().startswith("E_FENCED ")
