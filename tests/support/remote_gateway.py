@@ -109,7 +109,10 @@ class Gateway:
     def start(self):
         with self.log.open("wb") as log:
             command = [*self.launcher, str(GATEWAY), "--config", str(self.settings)]
-            self.process = subprocess.Popen(command, stderr=log, stdout=log, stdin=subprocess.DEVNULL)
+            # Tests stop it: in a group that the kernel takes for orphaned it would continue by itself.
+            self.process = subprocess.Popen(
+                command, stderr=log, stdout=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         end = time.monotonic() + DEADLINE_S
         while b"forebay-gateway ready" not in self.log.read_bytes():
             if self.process.poll() is not None or time.monotonic() > end:

@@ -43,7 +43,10 @@ def test_ranks(daemon, tmp_path, case):
 
 
 class Trainer:
-    """world_trainer.py; a context. `prefix`: a program that starts it."""
+    """world_trainer.py; a context. `prefix`: a program that starts it.
+
+    In a session of its own: the kernel continues the stopped processes of a group that it takes for orphaned, as it does
+    when the command of a `forebay run` ends in the group of these tests."""
 
     def __init__(self, daemon, job, *prefix, **options):
         command = [*prefix, sys.executable, str(HERE / "world_trainer.py"), job]
@@ -54,6 +57,7 @@ class Trainer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
             **options,
         )
 
@@ -114,7 +118,7 @@ def test_processes_of_different_launches_and_dead_ones_are_replaced(daemon):
         assert first.trains() == "trained 1"
         # Another launcher, in a process group of its own: it runs the trainer as its child.
         launcher = (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)")
-        with Trainer(daemon, "again", *launcher, start_new_session=True) as other:
+        with Trainer(daemon, "again", *launcher) as other:
             assert other.hears() == "attached 1"
             assert first.trains().startswith("E_FENCED ")
             assert other.trains() == "trained 2"
