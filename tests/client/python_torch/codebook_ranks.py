@@ -20,6 +20,7 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 from forebay import _attach  # noqa: E402, F401
 from torch import nn  # noqa: E402
 
@@ -75,6 +76,7 @@ def start(job, rank, dies, out):
     pid = os.fork()
     if pid == 0:
         try:
+            forked_ranks.make_pool()
             out.write_text(json.dumps(train(job, rank, dies)))
             os._exit(0)
         finally:

@@ -28,6 +28,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # models are made from configs
 import accelerate  # noqa: E402, F401
 import exact_reference  # noqa: E402
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
 from rendezvous import Rendezvous  # noqa: E402
@@ -460,7 +461,7 @@ def run_rank(rank, attempt, scenario, ranks, meeting, folder, options):
     if ranks > 1:
         launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({name: str(value) for name, value in launch.items()} | meeting)
-    torch.set_num_threads(1)  # torch makes its pool of threads anew after a fork
+    forked_ranks.make_pool()
     warnings.simplefilter("ignore")
     if scenario == "script":
         sys.argv = [folder, *options]

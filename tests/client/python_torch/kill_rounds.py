@@ -14,6 +14,7 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 from forebay import _attach  # noqa: E402, F401
 from models import batch, loss_of, net, train  # noqa: E402
 
@@ -42,6 +43,7 @@ for number in range(int(sys.argv[1])):
     pid = os.fork()
     if pid == 0:
         try:
+            forked_ranks.make_pool()
             child(number)
         finally:
             os._exit(1)

@@ -38,6 +38,7 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 import torch._dynamo  # noqa: E402, F401: fully_shard() does, in each rank if not here
 import torch.distributed as dist  # noqa: E402
 from forebay import _attach, _optimizer  # noqa: E402, F401: likewise attach()
@@ -181,6 +182,7 @@ def begin(scenario, begun, host, port, ranks, size, folder):
         if child == 0:
             status = 1
             try:
+                forked_ranks.make_pool()
                 rank_process(scenario, host, port, rank, size, folder, begun == 0)
                 status = 0
             except BaseException:

@@ -24,6 +24,7 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 from models import batch, loss_of, net  # noqa: E402
 from remote_gateway import UID  # noqa: E402
 
@@ -100,6 +101,7 @@ def main(job, ranks, steps, *texts):
     for rank in range(1, int(ranks)):
         child = os.fork()
         if child == 0:
+            forked_ranks.make_pool()
             rank_process(job, rank, int(ranks), int(steps), words)
             os._exit(0)
         children.append(child)

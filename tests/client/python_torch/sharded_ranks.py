@@ -31,6 +31,7 @@ torch.set_num_threads(1)
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "tools"))
 
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 import late_device  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from forebay import _attach  # noqa: E402, F401
@@ -227,6 +228,7 @@ def start_rank(*args):
         faults = open(f"{args[-1]}.faults", "w", encoding="utf-8")
         faulthandler.enable(faults)
         try:
+            forked_ranks.make_pool()
             run_rank(*args)
         finally:
             os._exit(0)  # no detach()

@@ -10,6 +10,7 @@ import os
 import signal
 
 import forebay
+import forked_ranks
 import pytest
 import torch
 from daemon_process import Daemon, missing
@@ -558,7 +559,7 @@ def test_a_trainer_that_is_killed_in_its_second_pass(node):
 
     pid = os.fork()
     if pid == 0:
-        torch.set_num_threads(1)
+        forked_ranks.make_pool()
         try:
             trainer()
         finally:

@@ -14,6 +14,7 @@ torch.set_num_threads(1)
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "support"))
 import forebay  # noqa: E402
+import forked_ranks  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from rendezvous import Rendezvous  # noqa: E402
 from torch import multiprocessing, nn  # noqa: E402
@@ -205,10 +206,7 @@ def by_tcp(folder):
 
 
 def forked(body, ranks):
-    def start(folder):
-        multiprocessing.start_processes(body, (folder,), nprocs=ranks, start_method="fork")
-
-    return start
+    return functools.partial(forked_ranks.start_in, rank_main=body, ranks=ranks)
 
 
 CASES = {
