@@ -8,7 +8,7 @@
 
 namespace forebay::protocol {
 
-// Of a layout.
+// A layout.
 inline constexpr uint32_t kGroupsMax = 16384;
 inline constexpr uint32_t kParamsMax = 1 << 20;
 inline constexpr uint32_t kWorldMax = 1024;
@@ -18,7 +18,7 @@ inline constexpr uint64_t kGroupElemsMax = uint64_t{1} << 32;
 inline constexpr uint32_t kNameBytesMax = 64 << 10;
 inline constexpr uint64_t kLayoutBytesMax = uint64_t{64} << 20;
 
-// Of its partitions.
+// The partitions of a layout.
 inline constexpr uint32_t kOwnersMax = 1024;
 inline constexpr uint32_t kReplicasMax = 1024;
 inline constexpr uint32_t kPartitionsMax = 1 << 20;

@@ -75,7 +75,7 @@ protocol::UniqueFd CatchForwardedSignals(sigset_t* before = nullptr);
 inline constexpr int kFailed = 1;
 inline constexpr int kNotFound = 127;  // as a shell says it
 
-// What a command left running has this long between SIGTERM and SIGKILL.
+// The time between SIGTERM and SIGKILL for processes that a command has left running.
 inline constexpr std::chrono::milliseconds kLeftOverGrace(3000);
 
 // Of a wait status, as a shell has it: 128 and its number for a signal.

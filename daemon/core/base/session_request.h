@@ -17,8 +17,8 @@ struct SessionRequest {
   bool trace = false;
   bool accumulate = false;  // sums of gradients are float32 from the start
   bool early_updates = false;
-  // What a hand-over takes for extra_state is of the limit; not in a job that a daemon of the release before has left,
-  // which did not count it.
+  // The DRAM limit includes the copies of extra_state that a hand-over makes. False in a job that a daemon of the release
+  // before has left: that daemon did not count them.
   bool counts_handed_over = true;
   protocol::Durability durability = {};
 
