@@ -78,14 +78,6 @@ absl::StatusOr<uint64_t> SizeOf(const std::string& text) {
   return MakeError(ErrorId::kOption, absl::StrCat(text, " is no size"), "write 64GiB, or 2TiB");
 }
 
-// As the Python client asks for room: buffers in whole units, and a unit more for extra_state.
-absl::StatusOr<uint64_t> ExtraStateBytes(const PlanOptions& options) {
-  constexpr uint64_t kUnitBytes = 64 * protocol::kKiB;
-  if (options.buffers.empty()) return kUnitBytes;
-  ASSIGN_OR_RETURN(const uint64_t buffers, SizeOf(options.buffers));
-  return protocol::RoundUp(buffers, kUnitBytes) + kUnitBytes;
-}
-
 absl::StatusOr<std::optional<client::AdminClient::NodeSize>> NodeOf(const PlanOptions& options) {
   if (options.dram.empty()) return std::nullopt;
   client::AdminClient::NodeSize node;
@@ -391,7 +383,11 @@ absl::Status Plan(const PlanOptions& options) {
   client::AttachOptions attach;
   attach.world_size = options.ranks;
   attach.accumulate = options.accumulate;
-  ASSIGN_OR_RETURN(attach.extra_state_bytes, ExtraStateBytes(options));
+  if (!options.buffers.empty()) {
+    ASSIGN_OR_RETURN(const uint64_t buffers, SizeOf(options.buffers));
+    constexpr uint64_t kUnitBytes = 64 * protocol::kKiB;  // of the Python client's requests
+    attach.extra_state_bytes += protocol::RoundUp(buffers, kUnitBytes);
+  }
   attach.early_updates = options.early_updates && !options.is_shared;
   if (!options.durability.empty()) {
     ASSIGN_OR_RETURN(attach.durability, protocol::ParseDurability(options.durability));
