@@ -177,7 +177,8 @@ class Copies {
     }
     RETURN_IF_ERROR(up_->Synchronize());
     RETURN_IF_ERROR(down_->Synchronize());
-    return Sample{.value = static_cast<double>(copied_bytes) / Seconds(Clock::now() - began) / 1e9};
+    return Sample{.value = static_cast<double>(copied_bytes) / Seconds(Clock::now() - began) /
+                           protocol::kGb};
   }
 
   // Whether the bytes come through the device as they are.

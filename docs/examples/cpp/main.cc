@@ -378,6 +378,6 @@ int main(int argc, char** argv) {
   };
   const absl::Status status = train();
   if (status.ok()) return 0;
-  std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  protocol::PrintError(status);
   return 1;
 }

@@ -55,6 +55,6 @@ absl::Status Train(const std::string& job) {
 int main() {
   const absl::Status status = Train("installed-cpp");
   if (status.ok()) return 0;
-  std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
+  forebay::protocol::PrintError(status);
   return 1;
 }
