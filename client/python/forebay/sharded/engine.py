@@ -507,7 +507,7 @@ class ShardedEngine(Engine):
         would be in the next gradient."""
         self._is_reset = True
         units = self.plan.units
-        was_refused = self.backward == Backward.UNFINISHED and any(unit.has_gradients for unit in units)
+        was_refused = self.backward == Backward.UNFINISHED and unreduced.find(units)
         if was_refused or not all(unit.is_idle for unit in units):
             self._reset()
 
