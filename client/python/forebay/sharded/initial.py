@@ -150,8 +150,9 @@ class Initial:
             self._have_same_seed = all(state == states[0] for state in states)
 
     def make_buffers(self) -> None:
-        """If the parameters are on the meta device, gives memory without values to each buffer on it. Does nothing if
-        the parameters have values: the initializer of a buffer would set them again."""
+        """If the parameters are on the meta device, gives memory without values to each buffer on it, and replaces each
+        other buffer by a clone if there is a checkpoint. Does nothing if the parameters have values: the initializer of
+        a buffer would set them again."""
         if not self._is_meta:
             return
         made: dict[int, tuple[str, torch.Tensor]] = {}  # of several modules, once
