@@ -623,7 +623,8 @@ void Executor::Run(KeepExtraStates& action) {
 
 void Executor::Run(RestoreExtraStates& action) {
   const TaskId task = action.task;
-  PostTask(task, [step = jobs_.at(action.job).step, action = std::move(action)] {
+  ArenaRegistry::Arena step = jobs_.at(action.job).step;
+  PostTask(task, [action = std::move(action), step = std::move(step)] {
     RunRestoreExtraStates(action, step->bytes());
     return TaskDone{};
   });
