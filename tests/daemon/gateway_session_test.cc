@@ -162,11 +162,13 @@ class GatewaySessionTest : public ::testing::Test {
     return layout_->groups()[partition].weights_offset_bytes;
   }
   void FillWeights(std::byte value) { std::ranges::fill(daemon_weights_->bytes(), value); }
-  // The trainer fetches, the daemon answers.
-  void Fetch(uint32_t partition, uint64_t step, uint64_t writes = 0) {
+  // The trainer fetches. The daemon sets all weights to `value` before it answers: once it has the command, the gateway has sent
+  // the bytes that it read for the fetch before.
+  void Fetch(uint32_t partition, std::byte value, uint64_t step, uint64_t writes = 0) {
     Send(Op::kFetch, partition);
     const auto command = Received();
     ASSERT_TRUE(command.has_value());
+    FillWeights(value);
     Answer(*command, step, writes);
     ASSERT_TRUE(Answered().has_value());
   }
@@ -203,16 +205,13 @@ TEST_F(GatewaySessionTest, AGradientIsThereWhenItsCommandIs) {
 }
 
 TEST_F(GatewaySessionTest, WhatTheWindowHasDoesNotTravelAgain) {
-  FillWeights(std::byte{1});
-  Fetch(1, /*step=*/1);
+  Fetch(1, std::byte{1}, /*step=*/1);
   EXPECT_TRUE(AllAre(Window(1), std::byte{1}));
-  FillWeights(std::byte{2});  // a daemon that says nothing of it
-  Fetch(1, 1);
+  Fetch(1, std::byte{2}, 1);  // neither a step nor a write has changed them
   EXPECT_TRUE(AllAre(Window(1), std::byte{1}));
-  Fetch(1, 2);
+  Fetch(1, std::byte{2}, 2);
   EXPECT_TRUE(AllAre(Window(1), std::byte{2}));
-  FillWeights(std::byte{3});
-  Fetch(1, 2, /*writes=*/1);
+  Fetch(1, std::byte{3}, 2, /*writes=*/1);
   EXPECT_TRUE(AllAre(Window(1), std::byte{3}));
   EXPECT_TRUE(AllAre(Window(2), std::byte{0})) << "nobody has fetched it";
 }
@@ -224,13 +223,11 @@ TEST_F(GatewaySessionTest, FrozenWeightsTravelOnceAndWhereTheyAreWritten) {
   const auto part = [&](const WeightsRange& range) {
     return Window(0).subspan(range.offset_bytes, range.size_bytes);
   };
-  FillWeights(std::byte{1});
-  Fetch(0, 1);
-  FillWeights(std::byte{2});
-  Fetch(0, 2);
+  Fetch(0, std::byte{1}, 1);
+  Fetch(0, std::byte{2}, 2);
   EXPECT_TRUE(AllAre(part(ranges[0]), std::byte{1}));
   EXPECT_TRUE(AllAre(part(ranges[1]), std::byte{2}));
-  Fetch(0, 2, 1);
+  Fetch(0, std::byte{2}, 2, 1);
   EXPECT_TRUE(AllAre(Window(0), std::byte{2}));
 }
 
