@@ -15,7 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "pinned_mem/internal/memfd.h"
-#include "pinned_mem/internal/page_nodes.h"
+#include "pinned_mem/internal/numa_policy.h"
 #include "pinned_mem/internal/segment.h"
 #include "pinned_mem/memory_limit.h"
 #include "pinned_mem/range_allocator.h"

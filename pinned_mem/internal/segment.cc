@@ -15,7 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "pinned_mem/internal/huge_pages.h"
-#include "pinned_mem/internal/page_nodes.h"
+#include "pinned_mem/internal/numa_policy.h"
 #include "pinned_mem/memory_limit.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"

@@ -16,8 +16,8 @@
 #include "protocol/os/status_macros.h"
 #include "protocol/standard_output.h"
 #include "tools/forebay/bench.h"
-#include "tools/forebay/bench_adam_fixture.h"
 #include "tools/forebay/bench_adam_gradients.h"
+#include "tools/forebay/bench_adam_measure.h"
 #include "tools/forebay/bench_adam_pass.h"
 #include "tools/forebay/bench_harness.h"
 

@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "protocol/dtype.h"
-#include "tools/forebay/bench_adam_fixture.h"
+#include "tools/forebay/bench_adam_measure.h"
 
 namespace forebay::tools {
 

@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "tools/forebay/bench_adam_blocks.h"
-#include "tools/forebay/bench_adam_fixture.h"
+#include "tools/forebay/bench_adam_measure.h"
 #include "tools/forebay/bench_harness.h"
 
 namespace forebay::tools {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "pinned_mem/internal/page_nodes.h"
+#include "pinned_mem/internal/numa_policy.h"
 
 #include <linux/mempolicy.h>
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/forebay/bench_adam_fixture.h"
+#include "tools/forebay/bench_adam_measure.h"
 
 #include <utility>
 
