@@ -318,9 +318,9 @@ class Attachment {
   //                      written.
   absl::Status WriteState(uint32_t partition, uint64_t first_elem, std::string_view state,
                           std::span<const float> values, Timeout timeout);
-  // Between steps: how many updates parameter `param` of the layout has had, for all ranks.
+  // Sets, for all ranks, how many updates parameter `param` of the layout has had. To be called between steps.
   //
-  // Errors  E_RANGE  no such parameter, or a frozen one. E_STEP as above.
+  // Errors  E_RANGE  no such parameter, a frozen one, or more than kUpdatesMax updates. E_STEP as above.
   absl::Status WriteUpdates(uint32_t param, uint64_t updates, Timeout timeout);
 
   // Asks for a lease and returns: IsFetchDone looks, FinishFetch waits, CancelFetch gives up (a lease

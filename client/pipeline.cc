@@ -190,8 +190,8 @@ uint64_t Pipeline::gradient_bytes_max() const {
   uint64_t all_bytes = 0;
   for (const Group& group : groups_) all_bytes += gradient_bytes(group);
   if (options_.stage == ZeroStage::kStates) return all_bytes;
-  // One that compute fills and one that is reduced; this rank's parts, of which as many wait for their
-  // copy as there is room for, and one more for a place there.
+  // Whole gradients: compute fills one, and others that are together no larger than the largest are reduced. Parts of this rank: as
+  // many as gradient_room_bytes() holds wait for their copy, and one more waits for room.
   const uint64_t whole_bytes = std::min(2 * largest_gradient_bytes_, all_bytes);
   const uint64_t ranks = communicator_->size();
   const uint64_t parts_bytes = std::min(

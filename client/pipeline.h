@@ -49,7 +49,7 @@ struct PipelineOptions {
 // many uses as forward and backward have; its gradient is made and reduced once; then Step.
 //
 // Work runs on streams of its own, in the order that events give: the CPU waits for none of it but in Step.
-// Where more than two of the largest gradients wait for their reduction, compute waits for the first.
+// If gradients that are together larger than the largest one wait for their reduction, compute waits for the first of them.
 // While a collective waits, the daemon is asked whether another rank was lost.
 //
 // Errors     E_DEVICE, E_RANK_LOST, and those of Attachment's calls. After one of a collective, which the

@@ -73,7 +73,7 @@ uint64_t RaiseLimits() {
   return descriptors;
 }
 
-// Of a daemon that goes on where memory cannot be locked: what that means, and the line that changes it.
+// Warns if memory need not be locked and this process may not lock as much as the limit.
 void SayWhatIsNotPinned(const Config& config, uint64_t dram_limit_bytes) {
   if (config.lock == pinned_mem::LockPolicy::kRequired || pinned_mem::MayLock(dram_limit_bytes)) {
     return;

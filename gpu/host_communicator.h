@@ -66,8 +66,9 @@ class HostCommunicator final : public Communicator {
 
   // The slot that a rank fills for the next barrier.
   std::span<std::byte> Slot(uint32_t rank) const;
-  // Waits for all ranks, which have to be at the same piece of the same operation. What a rank has read
-  // before it comes here may be written over.
+  // Waits until all ranks have come to this barrier. Ranks may overwrite what all ranks have read before it.
+  //
+  // Errors  E_RANGE  another rank has called another operation.
   absl::Status Barrier(const Operation& operation);
   absl::Status CheckOthers(const Operation& operation);
   absl::Status WaitFor(uint32_t rank, uint64_t barriers, const protocol::Deadline& deadline);

@@ -34,9 +34,9 @@ typename Interface::Client BootstrapOf(capnp::RpcSystem<capnp::rpc::twoparty::Va
 // Of calls not yet answered: then a server reads no more.
 inline constexpr size_t kCallWordsMax = 4096;
 
-// Of a server. Reads no further while an answer is being written: a client that asks and takes no answers waits
-// for itself. The library would keep every answer, and free the chain of them recursively. No request is larger than
-// kRequestBytesMax.
+// A server's stream. It begins no read while an answer is being written: a client that reads no answers delays itself alone.
+// Without that, the library would store every answer, and free the list of them recursively. A request larger than
+// kRequestBytesMax is refused.
 //
 // Messages  One of capnp's: AsyncCapabilityMessageStream, AsyncIoMessageStream.
 template <typename Messages>

@@ -48,9 +48,9 @@ class CommandPort {
   // What it notes of commands is in `memory`, which outlives it.
   CommandPort(Options options, std::pmr::memory_resource* memory);
 
-  // Writes the command under a tag of its own, and takes `on_done`; false, and nothing done, while
-  // kRingEntries are in flight. `on_done` is called once, unless the session ends first. A lease of a daemon
-  // before this one is given back at once, without a command.
+  // Sends the command under a new tag, and moves from `on_done`, which is called once unless the session ends first. While the daemon
+  // is restarted, the command is retained for Resume(). False, and nothing done, while kRingEntries are in flight. If the
+  // command releases a lease that an earlier daemon gave and this one does not know, it is not sent, and `on_done` is called at once.
   //
   // Errors  E_DAEMON_GONE, E_RING, E_FENCED or another reason why the session has ended: permanently.
   absl::StatusOr<bool> TrySend(protocol::Command command, OnDone& on_done);

@@ -9,9 +9,9 @@
 
 namespace forebay::gateway {
 
-// Serves until SIGTERM or SIGINT. Writes "forebay-gateway ready bind=ADDRESS" to stderr once it listens.
+// Serves until SIGTERM or SIGINT. Writes "forebay-gateway ready bind=ADDRESS port=PORT" to stderr once it listens.
 //
-// Errors  E_CONFIG  a file of the settings cannot be used; E_BUSY  the address is taken.
+// Errors  E_CONFIG  a file of the settings cannot be used; E_BUSY  it cannot listen at the address; those of UcxWorker::Create.
 absl::Status ServeGateway(const GatewayConfig& config);
 // As much of it as can be checked without listening.
 absl::Status CheckGateway(const GatewayConfig& config);

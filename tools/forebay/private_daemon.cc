@@ -30,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kReadyLimit(60);
 constexpr std::chrono::seconds kStopLimit(10);
 constexpr char kSocketName[] = "forebay.sock";
-// The path of the daemon's socket ends with ".new" while it is made, and with a zero byte.
+// The daemon binds its socket at a path with ".new" behind it, then renames it. sun_path also has room for a zero byte.
 constexpr size_t kRuntimeFolderBytesMax = sizeof(sockaddr_un::sun_path) -
                                           sizeof("/forebay-run-XXXXXX") - sizeof(kSocketName) -
                                           (sizeof(".new") - 1);

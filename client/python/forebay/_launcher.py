@@ -14,8 +14,8 @@ from typing import Any
 from .errors import usage_error
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Of each launcher, in the order of RANKS. The first one that is there wins: within an allocation of Slurm's,
-# mpirun starts its own helpers by srun, whose variables the ranks inherit.
+# Variables of each mpirun, in the order of RANKS. environment_of() takes the first launcher whose variables are all set. It looks
+# for srun's last: within a Slurm allocation mpirun starts its helpers by srun, and the ranks inherit srun's variables.
 OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",

@@ -41,7 +41,7 @@ struct AttachRequested {
   // Not of a reader.
   uint32_t rank = 0;
   uint32_t world_size = 1;
-  // Of a job over several nodes: all its ranks; `rank` counts from the first of this node. 0: all are here.
+  // Number of the job's ranks on all nodes; 0: the job is on one node. `rank` and `world_size` count this node's ranks alone.
   uint32_t world_ranks = 0;
   // Token of the run that the process belongs to, and whether it may take over another run's job.
   std::string run = {};

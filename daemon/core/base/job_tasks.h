@@ -134,7 +134,8 @@ class JobTasks {
   // Its client is away: of the commands that wait now, answers are said to nobody. Those that are not answered when
   // they come again are heard of as ever.
   void Disconnect(SessionId session);
-  // One that comes again: whether the first still waits, so that its answer is this one's.
+  // True if a command with this tag waits since before Disconnect: the client gets its answer, and the command that has come
+  // again is not run. False: the command is new.
   bool Rejoin(SessionId session, uint64_t tag);
   void End(SessionId session) { sessions_.at(session).ended = true; }
   void Close(SessionId session) { sessions_.erase(session); }

@@ -116,7 +116,7 @@ class StagedBlocks {
   // The same of a block that `may_go`, in the order of update or not.
   std::optional<uint32_t> ReclaimWhere(const std::function<bool(uint32_t block)>& may_go);
 
-  // Blocks that were read and gave their slot to another use before their own, so far.
+  // How many times so far a block that had been read lost its slot to another use before it was used.
   uint64_t reclaimed() const { return reclaimed_; }
 
   // The first place of a block that was dropped since this was last asked; UINT32_MAX: none was.

@@ -272,8 +272,8 @@ class Mapping {
   std::span<std::byte> bytes_;
 };
 
-// Bytes that workers had in hand are as they were before, and staged blocks in the slots of this daemon. `taken`: slots of
-// other jobs.
+// Undoes what workers were changing when the daemon was killed. Copies blocks from `staging`, the slots of the killed daemon, to the
+// same slots of this daemon. `taken` has the slots of other jobs; those of this job are added.
 absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
                         const SwapSpace* swap, std::span<std::byte> staging,
                         std::set<uint32_t>& taken) {
