@@ -16,8 +16,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "daemon/control/control_plane.h"
 #include "daemon/control/status_message.h"
+#include "daemon/exec/node_snapshot.h"
 #include "daemon/exec/reactor.h"
 #include "daemon/exec/session_io.h"
 #include "protocol/error.h"
@@ -69,9 +71,19 @@ struct ControlContext {
     absl::AnyInvocable<void(Value)> answer;
   };
 
-  // What crosses to the control thread shares no status with the loop.
+  // A value that crosses to the control thread shares no status with the loop's thread.
   static void Unshare(absl::Status& status) { status = protocol::Unshared(status); }
   static void Unshare(AttachResult& result) { Unshare(result.answer.status); }
+  static void Unshare(NodeSnapshot& snapshot) {
+    for (JobSnapshot& job : snapshot.jobs) {
+      Unshare(job.view.failed);
+      Unshare(job.view.swap_wait);
+    }
+  }
+  template <typename Value>
+  static void Unshare(absl::StatusOr<Value>& value) {
+    if (!value.ok()) value = protocol::Unshared(value.status());
+  }
   template <typename Value>
   static void Unshare(Value&) {}
 
