@@ -89,7 +89,9 @@ class GatewaySessionTest : public ::testing::Test {
             .peer_address = {peer.address().begin(), peer.address().end()},
             .peer = "the peer",
             .keepalive = kKeepalive,
-            .on_end = [&ended](const absl::Status& status) { ended.set_value(status); }};
+            .on_end = [&ended](const absl::Status& status) {
+              ended.set_value(protocol::Unshared(status));
+            }};
   }
 
   absl::Status AddGateway() {
