@@ -10,7 +10,7 @@
 namespace forebay::daemon {
 namespace {
 
-// Those of another step of the job, without doubles.
+// Appends slots of another step of the job that are not in the list yet.
 void AddSlots(const DurableJob& of_step, std::vector<nvme::Slot>& slots) {
   const std::set<nvme::Slot> current(slots.begin(), slots.end());
   for (const nvme::Slot& slot : of_step.Slots()) {

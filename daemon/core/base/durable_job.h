@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a job needs to go on after the death of the daemon: values of one step, and the swap slots that hold
-// its bytes. The ledger of the volume is these, encoded.
+// Values that a job needs to continue after its daemon has ended: the values of one step, and the swap slots that hold its
+// bytes. The volume's ledger is their encoded form, without DurableJob::kept and DurableNode::last_lease.
 #pragma once
 
 #include <cstdint>
@@ -18,91 +18,93 @@
 
 namespace forebay::daemon {
 
-// Bytes in a slot, with what they are verified by.
+// A slot, and the values that its bytes are verified against.
 struct DurableBytes {
   nvme::Slot slot;
   uint64_t checksum = 0;
-  // Part of the checksum.
+  // The step that wrote the bytes; part of the checksum.
   uint64_t written_step = 0;
-  WeightsDigests weights_digests = {};  // of a block with a plane of weights
+  WeightsDigests weights_digests = {};  // set if the block has a plane of weights
 };
 
 struct DurableJob;
 
-// Of a daemon that was killed when it had prepared a step of a job over several nodes, which was not decided.
+// A step of a job over several nodes that was prepared, but not decided, when the daemon was killed.
 struct KeptPrepared {
   uint64_t attempt = 0;
-  protocol::StepRequest request = {};   // of each rank, but for its extra_state
+  protocol::StepRequest request = {};   // the same for each rank, except extra_state_bytes
   ExtraStates extra_states = {};        // by rank
-  std::vector<std::byte> summary = {};  // of the node, encoded
+  std::vector<std::byte> summary = {};  // the node's, encoded
 };
 
-// Of a daemon that was killed in the middle of an update: how far it came. Of blocks in DRAM, and of those in staging slots,
-// UndoLog knows.
+// Progress of a step whose update or decision was pending when the daemon was killed. UndoLog has the progress within blocks in
+// DRAM and in staging slots.
 struct KeptUpdate {
   struct Block {
     std::optional<DurableBytes> written = {};
-    uint64_t overflows = 0;  // of one that is written
-    // Its new weights are there in the step arena, and may be installed or not.
+    uint64_t overflows = 0;  // masters that overflowed in this step, if `written` is set
+    // Slot of the step arena that holds the block's new weights. They may have been installed already.
     std::optional<uint32_t> weights_slot = {};
-    // It is there, and not written.
+    // Staging slot that holds the block, if its new bytes are not on swap yet.
     std::optional<uint32_t> staging_slot = {};
   };
 
-  // A page of gradient sums that is still needed: in a frame of the step arena, or in a slot.
+  // A page of gradient sums that the update still needs. It is in a frame of the step arena, or in a swap slot.
   struct Sums {
     uint32_t page = 0;
     std::optional<uint32_t> frame = {};
     std::optional<nvme::Slot> slot = {};
-    uint64_t checksum = 0;  // of what is in the slot
+    uint64_t checksum = 0;  // of the bytes in `slot`
+    // Number of times that the page was written to swap; part of its identity.
     uint64_t spills = 0;
   };
 
   StepOrder order;
-  StatePart float_sums = {};      // of RecordDecision
-  std::vector<float> trust = {};  // of RecordTrust; of LAMB, empty: no block has changed
+  StatePart float_sums = {};      // RecordDecision::float_sums
+  std::vector<float> trust = {};  // RecordTrust::trust; empty for LAMB: no block has changed
   std::vector<Block> blocks;
   std::vector<Sums> sums = {};
-  // It is not decided: no block has changed, and of `order` step and hyper_params count.
+  // Set if the step is prepared, but not decided. Then no block has changed, and `order` has the step and hyper_params alone.
   std::optional<KeptPrepared> prepared = {};
 };
 
-// Of a job that goes on with the next daemon, because one hands it over or is killed: its arenas stay as they are, and
-// with them all that is not on swap. Never written to a disk.
+// Memory of a job that is retained for the next daemon, because this daemon hands the job over or is killed: its arenas, with
+// all bytes that are not on swap. Never written to a disk.
 struct KeptMemory {
-  // By block of BlockMap: its states are in the state arena; and the last step that has changed those.
+  // Two lists by block of BlockMap: true if the states are in the state arena; the last step that changed them.
   std::vector<bool> resident;
   std::vector<uint64_t> written_steps;
-  // Of the arenas; of the step arena, what has memory but for float32 sums that were made late.
+  // Bytes of the weights arena, and of the step arena without float32 sums that were created late.
   uint64_t weights_bytes = 0;
   uint64_t step_bytes = 0;
-  // Of the limit, as the job is now.
+  // Bytes of the node's DRAM limit that the job takes.
   uint64_t dram_bytes = 0;
-  // Of the ranks' sessions.
+  // The request that all ranks' sessions have in common.
   SessionRequest session;
-  // Of MemoryPlan.
+  // MemoryPlan::early_weights_slots and sum_frames.
   uint32_t early_weights_slots = 0;
   uint32_t sum_frames = 0;
-  // At the next step: older ones are over.
+  // The open attempt at the next step. Older attempts have ended.
   uint64_t attempt = 0;
-  // For blocks, and for pages of gradient sums; nothing is in them.
+  // Free slots for blocks, and slots for pages of gradient sums. Some sum_slots hold pages if `update` is set.
   std::vector<nvme::Slot> spare_slots;
   std::vector<nvme::Slot> sum_slots;
-  // Of a job with weights on swap: those that its ranks had when the daemon was killed, and have not said since that they
-  // need no more.
+  // Leases of ranks, on weights in a job with weights on swap, that have not ended.
   std::vector<KeptLease> leases = {};
-  // Of a daemon that was killed: blocks on swap are where the job says, whatever is durable of it; and what is, null:
-  // nothing. Of one that hands over, what the job says is durable.
+  // True if the daemon was killed. Then DurableJob::blocks has the current slots, whether durable or not, and `durable` is the
+  // durable step (null: none). False if the daemon handed the job over. Then, at a durable level, the job's own step is
+  // durable.
   bool was_killed = false;
   std::shared_ptr<const DurableJob> durable = {};
-  // Of a daemon that was killed: what calls of the step are answered with; masters that overflowed.
+  // Values that calls of the job's step are answered with: the gradient norm, whether it was clipped, and the number of masters
+  // that overflowed.
   double norm = 0;
   bool clipped = false;
   uint64_t overflowed = 0;
-  // By which the nodes have decided the step of the job, encoded; empty: of one node, or nobody knows.
+  // Encoded summary with which the nodes decided the job's step. Empty if the job is on one node, or if it is not known.
   std::vector<std::byte> summary = {};
-  // The step of the job is decided, and is updated; its param_updates, blocks and `written_steps` are those of the step
-  // before; or (KeptUpdate::prepared) the next one is prepared. Null: it is published.
+  // Null if the job's step is published. Otherwise that step is decided, but not published: param_updates, blocks and
+  // `written_steps` are those of the step before. Or, with KeptUpdate::prepared, the next step is prepared.
   std::shared_ptr<const KeptUpdate> update = {};
 
   bool operator==(const KeptMemory&) const = default;
@@ -117,70 +119,73 @@ struct DurableJob {
   std::shared_ptr<const protocol::Layout> layout;
   uint32_t world_size = 1;
   uint64_t block_elems = 0;
-  uint64_t slot_bytes = 0;            // of all its slots
-  std::vector<bool> weights_on_swap;  // by partition; empty: of none
-  uint64_t step = 0;                  // published, with all before it (but see KeptMemory::update)
+  uint64_t slot_bytes = 0;              // of each slot of a block or of a part of the weights
+  std::vector<bool> weights_on_swap;    // by partition; empty: no partition
+  uint64_t step = 0;                    // the newest decided step: see KeptMemory::update
   std::vector<uint64_t> param_updates;  // by parameter: steps in which it had a gradient
   std::vector<uint32_t> trace;          // partitions, in the order in which a step fetches them
   ExtraStates extra_states;             // by rank
-  // By block of BlockMap; empty: states that are all zeros and were never written.
+  // By block of BlockMap. Empty entry: the states are zeros that were never written, or the bytes are in DRAM alone (`kept`).
   std::vector<std::optional<DurableBytes>> blocks;
-  // The part of the weights arena that holds weights, from its beginning, cut at multiples of slot_bytes.
+  // Parts of the weights arena, from its beginning, cut at multiples of slot_bytes. Bytes of the arena that are a cache are
+  // left out.
   std::vector<DurableBytes> weights;
-  // Of a job that is handed over. With level memory it is all that entries in DRAM have: they name no slot then, and
-  // `weights` is empty.
+  // Set if the job was handed over or its daemon was killed. At level memory, blocks in DRAM then have no slot, and `weights`
+  // is empty: their bytes are in the retained arenas alone.
   std::optional<KeptMemory> kept = {};
-  // Of a job over several nodes: the durable step before this one, which another node may not be beyond. It has the same
-  // name, layout and sizes, and neither `kept` nor one before it. Null: none.
+  // The durable step before this one, in a job over several nodes: another node may have no newer step. It has the same name,
+  // layout and sizes. Its own `kept` and `before` are empty. Null: none.
   std::shared_ptr<const DurableJob> before = {};
 
-  // Those that it names, and what is durable of it; with the step before.
+  // Slots that hold bytes of this step, of kept->durable and of `before`, each once.
   std::vector<nvme::Slot> Slots() const;
-  // Without the step before: what a ledger keeps. The ledger before it kept the others, and the job does.
+  // Slots() without those of `before`: the slots that a ledger of this step retains. The previous ledger retains those of
+  // `before`, and so does the job.
   std::vector<nvme::Slot> NamedSlots() const;
   uint64_t slots() const;
-  // These and spare ones: all that are the job's for blocks and parts of the weights.
+  // Slots() and the spare slots: all slots that the job has for blocks and for parts of the weights.
   std::vector<nvme::Slot> BlockSlots() const;
-  // These and those for pages of gradient sums: all that are the job's.
+  // BlockSlots() and the slots for pages of gradient sums: all slots of the job.
   std::vector<nvme::Slot> AllSlots() const;
-  // Takes them out of a list.
+  // Removes the job's slots (AllSlots) from a list.
   void RemoveOwn(std::vector<nvme::Slot>& slots) const;
 };
 
-// A durable step as the next one keeps it.
+// Returns the job without its own `before`: the form in which the next durable step has it as its `before`.
 std::shared_ptr<const DurableJob> AsBefore(const std::shared_ptr<const DurableJob>& job);
-// `job`, or the one before it, if it is of that step; null: neither is.
+// Returns `job` or its `before`, whichever is at `step`. Null if neither is.
 std::shared_ptr<const DurableJob> OfStep(const std::shared_ptr<const DurableJob>& job,
                                          uint64_t step);
 
-// Null: of no job, or of one that comes back from its disk.
+// Returns the retained memory of `job`. Null if there is no job, or if the job is restored from its disk.
 inline const KeptMemory* KeptOf(const DurableJob* job) {
   return job != nullptr && job->kept ? &*job->kept : nullptr;
 }
 
-// What a ledger says of a job that comes back; null: nothing.
+// Returns the step that the ledger names for a job that a daemon has recovered. Null if the ledger does not name the job.
 std::shared_ptr<const DurableJob> InLedger(const std::shared_ptr<const DurableJob>& job);
 
-// What a ledger says of a job, in numbers.
+// Sizes that determine how many bytes a job takes in the ledger.
 struct LedgerCounts {
   uint64_t entries = 0;            // blocks and parts of the weights
-  uint64_t digest_pages = 0;       // of planes of weights
+  uint64_t digest_pages = 0;       // pages of weights on swap that have a digest
   uint64_t extra_state_bytes = 0;  // of all ranks
 };
-// What it takes of NodeOptions::ledger_bytes_max; estimated from above.
+// Bytes that one job takes of NodeOptions::ledger_bytes_max. An upper estimate.
 uint64_t LedgerBytes(const protocol::Layout& layout, const LedgerCounts& counts);
 uint64_t LedgerBytes(const DurableJob& job);
 
 struct DurableNode {
-  JobId last_job = 0;       // ids up to this one were given out
-  uint64_t last_lease = 0;  // likewise; of what is handed over
+  JobId last_job = 0;       // JobIds up to this one have been used
+  uint64_t last_lease = 0;  // lease ids up to this one have been used; memory only
   std::vector<std::shared_ptr<const DurableJob>> jobs;
 };
 
 // Every slot that the jobs name (NamedSlots), in the order of jobs, blocks and weights.
 std::vector<nvme::Slot> SlotsOf(const DurableNode& node);
 
-// "2 jobs: gpt at step 41, 1000:bert at step 7", names as root writes them; empty: there are none.
+// Names and steps of the jobs: "2 jobs: gpt at step 41, 1000:bert at step 7". Names are as root writes them. Empty if there are
+// no jobs.
 std::string DescribeJobs(const DurableNode& node);
 
 }  // namespace forebay::daemon

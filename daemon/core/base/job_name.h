@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whose job a name means: a name belongs to its uid, so that nobody can take it from another.
+// Names of jobs. A name belongs to a uid, so that no other user can take it.
 #pragma once
 
 #include <compare>
@@ -18,7 +18,7 @@ struct JobName {
   auto operator<=>(const JobName&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
 };
 
-// Which names of others a caller may use.
+// Whether a caller may name jobs of other users.
 enum class OtherUsers : uint8_t { kRefused, kAllowed };
 
 // `text` is NAME, a job of `uid` itself, or UID:NAME.
@@ -27,7 +27,7 @@ enum class OtherUsers : uint8_t { kRefused, kAllowed };
 //         E_PERMISSION  UID is another's, and `others` are refused.
 absl::StatusOr<JobName> ParseJobName(std::string_view text, uint32_t uid, OtherUsers others);
 
-// As `uid` writes it: NAME for a job of its own, else UID:NAME.
+// The name as `uid` writes it: NAME for a job of `uid` itself, UID:NAME for a job of another user.
 std::string JobNameFor(uint32_t uid, const JobName& job);
 
 }  // namespace forebay::daemon

@@ -110,7 +110,7 @@ void JobTasks::Answer(const CommandId& command, protocol::Completion completion,
   completion.op = command.op;
   completion.error = static_cast<uint32_t>(protocol::IdOf(status));
   completion.committed_step = committed_step_;
-  // Of a fetch it is another number.
+  // The answer of a fetch has another number as `attempt`: FetchQueue has set it.
   if (command.op != static_cast<uint16_t>(protocol::Op::kFetch)) completion.attempt = attempt_;
   actions_.Emit(
       AnswerCommand{.session = command.session, .completion = completion, .status = status});

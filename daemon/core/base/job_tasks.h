@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tasks and commands of a job that are in flight: starts the ones, answers the others. Its counters
-// decide when a session or a job may be closed: nothing of theirs is in flight any more.
+// Tasks and commands of a job that are in flight. Starts the tasks and answers the commands. Its counters decide when a session
+// or a job may be closed: as soon as none of its tasks and commands is in flight.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@
 
 namespace forebay::daemon {
 
-// Of the node: where actions go, the numbers that are given out once, and the memory for what comes and goes
-// within a step: nodes of maps and sets, lists in actions.
+// The node's sink of actions: the list that actions go to, the counters of task and lease ids, and the memory resource for
+// objects of one step (nodes of maps and sets, lists in actions).
 class ActionSink {
  public:
-  // `memory` outlives it, and every action.
+  // `memory` outlives the sink, and every action.
   explicit ActionSink(std::pmr::memory_resource* memory) : memory_(memory), task_jobs_(memory) {}
 
   std::pmr::memory_resource* memory() const { return memory_; }
@@ -32,7 +32,7 @@ class ActionSink {
     task_jobs_.emplace(++last_task_, job);
     return last_task_;
   }
-  // The job that started the task; 0 where there is no such task.
+  // Removes the task. Returns the job that started it; 0: there is no such task.
   JobId FinishTask(TaskId task);
   uint64_t NewLease() { return ++last_lease_; }
   uint64_t last_lease() const { return last_lease_; }
@@ -46,7 +46,7 @@ class ActionSink {
   uint64_t last_lease_ = 0;
 };
 
-// A command that waits for its one answer.
+// A command that has not been answered.
 struct CommandId {
   SessionId session = 0;
   uint64_t tag = 0;
@@ -59,7 +59,7 @@ enum class TaskKind : uint8_t {
   kStepArena,
   kFloatSums,
   kSessionMemory,
-  kCopyInitial,  // these four are of one epoch: see NewEpoch
+  kCopyInitial,  // kCopyInitial to kSumGradient are of one epoch: see NewEpoch
   kAddGradients,
   kMoveGradient,
   kSumGradient,
@@ -83,7 +83,7 @@ enum class TaskKind : uint8_t {
 
 struct Task {
   TaskKind kind = TaskKind::kJobMemory;
-  std::pmr::vector<SessionId> sessions = {};  // whose arenas it uses
+  std::pmr::vector<SessionId> sessions = {};  // sessions whose arenas the task uses
   uint64_t epoch = 0;
 };
 
@@ -95,12 +95,11 @@ class JobTasks {
   JobId job() const { return job_; }
   ActionSink& actions() { return actions_; }
   std::pmr::memory_resource* memory() const { return actions_.memory(); }
-  // What every answer says.
+  // The committed step and the attempt, which every answer carries (a fetch's answer has another number as `attempt`).
   void set_committed_step(uint64_t step) { committed_step_ = step; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
 
-  // Starts an action that has `task` and `job` fields. `session` (0: none) lends its arena until
-  // the task is done.
+  // Starts an action that has `task` and `job` fields. The task uses the arena of `session` (0: none) until it has ended.
   template <typename TaskAction>
   TaskId Start(TaskKind kind, SessionId session, TaskAction action) {
     std::pmr::vector<SessionId> sessions(memory());
@@ -127,12 +126,12 @@ class JobTasks {
                       SessionCounters{.waiting = Tags(memory()), .unheard = Tags(memory())});
   }
   void Arrived(SessionId session, uint64_t tag) { sessions_.at(session).waiting.insert(tag); }
-  // To a session that has ended, nothing is said.
+  // Answers a command. Nothing is emitted if the session has ended.
   void Answer(const CommandId& command, const absl::Status& status);
   void Answer(const CommandId& command, protocol::Completion completion,
               const absl::Status& status = {});
-  // Its client is away: of the commands that wait now, answers are said to nobody. Those that are not answered when
-  // they come again are heard of as ever.
+  // The session's client is disconnected. Commands that are waiting now get no answer, unless the client sends them again
+  // (Rejoin).
   void Disconnect(SessionId session);
   // True if a command with this tag waits since before Disconnect: the client gets its answer, and the command that has come
   // again is not run. False: the command is new.
@@ -144,11 +143,11 @@ class JobTasks {
   uint64_t commands_of(SessionId session) const { return sessions_.at(session).waiting.size(); }
 
  private:
-  using Tags = std::pmr::multiset<uint64_t>;  // a client may use one twice
+  using Tags = std::pmr::multiset<uint64_t>;  // a client may use a tag twice
   struct SessionCounters {
-    uint64_t tasks = 0;  // that use its arena
+    uint64_t tasks = 0;  // that use the session's arena
     Tags waiting;        // commands that arrived and are not answered
-    Tags unheard;        // of these, those whose client is away
+    Tags unheard;        // of `waiting`: sent before the client was disconnected
     bool ended = false;
   };
 

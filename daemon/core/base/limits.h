@@ -16,101 +16,103 @@
 
 namespace forebay::daemon {
 
-inline constexpr uint32_t kWorldRanksMax = 1 << 20;  // of all nodes
+inline constexpr uint32_t kWorldRanksMax = 1 << 20;  // ranks on all nodes
 
 inline constexpr uint32_t kJobsMax = 1024;
 inline constexpr uint32_t kJobNameBytesMax = 200;
 inline constexpr uint32_t kRunTokenBytesMax = 200;
 inline constexpr uint32_t kLeasesPerSessionMax = 4096;
 
-// Of one session, for gradients. Times kWorldMax no sum overflows.
+// Maximum bytes of one session's gradient arena, and of its room for activations. kWorldMax times this value fits in 64 bits.
 inline constexpr uint64_t kGradArenaBytesMax = uint64_t{1} << 46;
 
-// A gradient arena is a pool of pieces (MemoryPlan::piece_bytes): one is filled while one is added.
+// Minimum number of pieces (MemoryPlan::piece_bytes) in a gradient arena: one is filled while another is added.
 inline constexpr uint32_t kGradPiecesMin = 2;
 // Pieces that a rank may have in the overflow.
 inline constexpr uint32_t kOverflowSlotsPerRank = 2;
 
-// Updates of resident blocks in flight where no others are left: one that runs and one that waits,
-// so that no worker waits for the loop.
+// Maximum updates of resident blocks in flight for each worker, if the step has only resident blocks left: one that runs and
+// one that waits, so that no worker waits for the loop.
 inline constexpr uint32_t kUpdatesPerWorker = 2;
 
-// Of the largest partition whose weights are on swap, for each of its owners: one is used while the next is
-// read.
+// Size of the weights cache in partitions: for each owner, this many times its largest partition with weights on swap. One is
+// used while the next is read.
 inline constexpr uint32_t kCachedPartitionsPerOwner = 2;
 
-// Of a job with weights on swap, before a step is decided: slots that states which are read ahead leave free.
+// Staging slots that reads of states ahead of the decision leave free, in a job with weights on swap. Loads of weights use
+// them.
 inline constexpr uint32_t kStagingSlotsForWeights = 2;
 
-// Of one path: reads of states that are under way at once, unless its measured latency asks for more
-// (PathTable). Two keep most busy, and a fetch of weights waits for few of them.
+// Minimum number of concurrent state reads from one path. PathTable raises it by the measured latency of the path. Two reads
+// keep most paths busy, and a fetch of weights waits for few reads.
 inline constexpr uint32_t kReadsPerPath = 2;
 
-// Gradient sums that do not all fit in DRAM: the largest page of them; and frames that are made free ahead of need.
+// Maximum elements of a page of gradient sums, if not all sums fit in DRAM; and the number of frames that are freed ahead of
+// need.
 inline constexpr uint64_t kSumPageElemsMax = uint64_t{1} << 19;
 inline constexpr uint32_t kSpareSumFrames = 4;
 
-// Of a job that is refused: with more blocks the hint leaves out what takes a list of them.
+// Maximum blocks of a refused job for which the hint names the limit with gradients on swap. That limit takes a list of all
+// blocks.
 inline constexpr uint64_t kAdvisedBlocksMax = uint64_t{1} << 20;
 
-// Of each block on swap: one that is current, one that the next step is written to.
+// Slots of each swapped block: one for the current version, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 
-// Slots of each block, on swap or in DRAM, of a job with durable steps: two for the last two durable steps, and
-// one for the step that is being written. At level epoch one more, for the blocks of the current step, which is newer
-// than the newest durable step.
+// Slots of each block, on swap or in DRAM, in a job with durable steps: two for the last two durable steps, and one for the
+// step that is being written. Level epoch adds one for the current step, which is newer than the newest durable step.
 inline constexpr uint32_t kSwapSlotsPerBlockAtStep = 3;
 inline constexpr uint32_t kSwapSlotsPerBlockAtEpoch = 4;
-// Of a part of its weights arena, which is in DRAM.
+// Slots of each part of the weights arena, which is in DRAM, in a job with durable steps.
 inline constexpr uint32_t kSwapSlotsPerWeightsPart = 3;
 
-// Parts of arenas that are written to one path at once for a durable step.
+// Maximum concurrent writes to one path of parts of arenas, for a durable step.
 inline constexpr uint32_t kSavesPerPath = 2;
 
 // State reads and block moves that may run before a step's decision, if all ranks called that step before the previous
 // step was published.
 inline constexpr uint32_t kTurnsBetweenSteps = 8;
 
-// Of memory that a step takes and gives back: a list that is longer comes from the heap.
+// Pool of the memory that a step allocates and frees. Allocations larger than largest_required_pool_block come from the heap.
 inline constexpr std::pmr::pool_options kStepMemoryOptions = {
     .max_blocks_per_chunk = 256, .largest_required_pool_block = size_t{1} << 20};
 
-// Blocks that come back to DRAM leave so much for readers, whose arenas have 1 MiB; at most a 64th part of the limit.
+// DRAM that blocks returning to DRAM leave free for readers, whose arenas have 1 MiB; at most a 64th part of the limit.
 inline constexpr uint64_t kReadersRoomBytes = uint64_t{4} << 20;
 
 struct NodeOptions {
   uint64_t dram_limit_bytes = 0;
-  // Staging, ledger: allocated at start and counted in the limit.
+  // Memory of the daemon itself (private memory, and staging for swap). It counts in the limit.
   uint64_t node_bytes = 0;
   uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
-  // Space of the swap paths; none: no swap.
+  // Space of the swap paths. Empty: the node has no swap.
   nvme::SlotMap swap = {};
-  // What its paths gave when they were measured; may be shorter.
+  // Measured rates of the swap paths, by path. May have fewer entries than there are paths.
   std::vector<std::optional<nvme::PathRates>> swap_rates = {};
-  // Of jobs that do not say.
+  // Durability of a job whose request names none.
   protocol::Durability durability = {};
-  // Why no job of this node can have another level than kMemory; OK: it can.
+  // Reason why no job of this node can have another level than kMemory. OK: every level is possible.
   absl::Status not_durable = {};
-  // What the ledger of its volume says, and the daemon before has handed over.
+  // Jobs that the daemon has recovered: from the volume's ledger, or from the daemon before (handed over, or killed).
   DurableNode recovered = {};
-  // What is on swap is lost with the daemon: its files have no names.
+  // True if all bytes on swap are lost with the daemon, because its files have no names.
   bool loses_swap = false;
-  // Arenas and records of jobs outlive a daemon that is killed.
+  // True if arenas and records of jobs outlive a daemon that is killed.
   bool keeps_jobs = false;
-  // Of the ledger, at most.
+  // Maximum size of the ledger in bytes.
   uint64_t ledger_bytes_max = 0;
-  // A multiple of kStatesAlignElems.
+  // Elements of a block of states; a multiple of kStatesAlignElems.
   uint64_t block_elems = uint64_t{1} << 20;
-  // UpdateBlocks that run at once.
+  // Maximum concurrent UpdateBlocks.
   uint32_t workers = 1;
-  // What one job may take of dram_limit_bytes, 1 to 100; what the jobs of one uid may take together, 0: no
-  // quota (GrantPolicy).
+  // Maximum share of dram_limit_bytes for one job, in percent, 1 to 100; and the quotas of all jobs of one uid together (0: no
+  // quota). See GrantPolicy.
   uint32_t job_percent = 100;
   uint64_t uid_dram_bytes = 0;
   uint64_t uid_swap_bytes = 0;
 
-  // Tests alone: what goes wrong without the protection. The daemon never sets them.
+  // For tests: switches that disable a protection. The daemon never sets them.
   bool disable_fence_for_test = false;        // commands of stale sessions are executed
   bool disable_range_check_for_test = false;  // offsets and lengths of commands are not checked
 };

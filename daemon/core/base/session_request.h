@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an attach asks for: the job's world, and the memory of each of its sessions.
+// The part of an attach request that a job's memory depends on: its world, and the memory of each of its sessions.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace forebay::daemon {
 
 struct SessionRequest {
-  uint32_t world_size = 1;   // ranks of this node
-  uint32_t world_ranks = 0;  // of a job over several nodes: all ranks; else 0
+  uint32_t world_size = 1;   // ranks on this node
+  uint32_t world_ranks = 0;  // ranks on all nodes; 0: the job is on one node
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
   uint64_t activation_bytes = 0;

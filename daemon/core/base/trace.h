@@ -16,8 +16,8 @@ class Trace {
     next_ = current_;
   }
 
-  // The first fetch of a partition counts. `deciding`: all ranks have called the step, so that the fetch
-  // belongs to the next one.
+  // Records a fetch of a partition. Later fetches of the partition in the same step are ignored. `deciding`: all ranks have
+  // called the step, so that the fetch belongs to the next one.
   void Record(uint32_t partition, bool deciding) {
     Order& order = deciding ? next_ : current_;
     if (order.seen[partition]) return;
@@ -30,10 +30,10 @@ class Trace {
     current_ = next_;
     Clear(next_);
   }
-  void OnDropped() { Clear(current_); }  // the step that was being gathered
-  void OnRefused() { Clear(next_); }     // the step that was being decided
+  void OnDropped() { Clear(current_); }  // drops the step that was being gathered
+  void OnRefused() { Clear(next_); }     // drops fetches recorded with `deciding`
 
-  // Of a job that comes back.
+  // Sets the order of the committed step, for a job that a daemon has recovered.
   void Recover(std::vector<uint32_t> committed) { committed_ = std::move(committed); }
 
   const std::vector<uint32_t>& committed() const { return committed_; }

@@ -43,7 +43,7 @@ std::pmr::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count, Suspects
   while (removed.size() < count) {
     const std::optional<uint32_t> path = ChooseSurplus(suspects);
     if (!path) break;
-    // The last ones: the others are used again and again.
+    // The last free slot goes: the first ones are used again and again.
     std::pmr::set<nvme::Slot>& free = paths_[*path].free;
     removed.push_back(*std::prev(free.end()));
     free.erase(removed.back());
@@ -386,7 +386,7 @@ void BlockLedger::PublishBlock(uint32_t block) {
   of.current = *std::exchange(of.pending, std::nullopt);
   if (!before) return;
   if (is_durable() && of.current.slot) {
-    // The step that is going to be durable has the same bytes.
+    // The step that is going to be durable gets the new slot, with the same bytes.
     std::optional<Version>& next = durable_[block].next;
     if (next && next->slot == before) next = of.current;
   }

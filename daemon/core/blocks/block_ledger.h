@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of a job's blocks: of which step each is, in which swap slot, with which checksum. There is
-// no other.
+// The table of a job's blocks: the step, the swap slot and the checksum of each. No other table has them.
 #pragma once
 
 #include <array>
@@ -17,151 +16,154 @@
 
 namespace forebay::daemon {
 
-// A block that is written to swap goes to a free slot, where it is pending: the one it had before
-// stays current until Publish() makes all pending versions current at once. A job has two slots for
-// each swapped block, so that there is always one for the next version.
+// A block that is written to swap goes to a free slot, where it is pending. The version before stays current until Publish()
+// makes all pending versions current at once. A job has two slots for each block on swap, so that there is always one for the
+// next version.
 //
-// What an early update writes, before its step is decided, is neither: it becomes pending with AcceptEarly().
+// A version that an early update writes is neither current nor pending before its step is decided. AcceptEarly() makes it
+// pending.
 //
-// Writes go to the paths by their shares (PathTable), in turns, so that any run of blocks uses every path. A
-// path from which more is read than its share gets fewer writes meanwhile: it was slower than expected when
-// these blocks were written.
+// Writes go to the paths by their shares (PathTable), in turns, so that any run of blocks uses every path. A path with more
+// reads than its share gets fewer writes meanwhile: it was slower than expected when these blocks were written.
 //
-// Of a job with durable steps, slots that one of the last two of them names keep their bytes. Such a step is what
-// BeginDurable() finds: of an entry on swap its current version, of one in DRAM a copy (BeginSave). Entries behind
-// the blocks are parts of the weights arena: they are in DRAM, and have copies alone.
+// In a job with durable steps, slots that one of the last two of these steps names retain their bytes. BeginDurable() defines
+// such a step: it has the current version of an entry on swap, and a copy (BeginSave) of an entry in DRAM. Entries behind the
+// blocks are parts of the weights arena: they are in DRAM, and have copies only.
 //
-// A slot is in doubt where a flush has failed since its last write: whatever is read from it, a power cut may take it. It
-// is not named by a ledger; what it holds is written to another one.
+// A slot is in doubt if a flush has failed since its last write: a power cut may take its bytes, whatever is read from it. A
+// ledger does not name such a slot. Its bytes are written to another slot.
 //
-// A slot whose write failed is used again only when no other is free. A suspect path gets new writes only
-// when no other has a free slot, a marked one after it.
+// A slot whose write failed is used again only if no other slot is free. A suspect path gets new writes only if no other path
+// has a free slot. A marked path comes after suspect paths.
 class BlockLedger {
  public:
   struct Version {
     // Empty: in DRAM, or zeros that were never written.
     std::optional<nvme::Slot> slot = {};
     uint64_t checksum = 0;
-    // 0: as before the first step.
+    // 0: before the first step.
     uint64_t written_step = 0;
     WeightsDigests weights_digests = {};  // of a block with a plane of weights
   };
 
-  // Where a block is written. `pause`: its path is suspect.
+  // Slot to which a block is written. `pause`: the slot's path is suspect.
   struct Target {
     nvme::Slot slot;
     bool pause = false;
   };
 
-  // `weights_parts`: of a job with durable steps. `path_table` and `memory` outlive it.
+  // `weights_parts`: number of parts of the weights arena; empty: the job has no durable steps. `path_table` and `memory`
+  // outlive this object.
   BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots, PathTable& path_table,
               std::pmr::memory_resource* memory = std::pmr::get_default_resource(),
               std::optional<uint32_t> weights_parts = {});
 
-  // What readers and checkpoints see.
+  // The block's current version, which readers and checkpoints see.
   const Version& current(uint32_t block) const { return blocks_[block].current; }
-  // What the running step has made of the block so far.
+  // The block's newest version: the pending one of the running step, or else the current one.
   const Version& newest(uint32_t block) const;
 
-  // The slot for the block's next version, until EndWrite() or OnWriteFailed().
+  // Allocates the slot for the block's next version, until EndWrite() or OnWriteFailed().
   //
   // Errors  nothing  no slot is left.
   std::optional<Target> BeginWrite(uint32_t block);
-  // A block is read from this path.
+  // Counts a read of a block from this path.
   void CountRead(uint32_t path) { Count(path, kReadWeight); }
   void EndWrite(uint32_t block, uint64_t checksum, uint64_t step,
                 WeightsDigests weights_digests = {});
   void OnWriteFailed(uint32_t block);
 
-  // The write of an early update has ended; then the step is decided, or the update is of no use.
+  // Ends the write of an early update. AcceptEarly() then makes its version part of the decided step. DropEarly() drops it.
   void EndEarlyWrite(uint32_t block, uint64_t checksum, uint64_t step,
                      WeightsDigests weights_digests = {});
   void AcceptEarly(uint32_t block);
   void DropEarly(uint32_t block);
-  // The write in flight has ended well, and is of no use.
+  // Frees the slot of a write that has succeeded and is of no use.
   void CancelWrite(uint32_t block);
-  // The write was not begun.
+  // Frees the slot of a write that was not begun.
   void DropWrite(uint32_t block);
 
-  // A block in DRAM was updated in place.
+  // Records that a block in DRAM was updated in place.
   void SetInPlace(uint32_t block, uint64_t step);
 
-  // One event: every pending version becomes current, the slots of those before are free.
+  // Makes every pending version current, as one event. Frees the slots of the versions before, unless durable steps name them.
   void Publish();
-  // Null: the running step has not made one.
+  // The block's pending version; null: the running step has not made one.
   const Version* pending(uint32_t block) const {
     return blocks_[block].pending ? &*blocks_[block].pending : nullptr;
   }
-  // The same for one block, between steps: it was moved to swap.
+  // Makes the pending version of one block current, between steps.
   void PublishBlock(uint32_t block);
-  // The same, or on swap in this version, whatever is durable of it.
+  // Sets the version that a killed daemon had of the block on swap, whatever is durable of the block. Called after Recover(). A
+  // version without a slot changes nothing. The block counts as changed since it was saved.
   void RecoverKilled(uint32_t block, const Version& version);
 
-  // Beside it, what an early update has written, or one of the step that another daemon did not end.
+  // Adds a version that a killed daemon wrote beside the current one, in an early update or in a step that it did not end.
   void RecoverEarly(uint32_t block, const Version& version);
 
-  // Between steps: the block was moved to DRAM, its slot is free.
+  // Records that the block was moved to DRAM between steps. Frees its slot, unless a durable step names it.
   void SetResident(uint32_t block);
 
-  // A step is going to be durable, with all entries as they are now: those that have no slot and have changed since
-  // they were saved, ascending.
+  // Begins to make a step durable, with all entries as they are now. Returns the entries that have no slot and have changed
+  // since they were saved, ascending.
   std::vector<uint32_t> BeginDurable();
-  // As BeginWrite() and what follows, of a copy of what is in DRAM.
+  // Like BeginWrite(), EndWrite() and OnWriteFailed(), for a copy of an entry in DRAM.
   std::optional<Target> BeginSave(uint32_t entry);
   void EndSave(uint32_t entry, uint64_t checksum, uint64_t step);
   void OnSaveFailed(uint32_t entry);
-  // Of the step that is going to be durable, when all is saved; nothing: zeros that were never written.
+  // The entry's version in the step that is going to be durable, once everything is saved; nothing: zeros that were never
+  // written.
   const std::optional<Version>& next_durable(uint32_t entry) const { return durable_[entry].next; }
-  // The ledger with it is durable. `replaced`: the last one was of the same step; the one before it stays.
+  // Records that the ledger with the step is durable. kReplaced: the last durable step has the same number, so the step before
+  // it stays.
   enum class Last : uint8_t { kBecomesBefore, kReplaced };
   void FinishDurable(Last last);
-  // An entry in DRAM, or a part of the weights, is not what was saved of it last.
+  // Records that an entry in DRAM, or a part of the weights, differs from its last saved copy.
   void SetChanged(uint32_t entry);
   bool is_durable() const { return !durable_.empty(); }
 
-  // A flush has failed, and these slots are in doubt, as far as they hold something of this job. Of one without durable
-  // steps none is.
-  // `paths`: those of slots that were not in doubt before are added.
+  // Records that a flush has failed, so that these slots are in doubt if they hold something of this job. Without durable steps
+  // no slot is in doubt. Adds the paths of slots that were not in doubt before to `paths`.
   void Doubt(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths);
   bool is_doubted(const nvme::Slot& slot) const { return doubted_.contains(slot); }
   bool has_doubted() const { return !doubted_.empty(); }
-  // Of a block on swap, and the first such block.
+  // True if the current version of a block is in a slot in doubt. FindDoubted() returns the first such block.
   bool IsInDoubt(uint32_t block) const { return IsInDoubt(blocks_[block].current); }
   std::optional<uint32_t> FindDoubted() const;
-  // It could not be written elsewhere: the next ledger names it, is refused, and says so again. False: it was not in
-  // doubt.
+  // Ends the doubt about a block that could not be written elsewhere. The next ledger names its slot, is refused, and reports
+  // the doubt again. False: the slot was not in doubt.
   bool ForgetDoubt(uint32_t block);
-  // Of the step that is going to be durable: copies in doubt are no more, and their entries are to be saved again.
+  // Drops the copies in doubt of the step that is going to be durable. Returns their entries, which are to be saved again.
   std::vector<uint32_t> DropDoubtedCopies();
-  // Some of it is in a slot in doubt; without DropDoubtedCopies() copies too.
+  // True if some of the step that is going to be durable is in a slot in doubt. Copies count until DropDoubtedCopies().
   bool is_next_doubted() const;
-  // Slots of the entry: of its current version, and those that durable steps name.
+  // Number of slots of the entry: of its current version, and those that durable steps name.
   uint32_t slots_held(uint32_t entry) const;
-  // One of these names the current version too: its slot is not free when another one is current.
+  // True if a durable step names the slot of the current version too: the slot is not freed when another version becomes
+  // current.
   bool KeepsCurrent(uint32_t entry) const;
-  // Of a new ledger: what a durable step says of the entry, whose slot the job has. A block in DRAM is going
-  // to be read back from it.
+  // Sets an entry of a new ledger to its version in a durable step. The job has the slot. A block in DRAM is read back from the
+  // slot later.
   enum class Home : uint8_t { kDram, kSwap };
   void Recover(uint32_t entry, const Version& version, Home home);
-  // Then: what the durable step before that one says of it.
+  // Sets, after Recover(), the version of the entry in the durable step before.
   void RecoverBefore(uint32_t entry, const Version& version);
-  // Of one: a block is in DRAM since before.
+  // Sets a block of a new ledger whose bytes were retained in DRAM.
   void RecoverInPlace(uint32_t block, uint64_t step) {
     blocks_[block].current = {.written_step = step};
   }
 
-  // Whether BeginWrite() would give a slot, and one on a path that works.
+  // True if BeginWrite() would find a slot. has_working_slot(): a slot on a path that works.
   bool has_free_slot() const { return ChoosePath().has_value() || !failed_.empty(); }
   bool has_working_slot() const;
-  // Whether it would give one on a marked path, or has none.
+  // True if a path is marked, and BeginWrite() would find no free slot on an unmarked path.
   bool must_use_marked_path() const;
-  // The path that works and is to have the next write, where it has no free slot here and has gone without
-  // before.
+  // The working path that is to have the next write, if it has no free slot here and has been passed over before.
   std::optional<uint32_t> LackingPath() const;
   void AddSlots(const std::vector<nvme::Slot>& slots);
   void AddSlot(const nvme::Slot& slot);
-  // Takes up to `count` slots out of the table: those on marked paths first, then free ones whose last write
-  // did not fail, of the path that has most of them for its share. `kept`: none of a suspect path.
+  // Removes up to `count` free slots from the table. Slots on marked paths go first. Then free slots whose last write did not
+  // fail go, of the path that has most of them for its share. kKept: no slot of a suspect path is removed.
   enum class Suspects : uint8_t { kIncluded, kKept };
   std::pmr::vector<nvme::Slot> RemoveFreeSlots(size_t count,
                                                Suspects suspects = Suspects::kIncluded);
@@ -175,40 +177,43 @@ class BlockLedger {
   struct Block {
     Version current;
     std::optional<Version> pending;
-    std::optional<Version> early;  // of the step that is not decided yet
-    // Of the write in flight.
+    std::optional<Version> early;  // of a step that is not decided yet
+    // Slot of the write in flight.
     std::optional<nvme::Slot> writing;
   };
-  // Of an entry of a job with durable steps.
+  // State of an entry in a job with durable steps.
   struct Durable {
-    // Of the step that is going to be durable, of the last that is, and of the one before it.
+    // Versions of the entry in the step that is going to be durable, in the last durable step, and in the one before.
     std::optional<Version> next;
     std::optional<Version> last;
     std::optional<Version> before;
     std::optional<nvme::Slot> saving;
-    bool is_changed = true;  // in DRAM, since it was saved
+    bool is_changed = true;  // in DRAM, since the entry was saved
   };
   struct Path {
     std::pmr::set<nvme::Slot> free;
-    // Blocks that it should have had by its share beyond those it was given, kCreditMax at most.
+    // Blocks that the path should have been given by its share, minus those that it was given; between -kCreditMax and
+    // kCreditMax.
     double credit = 0;
   };
   static constexpr double kCreditMax = 2;
-  // Of a read, beside a write. With less blocks follow more slowly, with 1 they would never come to rest.
+  // Weight of a read, compared with a write. With a smaller weight, writes follow reads more slowly. With 1, writes would swing
+  // between the paths without end.
   static constexpr double kReadWeight = 0.5;
-  // Of a path that lacks slots: fewer blocks go elsewhere, and later ones make up for them.
+  // Credit from which a path lacks slots. With less credit only a few blocks went to other paths, and later blocks make up for
+  // them.
   static constexpr double kCreditMin = 1.5;
 
-  // A free slot on the path whose turn it is; of those that do not work, where no other has any.
+  // The path with free slots whose turn it is. A path that does not work is chosen only if no other has a free slot.
   std::optional<uint32_t> ChoosePath() const;
   std::optional<uint32_t> ChooseSurplus(Suspects suspects) const;
   void Count(uint32_t path, double blocks);
-  // Sets `slot` to a free one, or the oldest whose write failed; nothing: there is none.
+  // Sets `slot` to a free slot, or to the oldest slot whose write failed; nothing: there is none.
   std::optional<Target> AllocateSlot(std::optional<nvme::Slot>& slot);
   // Frees the slot unless the entry has another use for it.
   void Release(uint32_t entry, const nvme::Slot& slot);
   void Free(const nvme::Slot& slot);
-  // Without doubles; those that are set come first.
+  // Distinct slots of an entry, before empty elements.
   using EntrySlots = std::array<std::optional<nvme::Slot>, 4>;
   static void AddTo(EntrySlots& slots, const std::optional<nvme::Slot>& slot);
   EntrySlots DurableSlots(uint32_t entry) const;
@@ -219,10 +224,10 @@ class BlockLedger {
   std::vector<Path> paths_;
   // Slots whose last write failed, oldest first.
   std::vector<nvme::Slot> failed_;
-  // Of those that hold a version.
+  // Slots in doubt that hold a version.
   std::set<nvme::Slot> doubted_;
   std::vector<Block> blocks_;
-  std::vector<Durable> durable_;  // by entry; of a job without durable steps none
+  std::vector<Durable> durable_;  // by entry; empty without durable steps
 };
 
 }  // namespace forebay::daemon

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a layout to blocks: which elements of which parameters a block holds, and where an element's
-// state lies.
+// Maps a layout to blocks: which elements of which parameters a block holds, and where an element's state lies.
 #pragma once
 
 #include <cstdint>
@@ -43,19 +42,18 @@ struct ElementRun {
   bool operator==(const ElementRun&) const = default;
 };
 
-// The blocks of a job. Each owner's states, end to end as the layout has them, are cut into blocks of
-// `block_elems`; the last one of an owner may be short. Behind the planes of states a block has a plane of
-// weights, element by element as the states have them, where any of its partitions' weights are on swap. Blocks are numbered in the order in which
-// they are placed and updated: the first block of each owner, then the second of each, ... (first
-// layers first).
+// The blocks of a job. Each owner's states, end to end in the order of the layout, are cut into blocks of `block_elems`. The
+// last block of an owner may be short. If the weights of any partition in a block are on swap, the block has a plane of weights
+// behind the planes of states, element by element like the states. Blocks are numbered in the order in which they are placed
+// and updated: the first block of each owner, then the second of each, and so on (first layers first).
 //
-// Behind them come blocks of each owner's frozen parameters whose weights are on swap: a plane of weights alone,
-// each box at a multiple of states_align_elems(), as many elements in a block as a full block of the others has
-// bytes for. They are never updated, and never in DRAM as a whole.
+// Behind these blocks come blocks of each owner's frozen parameters whose weights are on swap. Such a block has a plane of
+// weights only, in which each box begins at a multiple of states_align_elems(). It has as many elements as a full block of
+// states has bytes for. Blocks of frozen parameters are never updated, and never in DRAM as a whole.
 class BlockMap {
  public:
-  // `block_elems` is a multiple of the layout's states_align_elems().
-  // `on_swap`: whose weights, by partition; empty: of none.
+  // `block_elems` is a multiple of the layout's states_align_elems(). `on_swap`: true for each partition whose weights are on
+  // swap; empty: none.
   BlockMap(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
            std::vector<bool> on_swap = {});
 
@@ -66,28 +64,29 @@ class BlockMap {
   uint64_t elems(uint32_t block) const;                                // padding included
   uint64_t states_elems(uint32_t block) const { return has_states(block) ? elems(block) : 0; }
   uint64_t bytes(uint32_t block) const;  // all planes, each on whole pages
-  uint64_t full_block_bytes() const;     // of the largest
+  uint64_t full_block_bytes() const;     // bytes of the largest block
   bool has_weights(uint32_t block) const { return has_weights_[block]; }
   uint64_t weights_plane_offset(uint32_t block) const {
     return has_states(block) ? BytesOf(elems(block)) : 0;
   }
   bool has_weights_on_swap() const { return !on_swap_.empty(); }
-  const std::vector<bool>& on_swap() const { return on_swap_; }  // by partition; empty: of none
+  const std::vector<bool>& on_swap() const { return on_swap_; }  // by partition; empty: none
   bool is_on_swap(uint32_t partition) const { return !on_swap_.empty() && on_swap_[partition]; }
 
-  // Runs of a block in ascending order: one for each box in it, cut at the borders of runs where the
-  // format rounds each element by its place in the parameter. The list comes from `memory`.
+  // Returns the runs of a block in ascending order: one for each box in the block, cut at the borders of runs if the format
+  // rounds each element by its place in the parameter. The list is allocated from `memory`.
   std::pmr::vector<BlockRun> Runs(
       uint32_t block, std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const;
 
   // Partitions with elements (not only padding) in a block, ascending.
   std::vector<uint32_t> Partitions(uint32_t block) const;
 
-  // Where elements [first, first + elems) of a trainable parameter lie, replica 0, in order.
+  // Returns the places of elements [first, first + elems) of a trainable parameter, in order: those of replica 0, or of all
+  // replicas that the layout has if it is a part.
   std::pmr::vector<ElementRun> Locate(uint32_t param, uint64_t first, uint64_t elems) const;
 
-  // Where elements [begin, end) of a partition lie, in order, frozen parameters' too. Their
-  // `param_elem` is not set.
+  // Returns the places of elements [begin, end) of a partition, in order, including frozen parameters. `param_elem` has no
+  // meaning in them.
   std::pmr::vector<ElementRun> LocateInPartition(
       uint32_t partition, uint64_t begin, uint64_t end,
       std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const;
@@ -95,7 +94,7 @@ class BlockMap {
   // Bytes of all blocks' states, computed without a map: admission needs them before it accepts the layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
 
-  // Of frozen parameters' weights that are on swap; `on_swap`: by partition.
+  // Bytes of frozen parameters' weights that are on swap. `on_swap`: by partition.
   static uint64_t FrozenBytes(const protocol::Layout& layout, const std::vector<bool>& on_swap);
 
   // The largest number of elements, a multiple of states_align_elems(), that fits into a block of
@@ -105,10 +104,10 @@ class BlockMap {
  private:
   struct Cut {
     uint32_t owner = 0;  // in the order of the layout
-    uint64_t elem = 0;   // its first, of the owner's sequence
+    uint64_t elem = 0;   // its first, in the owner's sequence
     uint64_t elems = 0;
   };
-  // What blocks of one kind are cut from: of an owner, its states, or its frozen weights on swap.
+  // Elements that blocks of one kind are cut from: the states of an owner, or its frozen weights on swap.
   struct Sequence {
     uint64_t block_elems = 0;
     uint64_t elems = 0;
@@ -117,11 +116,11 @@ class BlockMap {
   };
 
   void FindBoxes();
-  // Of each owner's first sequence the first block, then the second, ...
+  // Cuts the first block of each owner's sequence, then the second of each, and so on.
   void CutBlocks(std::vector<Sequence>& sequences);
   void SetHasWeights(const Sequence& sequence);
   const Sequence& SequenceOf(uint32_t block) const;
-  uint64_t BytesOf(uint64_t elems) const;  // of their states
+  uint64_t BytesOf(uint64_t elems) const;  // bytes of the planes of states
   uint64_t WeightsBytes(uint64_t elems) const;
   void AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end, uint64_t block_elem,
                std::pmr::vector<BlockRun>& runs) const;
@@ -138,7 +137,7 @@ class BlockMap {
   std::vector<Sequence> states_;                    // by owner
   std::vector<Sequence> frozen_;                    // by owner
   std::vector<uint64_t> sequence_elems_;            // by box: its first element in its sequence
-  std::vector<std::vector<uint32_t>> param_boxes_;  // of replica 0 and with states, by parameter
+  std::vector<std::vector<uint32_t>> param_boxes_;  // by parameter: as for Locate()
   std::vector<uint32_t> owner_of_partition_;        // in the order of the layout
 };
 

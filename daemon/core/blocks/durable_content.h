@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the slots of a durable job must hold, and which parameters that is.
+// Expected content of the slots of a durable job, and the parameters in each.
 #pragma once
 
 #include <cstdint>
@@ -18,23 +18,23 @@
 
 namespace forebay::daemon {
 
-// Of the weights arena as far as it is no cache: of the partitions whose weights are not on swap. What is saved of it
-// is rounded up to a page.
+// Bytes of the weights arena without the cache: weights of the partitions whose weights are not on swap. The saved bytes are
+// rounded up to a page.
 uint64_t WeightsInDram(const protocol::Layout& layout, const std::vector<bool>& weights_on_swap);
 
-// Where each partition's weights begin in the weights arena; of those on swap nowhere: 0.
+// Offset of each partition's weights in the weights arena, in bytes; 0 for weights on swap.
 std::vector<uint64_t> WeightsOffsets(const protocol::Layout& layout,
                                      const std::vector<bool>& weights_on_swap);
 
-// Of the arena's first `weights_bytes`, cut at multiples of `slot_bytes`.
+// Part number `part` of the arena's first `weights_bytes`, cut at multiples of `slot_bytes`.
 StatePart WeightsPart(uint64_t weights_bytes, uint64_t slot_bytes, uint32_t part);
 
-// Of an entry of a job with so many blocks: see DurableContent.
+// Identity of an entry of a job with so many blocks (DurableContent).
 BlockIdentity EntryIdentity(JobId job, uint32_t blocks, uint32_t entry, uint64_t written_step);
-// "block 3", "part 0 of the weights".
+// Returns a name such as "block 3" or "part 0 of the weights".
 std::string EntryName(uint32_t blocks, uint32_t entry);
 
-// What a ledger says of a version; nothing where it has no slot.
+// Returns the entry of a ledger for a version; nothing if the version has no slot.
 std::optional<DurableBytes> BytesOf(const BlockLedger::Version& version);
 
 // Says what each swap slot of one durable job must hold. Entry i is block i; the parts of the weights arena follow the blocks.
@@ -43,7 +43,7 @@ class DurableContent {
   // `job`: as DecodeLedger() returns it.
   explicit DurableContent(std::shared_ptr<const DurableJob> job);
 
-  // The same job at another step.
+  // Replaces the job by the same job at another step.
   void Replace(std::shared_ptr<const DurableJob> job) { job_ = std::move(job); }
   const std::shared_ptr<const DurableJob>& job() const { return job_; }
 
@@ -57,10 +57,10 @@ class DurableContent {
   };
 
   uint32_t entries() const;
-  // Nothing: zeros that were never written.
+  // Returns what the slot of an entry must hold; nothing: zeros that were never written.
   std::optional<Expected> At(uint32_t entry) const;
   std::string Name(uint32_t entry) const { return EntryName(map_.blocks(), entry); }
-  // Of the parameters with elements in it, in the order of the layout.
+  // Returns the names of the parameters with elements in the entry, in the order of the layout.
   std::vector<std::string> Params(uint32_t entry) const;
 
  private:

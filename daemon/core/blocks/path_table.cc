@@ -10,7 +10,7 @@
 namespace forebay::daemon {
 namespace {
 
-// Of the largest share.
+// Weight of the path with the largest share.
 constexpr double kWeightMax = 1 << 16;
 
 }  // namespace
@@ -20,7 +20,7 @@ PathTable::PathTable(uint32_t paths, const std::vector<std::optional<nvme::PathR
   for (uint32_t i = 0; i < paths && i < rates.size(); ++i) {
     if (!rates[i]) continue;
     const nvme::PathRates& measured = *rates[i];
-    // What each direction gets of a path that serves both.
+    // Fraction of its own rate that each direction gets if the path serves both.
     const double of_alone = measured.mixed * (1 / measured.read + 1 / measured.write) / 2;
     RateIn(paths_[i], Direction::kRead).measured = measured.read * of_alone;
     RateIn(paths_[i], Direction::kWrite).measured = measured.write * of_alone;
@@ -34,7 +34,7 @@ double PathTable::RateOf(const Rate& rate) {
                                                              : rate.bytes / rate.seconds;
 }
 
-// For as many bytes read as written; 0: not known.
+// Returns the rate for as many bytes read as written; 0: not known.
 double PathTable::MixedRate(const Path& path) {
   const auto& [read, write] = path.rates;
   const double reads = RateOf(read);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The node's swap paths: what each of them gives, by its own transfers, and which of them fail.
+// The node's swap paths: the rate of each, by its own transfers, and the paths that fail.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ namespace forebay::daemon {
 
 enum class Direction : uint8_t { kRead, kWrite };
 
-// Bytes that a path has read or written. Both times 0: it is not known when.
+// Bytes that a path has read or written. If both times are 0, they are not known.
 struct PathTransfer {
   uint32_t path = 0;
   Direction direction = Direction::kRead;
@@ -24,73 +24,72 @@ struct PathTransfer {
   uint64_t end_ns = 0;
 };
 
-// One table for all jobs. A path's rate in each direction is that of its last transfers: their bytes over
-// the time in which the path was busy with them. A transfer has the time since the one before it ended on
-// that path, or since it began where that is later, so that the times of both directions together are the
-// path's busy time. Before that a rate is the measured one of NodeOptions, or not known.
+// One table for all jobs. A path's rate in each direction is that of its last transfers: their bytes over the time in which the
+// path was busy with them. The time of a transfer begins when the transfer before it on that path ended, or when the transfer
+// itself began, if that is later. So the times of both directions together are the path's busy time. Before any transfer a rate
+// is the measured one of NodeOptions, or not known.
 //
-// A path's share of new writes is its rate for as many bytes read as written: states are read and written
-// once a step. A path of unknown rate counts as the mean of the known ones. Shares follow the rates as soon
-// as one of them is off by kDrift.
+// A path's share of new writes is its rate for as many bytes read as written, because states are read and written once a step.
+// A path of unknown rate counts as the mean of the known ones. Shares follow the rates as soon as one of them is off by kDrift.
 //
-// A path on which the last write failed is suspect: it gets new writes where no other has a free slot. After
-// kPathErrorsMax failures without a success in one direction it is marked: it gets new writes where no
-// other path has room, and its blocks move away. As many writes that succeed take the mark away.
+// A path on which the last write failed is suspect: it gets new writes only if no other path has a free slot. After
+// kPathErrorsMax failures without a success in one direction the path is marked: it gets new writes only if no other path has
+// room, and its blocks move away. kPathErrorsMax writes that succeed remove the mark.
 class PathTable {
  public:
-  // Transfers over which a rate is taken; a measured one counts as so many.
+  // Number of transfers over which a rate is taken. A measured rate counts as so many transfers.
   static constexpr double kTransfers = 16;
-  // Fewer give no rate.
+  // Fewer transfers give no rate.
   static constexpr uint32_t kTransfersMin = 8;
   static constexpr double kDrift = 0.01;
-  // The least share, of the largest: what the path gives now is noticed.
+  // Least share of a path, as a fraction of the largest share. So even a slow path gets transfers, which show its rate now.
   static constexpr double kShareMin = 1.0 / 256;
   static constexpr uint32_t kPathErrorsMax = 8;
-  // Reads of one job that are under way at once, however many the measured latency asks for.
+  // Most reads of one job that are under way at once, whatever the measured latency asks for.
   static constexpr uint32_t kReadsMax = 16;
 
   // `rates`: by path; may be shorter.
   PathTable(uint32_t paths, const std::vector<std::optional<nvme::PathRates>>& rates);
 
   void AddTransfer(const PathTransfer& transfer);
-  // The same where it has succeeded, and whether it has.
+  // Records whether the transfer has succeeded, and adds it if it has.
   void CountTransfer(const PathTransfer& transfer, bool succeeded);
   void OnSucceeded(uint32_t path, Direction direction);
   void OnFailed(uint32_t path, Direction direction);
 
   uint32_t paths() const { return static_cast<uint32_t>(paths_.size()); }
-  // Of all; they add up to 1.
+  // Share of the path in new writes. All shares add up to 1.
   double share(uint32_t path) const { return paths_[path].share; }
-  // Bytes a second; 0: not known.
+  // Rate of the path, in bytes a second; 0: not known.
   double rate(uint32_t path, Direction direction) const {
     return RateOf(paths_[path].rates[static_cast<size_t>(direction)]);
   }
-  // The same, where the path has had enough transfers of its own; else 0.
+  // Like rate(), but 0 if the path has had too few transfers of its own.
   double current_rate(uint32_t path, Direction direction) const {
     const Rate& rate = paths_[path].rates[static_cast<size_t>(direction)];
     return rate.transfers < kTransfersMin ? 0 : RateOf(rate);
   }
-  // Of blocks of so many bytes: reads that keep the path busy while one of them ends, kReadsPerPath at least.
+  // Number of reads of `block_bytes` each that keep the path busy while one of them ends: from kReadsPerPath to kReadsMax.
   uint32_t reads_at_once(uint32_t path, uint64_t block_bytes) const;
 
   bool is_suspect(uint32_t path) const { return paths_[path].is_suspect; }
   bool is_marked(uint32_t path) const { return paths_[path].is_marked; }
   bool works(uint32_t path) const { return !is_suspect(path) && !is_marked(path); }
   bool any_marked() const { return marked_ > 0; }
-  // That were ever set, and how often one was set or taken away.
+  // marks() is the number of marks that were ever set. mark_changes() also counts marks that were removed.
   uint64_t marks() const { return marks_; }
   uint64_t mark_changes() const { return mark_changes_; }
 
-  // A free slot of the node on any path that works.
+  // Allocates a free slot of the node on any path that works; nothing: there is none.
   std::optional<nvme::Slot> AllocateOnWorking(nvme::SlotMap& swap, uint64_t bytes) const;
 
-  // Of the paths for nvme::SlotMap; a marked one has the least.
+  // Weights of the paths for nvme::SlotMap. A marked path has the least.
   std::vector<uint32_t> Weights() const;
 
  private:
   struct Rate {
-    double measured = 0;  // before the first transfer; 0: not known
-    // Of the last transfers, older ones less.
+    double measured = 0;  // rate before the first transfer; 0: not known
+    // Bytes and seconds of the last transfers. Older transfers count less.
     double bytes = 0;
     double seconds = 0;
     uint32_t transfers = 0;  // up to kTransfersMin
@@ -99,11 +98,11 @@ class PathTable {
   struct Path {
     std::array<Rate, 2> rates;
     uint64_t busy_until_ns = 0;
-    uint64_t in_flight_bytes = 0;  // that keep it busy, as measured; 0: not known
+    uint64_t in_flight_bytes = 0;  // bytes that keep it busy, as measured; 0: not known
     double share = 0;
     bool is_suspect = false;
     bool is_marked = false;
-    uint32_t successes = 0;  // of writes, since it was marked or a write failed
+    uint32_t successes = 0;  // writes since it was marked or a write failed
   };
 
   static Rate& RateIn(Path& path, Direction direction) {

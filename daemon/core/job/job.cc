@@ -160,9 +160,9 @@ void Job::EvictWaiting(const absl::Status& reason) {
   }
 }
 
-// When the last step of the old world is over and its sessions are closed.
+// Changes the world once the last step of the old world is published and the sessions of that world are closed.
 void Job::TryChangeWorld() {
-  if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // who waited for room is gone
+  if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // the waiting ranks have ended
   if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
   if (durable_.in_progress() || float_sums_ == FloatSums::kMaking) return;
   if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return;
@@ -238,13 +238,13 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   if (cause == EndCause::kDisconnected && MayComeBack(*session)) {
     session->is_away = true;
     io_.Disconnect(id);
-    // These are done anew where they come again. Others are parts of the step.
+    // These commands are repeated if the client sends them again. Other commands belong to the step.
     const absl::Status away = MakeError(ErrorId::kFenced, "the client is away");
     access_.Drop(id, away);
     fetches_.Answer(id, away);
     return;
   }
-  io_.End(id);  // it gets no answers any more
+  io_.End(id);  // the session gets no answers any more
   const bool counts = session->is_current() && initial_.ready() && !failed() && !is_at_rest();
   if (!session->reader && counts) {
     if (cause != EndCause::kDetached || step_.HasContributed(*session)) {
@@ -277,8 +277,8 @@ void Job::End(Session& session, const absl::Status& status) {
   members_.SetEnded(session);
 }
 
-// What was written is written anew, by ranks that attach again: with shared attachment the others wait to be
-// attached, with sharded attachment they write too.
+// Ends a writer of initial parameters. All of them are written from scratch, by ranks that attach again. With shared attachment
+// the ranks that wait for the writer are evicted. With sharded attachment the other writers are fenced.
 void Job::EndInitial(Session& writer, const absl::Status& status) {
   io_.NewEpoch();
   const absl::Status lost =
@@ -296,8 +296,8 @@ void Job::EndInitial(Session& writer, const absl::Status& status) {
   for (Session* session : members_.BeginGeneration(&writer, lost)) AnswerWaiting(*session, lost);
 }
 
-// A new generation: every other session is fenced. A step that all ranks have called goes on and is
-// answered; else it is dropped. `lost`: null where it had none with this daemon.
+// Begins a new generation: every other session is fenced. A step that all ranks have called continues and is answered. Any
+// other step is dropped. `lost`: null if the rank had no session with this daemon.
 void Job::OnRankFailed(uint32_t rank, Session* lost) {
   const uint64_t committed = step_.committed_step();
   const absl::Status status = MakeError(
@@ -313,8 +313,8 @@ void Job::OnRankFailed(uint32_t rank, Session* lost) {
   }
 }
 
-// A rank that had contributed nothing to the step has detached: the others' step is refused until it
-// has attached again.
+// Handles the detach of a rank that has contributed nothing to the step. The step calls of other ranks are refused until this
+// rank has attached again.
 void Job::OnRankDetached(const Session& session) {
   const bool may_come_back = KeptOf(spec_.recovered.get()) != nullptr && !members_.has_begun_anew();
   if (!members_.HasCurrentBeside(session.id) && !may_come_back) {
@@ -438,7 +438,7 @@ void Job::Dispatch(Session& session, const Command& command) {
       HandleWrite(session, command);
       return;
     default:
-      FOREBAY_CHECK(false);  // CheckCommand lets no other through
+      FOREBAY_CHECK(false);  // CheckCommand refuses any other
   }
 }
 
@@ -467,7 +467,7 @@ void Job::HandleInitial(Session& session, const Command& command) {
   }
 }
 
-// Between two steps, by a rank that has not called the next one and reads nothing there.
+// Handles a write between two steps, by a rank that has not called the next step and has no lease on the partition.
 void Job::HandleWrite(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (step_.HasCalled(session)) {
@@ -612,8 +612,8 @@ absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
   return outcome.fatal ? outcome.status : absl::OkStatus();
 }
 
-// Everything that waits gets the first error; what comes later gets E_JOB_FAILED. Tasks that run
-// return what they hold.
+// Fails the job. Everything that waits gets the first error. Later commands get E_JOB_FAILED. Running tasks return their
+// resources.
 void Job::Fail(const absl::Status& first_error) {
   if (failed()) return;
   failed_ = first_error;
@@ -622,7 +622,7 @@ void Job::Fail(const absl::Status& first_error) {
   step_.Fail(first_error);
   access_.Drop(0, first_error);
   durable_.Abandon();
-  if (!deleting_) residency_.Abandon();  // else its memory is free soon, and others wait for it
+  if (!deleting_) residency_.Abandon();  // otherwise its memory is freed soon
   initial_.Reset(first_error);
   for (const auto& [id, session] : members_.all()) AnswerWaiting(*members_.Find(id), first_error);
 }
@@ -653,14 +653,14 @@ absl::Status Job::Delete() {
   return absl::OkStatus();
 }
 
-// It is freed as soon as nothing uses it.
+// Ends all sessions and fails the job, which is freed as soon as nothing uses it.
 void Job::EndAll(const absl::Status& reason) {
   deleting_ = true;
   is_unrestored_ = false;
   for (const auto& [id, session] : members_.all()) {
     if (session.state != Session::State::kEnded) Evict(*members_.Find(id), reason);
   }
-  // Its ranks may have died after they had called step: nothing is decided or updated any more.
+  // Ranks may have died after they had called step: nothing is decided or updated any more.
   Fail(reason);
 }
 
@@ -680,7 +680,7 @@ void Job::Advance() {
   if (auto done = initial_.DrainDone(); !done.empty()) {
     step_.BeginMasters(std::move(done), initial_.has_masters());
   }
-  // Before blocks of the step take the staging slots that are free.
+  // Fetches go before blocks of the step, which take the free staging slots.
   if (spec_.plan.has_weights_on_swap() && MayServeFetches()) fetches_.Serve();
   const bool was_updating = pipeline_.running();
   step_.AdvanceUpdate();
@@ -703,9 +703,9 @@ void Job::Advance() {
   FreeWhenUnused();
 }
 
-// States are read or written and blocks moved in turns, never at once, and none begins once all ranks have
-// called step: the decision waits for the one in progress. Where they have called it before the step before
-// was published there was no time for any: then some go first, `is_due`.
+// Accesses states and moves blocks, in turns and never at once. Neither begins once all ranks have called step: the decision
+// waits for the one in progress. If the ranks called step before the step before was published, there was no time for either.
+// Then some turns go first, `is_due`.
 void Job::UseTimeBetweenSteps(bool is_due) {
   const bool called = step_.phase() == Step::Phase::kReducing;
   if (is_due) residency_.OnPublished();
@@ -742,7 +742,7 @@ void Job::UseTimeBetweenSteps(bool is_due) {
   if (!was_busy && is_busy() && turns_left_ > 0) --turns_left_;
 }
 
-// While a durable step waits for it.
+// Moves blocks in doubt, while a durable step waits for these moves.
 void Job::MoveDoubted() {
   const bool may_begin =
       durable_.is_awaiting_moves() && !pipeline_.running() && !pipeline_.has_early_tasks();
@@ -758,8 +758,8 @@ void Job::Prefetch() {
 }
 
 void Job::FreeWhenUnused() {
-  // It holds nothing of anybody, or nothing that the ledger does not have. One that is coming back does so without
-  // its sessions too.
+  // A job without parameters and sessions is of no use, or the ledger has all of it. A recovered job is restored without
+  // sessions too.
   const bool comes_back = is_unrestored_ && (has_begun_ || is_resumed()) && !failed();
   if (!initial_.ready() && members_.empty() && !comes_back) deleting_ = true;
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;

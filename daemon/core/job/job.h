@@ -30,42 +30,42 @@
 
 namespace forebay::daemon {
 
-// Of a job that the ledger has and nobody has attached to.
+// Returns the view of a job that the ledger names and nobody has attached to.
 JobView ViewOf(const DurableJob& job);
 
-// Events change the job; Advance() then does all that has become possible. It is called after every
-// event of the job, and after every other event while the job waits for a staging slot.
+// Events change the job. Advance() then starts everything that has become possible. It is called after every event of the job,
+// and after every other event while the job waits for a staging slot.
 class Job {
  public:
-  // Pool, swap, its paths and actions outlive the job.
+  // `actions`, `pool`, `swap` and `path_table` outlive the job.
   Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap,
       PathTable& path_table);
 
-  // Emits what makes its memory: there is DRAM for it now. Before this, attaches wait.
+  // Emits the tasks that create the job's memory and swap: there is DRAM for it now. Until then attaches wait.
   void Begin();
   bool has_begun() const { return has_begun_; }
-  // Instead of Begin(): attaches get `reason`.
+  // Called instead of Begin(): attaches get `reason`.
   void Refuse(const absl::Status& reason);
 
-  // Whether this client may attach: layout, sizes, the job's health.
+  // Checks that this client may attach: layout, sizes, the job's health.
   absl::Status CheckAttach(const AttachRequested& request) const;
-  // Whether a rank that was checked needs another plan (PlanWorld) before it attaches: the world size
-  // is not the job's, the sums are to be float32 from the start, or the job's step arena could not be made.
+  // True if a checked rank needs another plan (PlanWorld) before it attaches: the world size is not the job's, the sums are to
+  // be float32 from the start, or the job's step arena could not be created.
   bool NeedsWorld(const AttachRequested& request) const;
-  // The plan of the next sessions. It holds when nothing of the world before is left and there is DRAM
-  // for it (GiveRoom); they wait.
+  // Sets the plan of the next sessions. The plan takes effect when nothing of the world before is left and there is DRAM for
+  // the plan (GiveRoom). Until then these sessions wait.
   void ChangeWorld(MemoryPlan plan);
-  // What the next sessions' plan takes beyond the one that holds; empty: none waits for room.
+  // Bytes that the next sessions' plan takes beyond the plan in effect; empty: no plan waits for room.
   std::optional<uint64_t> awaited_bytes() const;
   void GiveRoom() { has_room_ = true; }
-  // The next sessions get `reason`.
+  // Refuses the next sessions with `reason`.
   void RefuseWorld(const absl::Status& reason);
-  // A further backward pass waits for sums in float32, which have no memory: plan().float_sums_bytes.
+  // True if a further backward pass waits for sums in float32, for which no memory is granted yet: plan().float_sums_bytes.
   bool WantsFloatSums() const;
   void MakeFloatSums();
-  // The attempt that waits ends with `reason`.
+  // Ends the attempt that waits for them with `reason`.
   void RefuseFloatSums(const absl::Status& reason) { step_.RefuseFloatSums(reason); }
-  // Adds a session that was checked; fences a live one of the same rank.
+  // Adds a checked session; fences a live session of the same rank.
   void Attach(const AttachRequested& request);
   void OnMapped(SessionId session) { members_.OnMapped(session); }
   void OnEnded(SessionId session, EndCause cause);
@@ -74,7 +74,8 @@ class Job {
   void OnStepRequest(const StepRequestCopied& copied);
   void OnSummary(const SummaryCopied& copied);
   void OnTaskDone(const TaskDone& done);
-  // The update of `step` has waited long enough: readers that hold it up are ended.
+  // Ends readers that hold up the update of `step`, which has waited long enough. `step` 0: a fetch has waited long enough for
+  // leases of ranks that have not returned.
   void OnLeaseTimeExpired(uint64_t step);
 
   // Errors  E_BUSY  sessions are attached.
@@ -84,7 +85,7 @@ class Job {
   void Prefetch();  // after Advance of all jobs: uses staging slots that nobody needs now
   bool waits_for_slot() const { return pipeline_.waits_for_slot(); }
 
-  // Between steps; see Residency.
+  // Called between steps; see Residency.
   void Move(uint32_t block, uint64_t free_bytes);
   bool ReturnNext(uint64_t free_bytes) { return MayMove() && residency_.ReturnNext(free_bytes); }
   uint64_t movable_bytes() const;
@@ -93,44 +94,46 @@ class Job {
   const Residency& residency() const { return residency_; }
   const Placement& placement() const { return pipeline_.placement(); }
 
-  // Sessions whose CloseSession was emitted since the last call.
+  // Returns the sessions whose CloseSession was emitted since the last call.
   std::vector<SessionId> DrainClosed() { return members_.DrainClosed(); }
-  // FreeJob was emitted: nothing of it is left. OK after a deletion, else why it could not be made.
+  // True once FreeJob was emitted: nothing of the job is left.
   bool is_freed() const { return freed_; }
 
-  // The next ledger of the node is to be made; what it says of the job: null, nothing.
+  // WantsLedger() is true if a gathered step waits for the next ledger. ForLedger() is the job's entry in that ledger; null:
+  // none.
   bool WantsLedger() const { return durable_.is_gathered() && !is_deleted(); }
   std::shared_ptr<const DurableJob> ForLedger() const {
     if (unrestored() != nullptr) return InLedger(unrestored());
     return is_deleted() ? nullptr : durable_.ForLedger();
   }
-  // What the newest durable ledger says of it; null: nothing.
+  // The job's entry in the newest durable ledger; null: none.
   std::shared_ptr<const DurableJob> durable() const {
     if (unrestored() != nullptr) return InLedger(unrestored());
     return is_deleted() ? nullptr : durable_.durable();
   }
-  // A record names slots of the job: the volume is to be found again.
+  // True if a record names slots of the job, so that the volume must be found again.
   bool WantsVolume() const { return is_recorded_ && swap_bytes() > 0 && !spec_.options.loses_swap; }
   void OnLedger(const absl::Status& status);
   void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
     durable_.OnDoubted(slots, paths);
   }
 
-  // It comes to rest as soon as it can, for the next daemon to go on with it.
+  // Makes the job quiescent as soon as possible, so that the next daemon can continue it.
   void RequestHandOver();
-  // False: it never can, or has no need to: what the ledger says of it is all there is.
+  // False: the job can never be handed over, or need not be: everything of it is in the ledger, or is written again by its
+  // ranks.
   bool MayHandOver() const;
-  // As it is at rest; null: it is not yet.
+  // The quiescent job, as it is handed over; null: it is not saved yet.
   const std::shared_ptr<const DurableJob>& handed_over() const { return handed_over_; }
   bool is_coming_to_rest() const { return hand_over_ == HandOver::kWanted; }
   void OnRankEnded(const RankEnded& event);
   std::vector<HandedOver::Session> SessionsHandedOver() const;
 
-  // Of a job that has not come back yet, or could not: what it comes from.
+  // True if the job comes from a ledger, or is named by one.
   bool is_in_ledger() const {
     return spec_.recovered != nullptr || durable_.ForLedger() != nullptr;
   }
-  // Or what it goes back to.
+  // The durable step that the job goes back to, or the recovered job if it is not restored yet or could not be; null: neither.
   std::shared_ptr<const DurableJob> unrestored() const {
     if (goes_back_to_ != nullptr) return goes_back_to_;
     return is_unrestored_ ? spec_.recovered : nullptr;
@@ -138,7 +141,8 @@ class Job {
   bool goes_back() const { return goes_back_to_ != nullptr; }
 
   const absl::Status& failure() const { return failed_; }
-  // It comes back in the middle of an update. Where it cannot, what is durable of it is all that is left.
+  // True if the job is recovered in the middle of an update. If the update cannot continue, only the durable step is left of
+  // the job.
   bool is_resumed() const {
     const KeptMemory* const kept = KeptOf(spec_.recovered.get());
     return kept != nullptr && kept->update != nullptr && !goes_back();
@@ -151,12 +155,12 @@ class Job {
   const protocol::Layout& layout() const { return *spec_.layout; }
   const std::pmr::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
   const std::set<nvme::Slot>& sum_slots() const { return pipeline_.sums().slots(); }
-  // Of arenas and tables, without states and readers.
+  // Bytes of arenas and tables, without states and readers.
   uint64_t fixed_bytes() const;
-  // What it takes from the limit now, and when all its marked blocks have moved.
+  // Bytes of the DRAM limit that the job takes now, and when all its marked blocks have moved.
   uint64_t dram_bytes() const;
   uint64_t granted_bytes() const;
-  // Of its slots on swap now.
+  // Bytes of the job's swap slots now.
   uint64_t swap_bytes() const;
   uint32_t staging_slots() const { return pipeline_.staged_count() + weights_.staging_slots(); }
   JobView View() const;
@@ -164,7 +168,7 @@ class Job {
 
  private:
   bool failed() const { return step_.phase() == Step::Phase::kFailed; }
-  // Steps may be trained and states read.
+  // True if steps may be trained and states read.
   bool is_ready() const { return initial_.ready() && step_.phase() != Step::Phase::kMasters; }
   absl::Status FailedStatus() const;
   void EndAll(const absl::Status& reason);
@@ -185,7 +189,7 @@ class Job {
   absl::Status CheckReattach(const AttachRequested& request) const;
   bool MissesRank() const;
   void EndHandOver(DurableJob job);
-  // What a job that is handed over has of its memory, as it is now.
+  // Adds the places of the job's memory, as they are now, to a job that is handed over or recorded.
   void AddKept(DurableJob& job) const;
   void ListBlocks(DurableJob& job) const;
   void TryRecord();
@@ -223,27 +227,29 @@ class Job {
   JobSpec spec_;
   JobTasks io_;
   bool has_begun_ = false;
-  uint32_t making_tasks_ = 0;  // its memory and swap
-  // Of sessions that wait until it becomes the spec's.
+  uint32_t making_tasks_ = 0;  // tasks that create memory and swap
+  // Plan of sessions that wait until it becomes the spec's plan.
   std::optional<MemoryPlan> next_plan_;
   bool has_room_ = false;  // for the next plan
   bool has_step_arena_ = true;
   enum class FloatSums : uint8_t { kNone, kMaking, kMade, kInUse };
-  FloatSums float_sums_;  // of a plan that has room for them
-  // Deleted, could not be made, or without parameters and sessions: freed as soon as it is unused.
+  FloatSums float_sums_;  // state of the float32 sums of the plan
+  // True if the job is deleted, could not be created, or has neither parameters nor sessions: it is freed as soon as it is
+  // unused.
   bool deleting_ = false;
   bool freed_ = false;
-  bool is_restoring_ = false;  // its arenas are made, and get their bytes
-  bool is_unrestored_;         // of a job that comes back: until it has
-  // The durable step that is all that is left of it, once nothing uses it any more.
+  bool is_restoring_ = false;  // its arenas are created, and being filled
+  bool is_unrestored_;         // recovered, and not restored yet
+  // The durable step that the job goes back to: all that is left of the job once nothing uses it any more.
   std::shared_ptr<const DurableJob> goes_back_to_;
-  // Wanted; nothing changes it any more, and what the next daemon needs is made; it is made.
+  // kWanted: requested. kSaving: nothing changes the job any more, and the bytes for the next daemon are saved. kDone: they are
+  // saved.
   enum class HandOver : uint8_t { kNone, kWanted, kSaving, kDone };
   HandOver hand_over_ = HandOver::kNone;
   std::shared_ptr<const DurableJob> handed_over_;
-  bool is_recorded_ = false;  // and the record follows what changes
+  bool is_recorded_ = false;  // a record exists, and follows every change
   std::string recorded_run_;
-  absl::Status failed_;  // of the making, or what the step failed of
+  absl::Status failed_;  // of the creation, or of the step
 
   Membership members_;
   InitialParameters initial_;
@@ -254,7 +260,7 @@ class Job {
   Residency residency_;
   DurableSteps durable_;
   bool reads_first_ = false;  // a block has moved since states were read
-  uint32_t turns_left_ = 0;   // that go before the decision of a step that was called early
+  uint32_t turns_left_ = 0;   // before the decision of a step that was called early
   Step step_;
   FetchQueue fetches_;
 };

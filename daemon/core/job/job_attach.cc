@@ -33,7 +33,7 @@ void Job::AnswerAttaches() {
   }
 }
 
-// A session whose client is away is one that a daemon after this one could go on with.
+// True if a session whose client is disconnected may continue, with this daemon or the next one.
 bool Job::MayComeBack(const Session& session) const {
   return !session.reader && session.is_current() && is_ready() && !failed() && !deleting_;
 }
@@ -85,7 +85,7 @@ void Job::AnswerAttachOk(Session& session) {
   io_.actions().Emit(std::move(answer));
 }
 
-// Of a rank: without what it knows where it comes back.
+// Returns the terms for a rank, without those that a reconnecting rank knows already.
 AnswerAttach Job::TermsOf(const Session& session) const {
   return {.session = session.id,
           .status = absl::OkStatus(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job's way to a durable ledger, and back from there.
+// Restores a job from a durable ledger, and takes a job back to a durable step.
 
 #include <algorithm>
 #include <utility>
@@ -15,7 +15,7 @@ using protocol::Command;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// The arenas of a job that comes back are made: they get their bytes.
+// Restores the bytes of a recovered job, whose arenas are created.
 void Job::Restore() {
   is_restoring_ = true;
   step_.Recover(*spec_.recovered);
@@ -30,7 +30,7 @@ void Job::Restore() {
   durable_.StartRestore();
 }
 
-// Of a step that the daemon before has prepared: they become the job's with its decision.
+// Restores the extra states of a step that the previous daemon prepared. They become the job's with the decision of that step.
 void Job::RestorePreparedStates() {
   if (!is_resumed() || !spec_.recovered->kept->update->prepared) return;
   RestoreExtraStates extra{.extra_states = spec_.recovered->kept->update->prepared->extra_states};

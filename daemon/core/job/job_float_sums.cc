@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradient sums in float32, which a job makes when a step has several backward passes.
+// Gradient sums in float32, which a job allocates when a step has several backward passes.
 
 #include <utility>
 #include <vector>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job comes to rest between two steps, so that the next daemon goes on with it: its arenas stay, its ranks attach
-// again and send again what was not answered.
+// Hand-over of a job: it becomes quiescent between two steps, so that the next daemon can continue it. Its arenas are retained.
+// Its ranks attach again, and repeat commands that were not answered.
 
 #include <algorithm>
 #include <memory>
@@ -19,14 +19,15 @@ void Job::RequestHandOver() {
 
 bool Job::MayHandOver() const {
   if (failed() || deleting_ || !has_step_arena_) return false;
-  // One that comes back from the disk does so again; the initial parameters of another are its ranks' to write.
+  // A job that is being restored from the disk is restored again by the next daemon. The initial parameters of a job that is
+  // not ready are written again by its ranks.
   const bool comes_from_disk = is_unrestored_ && !spec_.recovered->kept;
   const bool comes_back = is_unrestored_ && spec_.recovered->kept.has_value();
   return !comes_from_disk && (is_ready() || comes_back) &&
          !(spec_.options.loses_swap && swap_bytes() > 0);
 }
 
-// What arrives now, or waits for others, is sent again.
+// True if the job is quiescent. Commands that arrive now, or wait for other ranks, are sent again to the next daemon.
 bool Job::IsQuiet() const {
   const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count_of_sessions() > 0;
   return MayHandOver() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
@@ -34,14 +35,15 @@ bool Job::IsQuiet() const {
          !residency_.in_progress() && !holds_copies;
 }
 
-// Whoever has a lease on weights of the cache may wait for another rank that has none yet. Once nobody has one and no
-// gradient has come, no lease is given any more.
+// True if fetches may be answered. During a hand-over, a rank with a lease on weights of the cache may wait for another rank
+// that has no lease yet. Once nobody has a lease and no gradient has arrived, no lease is granted any more.
 bool Job::MayServeFetches() const {
   if (hand_over_ == HandOver::kNone || !spec_.plan.has_weights_on_swap()) return true;
   return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
 }
 
-// As of a session of this daemon. Who comes back later is refused.
+// Handles the end of a rank that was attached to the previous daemon, like the end of a session of this daemon. The rank is
+// refused if it returns later.
 void Job::OnRankEnded(const RankEnded& event) {
   if (members_.has_begun_anew() || members_.OfRank(event.rank) != nullptr) return;
   if (members_.Current().empty() || !initial_.ready() || failed() || is_at_rest()) return;
@@ -58,7 +60,8 @@ absl::Status Job::CheckReattach(const AttachRequested& request) const {
   return LeftBehindError(spec_.name, step_.committed_step());
 }
 
-// While the daemon comes to rest ranks come back to it, and none attaches anew.
+// True if the step waits for a rank that has detached or is disconnected. During a hand-over ranks may return, but none
+// attaches from scratch.
 bool Job::MissesRank() const {
   const bool waits_in_vain =
       members_.has_begun_anew() && members_.live_ranks() < members_.world_size();
@@ -127,12 +130,12 @@ void Job::EndHandOver(DurableJob job) {
   hand_over_ = HandOver::kDone;
 }
 
-// A record that is not the job's any more is made anew as soon as nothing of the job changes.
+// Makes a record from scratch, if the old one does not match the job any more, as soon as nothing of the job changes.
 void Job::TryRecord() {
   if (recorded_run_ != members_.run()) is_recorded_ = false;
   if (is_recorded_ || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
   if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
-  if (step_.prepared_step() > 0) return;  // the record that is there has it
+  if (step_.prepared_step() > 0) return;  // the existing record has it
   if (access_.in_progress() || residency_.in_progress()) return;
   if (spec_.options.loses_swap && swap_bytes() > 0) return;
   DurableSteps::Published published = step_.PublishedNow();
@@ -141,7 +144,7 @@ void Job::TryRecord() {
   ListBlocks(job);
   AddKept(job);
   step_.Record(*job.kept);
-  // What nothing is in yet is given up.
+  // Float32 sums that are not in use yet are not part of the record.
   const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
   if (is_making) job.kept->dram_bytes -= spec_.plan.float_sums_bytes;
   is_recorded_ = true;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is shown of a job, and what always holds of it.
+// Views and invariants of a job.
 
 #include <algorithm>
 #include <vector>
@@ -12,7 +12,7 @@ namespace forebay::daemon {
 
 namespace {
 
-// Weights and states of the parameters, padding left out.
+// Bytes of the weights and states of the parameters, without padding.
 uint64_t StateBytesOf(const protocol::Layout& layout) {
   const protocol::LayoutSpec& spec = layout.spec();
   return layout.total_elems() * protocol::SizeBytes(spec.dtype) +

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs that a daemon comes back with, from its disk or (KeptRecord) of one that was killed: its swap has their slots.
+// Reserves the swap slots of jobs that a daemon recovers, from its disk or (KeptRecord) from a daemon that was killed.
 #pragma once
 
 #include <memory>
@@ -12,25 +12,24 @@
 
 namespace forebay::daemon {
 
-// Slots become the job's; those that `node.recovered` names for it are its own already.
+// Reserves slots for the job. The slots that `node.recovered` names for the job are its own already.
 //
-// Errors  E_CORRUPT  another one has some of them; no slot has changed hands.
+// Errors  E_CORRUPT  another job has some of the slots; no slot is reserved.
 absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, NodeOptions& node);
 
-// What is durable of the job, by `node.recovered`, becomes part of it, and slots that it names its own.
+// Adds to the job its durable step in `node.recovered`, and reserves the slots that the job names.
 //
-// Errors  of ReserveSlots.
+// Errors  as ReserveSlots().
 absl::Status ReserveKilled(DurableJob& job, NodeOptions& node);
 
-// Slots of the steps before (DurableJob::before) of what `node.recovered` has become those of its jobs: the volume does not
-// keep them.
+// Reserves the slots of earlier steps (DurableJob::before) for the jobs of `node.recovered`: the volume does not reserve them.
 void ReserveBefore(NodeOptions& node);
 
-// After ReserveKilled() of all of them: slots that hold nothing are the jobs' where nobody else has them, and
-// `node.recovered` has the jobs.
+// Reserves the spare slots of the jobs, unless another job has them, and adds the jobs to `node.recovered`. Called after
+// ReserveKilled() of all jobs.
 void AddKilled(std::vector<DurableJob> jobs, NodeOptions& node);
 
-// Of the jobs of a node.
+// Returns the node's job with the same owner and name; null: none.
 std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const DurableJob& job);
 
 }  // namespace forebay::daemon

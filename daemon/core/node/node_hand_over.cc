@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All jobs of the node come to rest, for the next daemon to go on with them.
+// Hand-over of a node: all jobs become quiescent, so that the next daemon can continue them.
 
 #include <memory>
 #include <utility>
@@ -25,8 +25,8 @@ Job* NodeState::Impl::On(const HandOverDue&) {
   return nullptr;
 }
 
-// After the last job has come to rest one more ledger is made, so that the volume is found again as it is left, also
-// where it holds no durable job. Without a job to hand over nothing more is written.
+// Makes one more ledger once the last job is quiescent, so that the volume is found again as it is left, even without a durable
+// job. Without a job to hand over, nothing more is written.
 void NodeState::Impl::TryHandOver() {
   if (hand_over == HandOver::kWaiting) {
     for (const auto& [id, job] : jobs) {
@@ -47,8 +47,8 @@ void NodeState::Impl::TryHandOver() {
   actions.Emit(std::move(result));
 }
 
-// Without sessions: ranks that attach meanwhile wait until the step is published. Jobs that are to be durable go on too: this
-// daemon may end before a rank is back.
+// Continues updates of recovered jobs, without sessions. Ranks that attach meanwhile wait until the step is published. Jobs
+// with durable steps continue too, because this daemon may end before a rank returns.
 Job* NodeState::Impl::On(const UpdatesResumed&) {
   const NodeLedger::Parked parked = ledger.parked();
   for (const auto& [name, job] : parked) {
@@ -63,7 +63,7 @@ Job* NodeState::Impl::On(const UpdatesResumed&) {
                                   .durability = job->durability,
                                   .layout = job->layout};
     const absl::Status status = MakeJob(request, name).status();
-    // Between two steps it loses nothing: the attach of its ranks meets the same error.
+    // A job between two steps loses nothing: the attach of its ranks gets the same error.
     if (status.ok() || !is_in_update) continue;
     ledger.Unpark(name);
     freed_weights_bytes.emplace(job->id, job->kept->weights_bytes);
@@ -73,7 +73,7 @@ Job* NodeState::Impl::On(const UpdatesResumed&) {
   return nullptr;
 }
 
-// What is durable of it is all that is left. `slots`: all that it had.
+// Gives up the update of a job, so that only its durable step is left. `slots`: all slots of the job.
 void NodeState::Impl::GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot> slots,
                                    const absl::Status& reason) {
   const JobName name{.uid = job.uid, .name = job.name};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a NodeState is made of: shared by the files that implement it.
+// Implementation of NodeState, shared by several files.
 #pragma once
 
 #include <cstdint>
@@ -39,12 +39,12 @@ struct NodeState::Impl {
         ledger(actions, node_options.recovered) {
     actions.set_last_lease(node_options.recovered.last_lease);
     for (const auto& [name, job] : ledger.parked()) {
-      options.swap.Free(job->AllSlots());  // the space in all; they are taken in `swap`
+      options.swap.Free(job->AllSlots());  // the whole space; they are taken in `swap`
     }
     options.recovered = {};
   }
 
-  // Slots that are allocated from now on follow the paths' shares and marks.
+  // Lets slots that are allocated from now on follow the paths' shares and marks.
   void WeighPaths() { swap.SetWeights(path_table.Weights()); }
   void ReportMarks() {
     if (std::exchange(reported_marks, path_table.mark_changes()) == path_table.mark_changes()) {
@@ -95,15 +95,16 @@ struct NodeState::Impl {
   void ReturnBlocks();
   void ResumeReturns();
   absl::Status NoRoomError(const Job& waiting_job) const;
-  // Of the limit: what the node, deleted jobs' weights and `of_job` of all jobs take.
+  // Bytes of the DRAM limit that are taken: by the node, by jobs that nobody has attached to, by weights of deleted jobs, and
+  // `of_job` of all jobs.
   uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
-  // Neither taken nor granted.
+  // Bytes of the DRAM limit that are neither taken nor granted.
   uint64_t FreeBytes() const;
-  // Of all jobs but `returning`, which is parked and about to be made.
+  // Use of DRAM and swap by all jobs except `returning`, which is parked and about to be created.
   NodeUse Use(const DurableJob* returning = nullptr) const;
-  // The same, of the owner's jobs but `other_than`. Both may be null.
+  // Use by the owner's jobs except `other_than` and `returning`. Both may be null.
   OwnerUse UseOf(uint32_t uid, const Job* other_than, const DurableJob* returning = nullptr) const;
-  // What the job may take beyond what it was granted; of this, what is free.
+  // Bytes that the job may take beyond those that it was granted. FreeBytesFor(): those of them that are free.
   uint64_t LeftFor(const Job& job) const;
   uint64_t FreeBytesFor(const Job& job) const { return std::min(FreeBytes(), LeftFor(job)); }
   void Evict(const std::vector<Eviction>& evictions, Job& job);
@@ -119,7 +120,7 @@ struct NodeState::Impl {
                     const absl::Status& reason);
 
   Options options;
-  // What comes and goes within a step, of all jobs. Holds as much as was ever in use at once.
+  // Memory that is allocated and freed within a step, by all jobs. The pool retains as much as was ever in use at once.
   std::pmr::unsynchronized_pool_resource memory{kStepMemoryOptions};
   ActionSink actions;
   StagingPool pool;
@@ -132,22 +133,22 @@ struct NodeState::Impl {
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<JobName, JobId> names;
   std::map<SessionId, JobId> session_jobs;
-  // Requests that wait for JobFreed.
+  // Requests for deletion that wait for JobFreed.
   std::map<JobId, std::vector<uint64_t>> deletes;
-  // Weights of jobs that are no more, until JobFreed says that nobody uses them.
+  // Bytes of the weights of freed jobs, until JobFreed says that nobody uses them.
   std::map<JobId, uint64_t> freed_weights_bytes;
-  // Jobs that have not begun, in their order.
+  // Jobs that have not begun, in the order of their creation.
   std::vector<JobId> waiting;
-  // An attach has ended returns of blocks, and they have not gone on since.
+  // True if an attach has ended returns of blocks, and these have not resumed since.
   bool has_cut_returns = false;
   uint64_t turn = 0;
-  // Jobs that go on in this event, beside the one that it concerns: whose blocks were marked (their moves begin when
-  // all slots that were planned are reserved: a move may exchange slots with the free ones), whose step is durable.
+  // Jobs that continue in this event, besides the job that it concerns. These are jobs whose blocks were marked, and jobs whose
+  // step is durable. Moves begin when all planned slots are reserved, because a move may exchange slots with the free ones.
   std::vector<JobId> going_on;
-  // Jobs come to rest; the last ledger is made; all is said.
+  // kWaiting: jobs become quiescent. kCommitting: the last ledger is made. kDone: HandedOver was emitted.
   enum class HandOver : uint8_t { kNone, kWaiting, kCommitting, kDone };
   HandOver hand_over = HandOver::kNone;
-  bool waits_for_jobs = true;  // that can come to rest
+  bool waits_for_jobs = true;  // that can become quiescent
 };
 
 }  // namespace forebay::daemon

@@ -94,17 +94,18 @@ std::vector<JobId> NodeLedger::Finish(const absl::Status& status, nvme::SlotMap&
 }
 
 uint64_t UsualLedgerBytes(uint64_t capacity_bytes, uint64_t slot_bytes, bool keeps_files) {
-  // What a ledger needs for each slot: its place, its block, step and checksum.
+  // Bytes of the ledger for each slot: its place, its block, step and checksum.
   constexpr uint64_t kBytesPerSlot = 96;
   constexpr uint64_t kSlotsMin = 256;
   constexpr uint64_t kCapacityPerByte = 4096;
-  // Of a small volume: there what ranks keep beside a step (64 KiB each, where nothing else is said) is most of it.
+  // Bytes of capacity for each byte of the ledger of a small volume. Most of that ledger is what ranks retain beside a step (64
+  // KiB a rank by default).
   constexpr uint64_t kCapacityPerByteMin = 256;
   // The smallest blocks have a quarter of a slot's bytes.
   const uint64_t slots = slot_bytes == 0 ? 0 : 4 * capacity_bytes / slot_bytes;
   const uint64_t of_slots = (slots + kSlotsMin) * kBytesPerSlot;
   if (!keeps_files) return std::min(nvme::Volume::kLedgerBytesMax, of_slots);
-  // There may be digests of weights, and what ranks keep beside a step.
+  // The ledger may hold digests of weights, and what ranks retain beside a step.
   const uint64_t of_capacity =
       std::max(capacity_bytes / kCapacityPerByte,
                std::min(protocol::kMiB, capacity_bytes / kCapacityPerByteMin));

@@ -75,7 +75,8 @@ Job* NodeState::Impl::On(const AttachRequested& request) {
   return *job;
 }
 
-// While jobs come to rest one may need a rank for it that is not back yet: the others wait for it in step.
+// True if the attach is allowed. During a hand-over, only ranks that return to a job that is becoming quiescent may attach: the
+// job's other ranks may wait for them in step.
 bool NodeState::Impl::MayAttach(const AttachRequested& request) const {
   if (hand_over == HandOver::kNone) return true;
   if (hand_over != HandOver::kWaiting || !request.reattach) return false;
@@ -85,7 +86,7 @@ bool NodeState::Impl::MayAttach(const AttachRequested& request) const {
   return job != nullptr && job->is_coming_to_rest();
 }
 
-// The job of the request, made where it does not exist.
+// Returns the job of the request, and creates it if it does not exist.
 absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   ASSIGN_OR_RETURN(JobName name, ParseJobName(request.job, request.uid, OthersFor(request.uid)));
   RETURN_IF_ERROR(CheckAttachRequest(request));
@@ -96,7 +97,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
     return job;
   }
   const std::shared_ptr<const DurableJob> parked = ledger.FindParked(name);
-  // A session goes on with memory that it has mapped, not with what is read from the disk.
+  // A session continues with memory that it has mapped, not with bytes that are read from the disk.
   const bool may_return = !request.reattach || KeptOf(parked.get()) != nullptr;
   if (!request.reader && parked != nullptr && may_return) {
     RETURN_IF_ERROR(CheckParked(request, *parked));
@@ -139,7 +140,7 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
     return JobExistsError(job.name, job.step, job.run);
   }
   if (request.is_left_behind) return LeftBehindError(job.name, job.step);
-  // A session goes on in the world that it was in: what was kept is of that one.
+  // A session continues in the world that it was in: the retained memory is that of this world.
   if (request.reattach && job.kept && request.world_size != job.kept->session.world_size) {
     return MakeError(ErrorId::kRank,
                      absl::StrCat("job ", job.name, " was left with ", job.kept->session.world_size,
@@ -155,7 +156,7 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
                    "attach again in a moment");
 }
 
-// Of the ledger of all jobs, without `recovered`, which is in it already.
+// Bytes of the ledger that all jobs take, except `recovered`, which is in the ledger already.
 uint64_t NodeState::Impl::LedgerTaken(const DurableJob* recovered) const {
   uint64_t taken = 0;
   for (const auto& [id, job] : jobs) taken += job->plan().ledger_bytes;
@@ -166,7 +167,7 @@ uint64_t NodeState::Impl::LedgerTaken(const DurableJob* recovered) const {
   return taken;
 }
 
-// One that comes back has the number, the level and the slots that the ledger says.
+// Creates a job. A recovered job has the number, the durability level and the slots that the ledger names.
 absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
   const std::shared_ptr<const DurableJob> recovered = ledger.FindParked(name);
   SessionRequest session = SessionRequestOf(request);
@@ -174,7 +175,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   const KeptMemory* const kept = KeptOf(recovered.get());
   const bool goes_on = request.reattach && kept != nullptr;
   if (goes_on) session = kept->session;
-  // Sums that became float32 late are behind those of 16 bits.
+  // Sums that became float32 late are behind the sums of 16 bits.
   if (kept != nullptr && kept->update != nullptr && kept->update->float_sums.bytes > 0) {
     session.accumulate = false;
   }
@@ -192,7 +193,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, session, of_node));
   RETURN_IF_ERROR(CheckLedgerRoom(plan, LedgerTaken(recovered.get()), options.ledger_bytes_max));
   nvme::SlotMap left = swap;
-  // PlanJob has counted them, in this order.
+  // PlanJob has counted these slots, in this order.
   const auto allocate = [&left](uint32_t count, uint64_t slot_bytes) -> std::vector<nvme::Slot> {
     if (count == 0) return {};
     std::optional<std::vector<nvme::Slot>> slots = left.Allocate(count, slot_bytes);
@@ -367,8 +368,8 @@ Job* NodeState::Impl::On(const JobFreed& event) {
   return nullptr;
 }
 
-// The job that an event concerns and those that wait for a staging slot: nothing else of one job
-// changes what another can do. Whoever was last to get slots is not the first again.
+// Returns the job that an event concerns, and those that wait for a staging slot: nothing else of one job changes what another
+// job can do. The order rotates, so that the job that was last to get slots is not first again.
 std::pmr::vector<Job*> NodeState::Impl::Runnable(Job* concerned) {
   std::pmr::vector<Job*> order(&memory);
   for (const auto& [id, job] : jobs) {
@@ -380,7 +381,7 @@ std::pmr::vector<Job*> NodeState::Impl::Runnable(Job* concerned) {
   return order;
 }
 
-// Repeated, since one job may free a slot that another waits for.
+// Advances jobs repeatedly, because one job may free a slot that another waits for.
 void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted) {
   std::pmr::vector<Job*> advanced(&memory);
   for (size_t before = emitted.size() + 1; before != emitted.size();) {
@@ -395,7 +396,7 @@ void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted
   for (Job* job : advanced) job->Prefetch();
 }
 
-// The job's next sessions are of another world; its own blocks make room too.
+// Plans another world for the job's next sessions. The job's own blocks make room too.
 absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& job) {
   NodeUse others = Use();
   others.own_state_bytes = job.placement().granted_bytes();
@@ -413,8 +414,8 @@ absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& j
   return absl::OkStatus();
 }
 
-// Marks blocks of jobs, the oldest first, until the plan's missing bytes are granted to it. Swap slots
-// that are not in `left` are promised.
+// Marks blocks of jobs for eviction, the oldest job first, until the plan's missing bytes are granted to the plan. Swap slots
+// that are not in `left` are promised to other uses.
 absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use) {
   if (plan.missing_bytes == 0) return absl::OkStatus();
   std::map<JobId, std::vector<Eviction>> evictions;
@@ -438,7 +439,7 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
   return absl::OkStatus();
 }
 
-// The job's own blocks leave DRAM where its next plan has no room for them in what it may take.
+// Evicts the job's own blocks for which its next plan has no room within what the job may take.
 absl::Status NodeState::Impl::MoveOwnBlocks(const MemoryPlan& plan, const GrantPolicy& policy,
                                             Job& job) {
   const uint64_t wanted = plan.fixed_bytes + job.placement().granted_bytes();
@@ -492,7 +493,7 @@ void NodeState::Impl::GiveFloatSums(Job& job) {
                                             : "reduce gradients in float32")));
 }
 
-// Says what an attach waits for, where it does.
+// Reports what an attach waits for, if it waits.
 void NodeState::Impl::ReportWait(const Job& job, uint64_t awaited_bytes) {
   const uint64_t needed_bytes = Bytes(&Job::dram_bytes) + awaited_bytes;
   if (needed_bytes <= options.dram_limit_bytes) return;
@@ -511,8 +512,8 @@ void NodeState::Impl::ReportWait(const Job& job, uint64_t awaited_bytes) {
   actions.Emit(std::move(report));
 }
 
-// Begins the jobs and the worlds for which there is DRAM now. Where room that was granted does not
-// become free, the newest of those that wait are refused.
+// Begins the jobs and the worlds for which there is DRAM now. If room that was granted does not become free, the newest of
+// those that wait are refused.
 void NodeState::Impl::AdmitWaiting() {
   while (!waiting.empty() && Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
     Job& job = *jobs.at(waiting.back());
@@ -522,7 +523,7 @@ void NodeState::Impl::AdmitWaiting() {
     Sweep(job);
   }
   for (auto next = jobs.begin(); next != jobs.end();) {
-    Job& job = *(next++)->second;  // it may be gone after its turn
+    Job& job = *(next++)->second;  // the job may be freed in its turn
     const std::optional<uint64_t> awaited_bytes = job.awaited_bytes();
     if (!awaited_bytes) continue;
     if (Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
@@ -544,8 +545,7 @@ void NodeState::Impl::AdmitWaiting() {
   });
 }
 
-// Blocks that were to make room stay where it is not needed any more: whoever waited for it is gone, or
-// other memory has become free.
+// Unmarks blocks whose room is not needed any more: the attach that waited has ended, or other memory has become free.
 void NodeState::Impl::KeepBlocks() {
   for (const auto& [id, job] : jobs) {
     if (!job->residency().makes_room()) continue;
@@ -556,8 +556,8 @@ void NodeState::Impl::KeepBlocks() {
   }
 }
 
-// Blocks come back to DRAM that a job has left, those of the oldest job first: one at a time, so that an attach finds
-// little of its room taken by what is on its way.
+// Returns blocks to DRAM that a job has freed, those of the oldest job first. One block is returned at a time, so that an
+// attach finds little of its room taken by blocks on their way.
 void NodeState::Impl::ReturnBlocks() {
   if (hand_over != HandOver::kNone) return;
   const auto has = [this](bool (Residency::*what)() const) {
@@ -575,7 +575,7 @@ void NodeState::Impl::ReturnBlocks() {
   }
 }
 
-// An attach ends the returns whose room it gets. They go on when no attach waits any more: it may have been given up.
+// Resumes returns that an attach has ended, once no attach waits any more: the attach may have been given up.
 void NodeState::Impl::ResumeReturns() {
   const auto waits = [](const auto& entry) { return entry.second->awaited_bytes().has_value(); };
   if (!has_cut_returns || !waiting.empty() || std::ranges::any_of(jobs, waits)) return;

@@ -34,35 +34,36 @@ class NodeState {
   NodeState& operator=(const NodeState&) = delete;
   ~NodeState();
 
-  // Takes one event and appends what is to be done, in order.
+  // Handles one event, and appends the actions to take to `actions`, in order.
   void Handle(const Event& event, std::vector<Action>& actions);
 
   struct Limits {
     uint64_t dram_bytes = 0;
     uint64_t swap_bytes = 0;
   };
-  // Returns the plan of an attach that creates a job; nothing changes. With `limits` it is that of an empty node with so
-  // much DRAM and swap, else that of this node as it is.
+  // Returns the plan of an attach that creates a job; nothing changes. With `limits` the plan is for an empty node with so much
+  // DRAM and swap, otherwise for this node as it is.
   //
   // Errors  as the attach's.
   absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
                                const std::optional<Limits>& limits) const;
-  // The same of a job that is there. Without `limits` what it takes now, its blocks where they are; what `others`
-  // hold is then all but it and the node.
+  // Returns the plan of an existing job. Without `limits` the plan is what the job takes now, with its blocks where they are.
+  // `others` is then what all but this job and the node take.
   //
   // Errors  E_JOB_NAME   there is none.
-  //         E_NOT_READY  it has come back, and nobody has attached to it since the start.
+  //         E_NOT_READY  the job was recovered, and nobody has attached to it since the start.
   absl::StatusOr<JobPlan> PlanOfJob(const JobName& name, const std::optional<Limits>& limits) const;
 
-  // The newest step of a job at a durable level is not durable yet.
+  // True if the newest step of a job with durable steps is not durable yet.
   bool HasStepsToMakeDurable() const;
-  // By id; those of the ledger that nobody has attached to since the start too, without sessions.
+  // Returns views of all jobs, by id. Jobs of the ledger that nobody has attached to since the start are included, without
+  // sessions.
   std::vector<JobView> Jobs() const;
   NodeView Node() const;
   // Returns the jobs of the newest durable ledger, also those that nobody has attached to since the start.
   std::vector<std::shared_ptr<const DurableJob>> DurableJobs() const;
 
-  // CHECKs what must hold between any two events. Cost: linear in everything.
+  // CHECKs the invariants between any two events. Cost: linear in everything.
   void CheckInvariants() const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is shown of a node, and what always holds of it.
+// Views and invariants of a node, and plans for attaches.
 
 #include <algorithm>
 #include <array>
@@ -52,7 +52,7 @@ absl::StatusOr<JobPlan> PlanOn(const protocol::Layout& layout, const SessionRequ
 
 absl::StatusOr<JobPlan> PlanOnEmpty(const protocol::Layout& layout, const SessionRequest& session,
                                     NodeOptions options, const NodeState::Limits& limits) {
-  // As a volume of one path has it where nothing is said of its ledger.
+  // The default ledger of a volume with one path.
   options.ledger_bytes_max =
       UsualLedgerBytes(limits.swap_bytes, options.staging_slot_bytes, /*keeps_files=*/true);
   const uint64_t own_bytes = nvme::Volume::OwnBytes(options.ledger_bytes_max);

@@ -17,7 +17,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Shown in messages to others of the job's user: printable characters alone.
+// Checks a run token. It appears in messages to other processes of the job's user, so only printable characters are allowed.
 absl::Status CheckRunToken(const std::string& run) {
   const auto is_printable = [](char c) { return c > ' ' && c <= '~'; };
   if (run.size() <= kRunTokenBytesMax && std::all_of(run.begin(), run.end(), is_printable)) {
@@ -29,7 +29,7 @@ absl::Status CheckRunToken(const std::string& run) {
                    "set FOREBAY_RUN, or run at attach, to a short name of this run");
 }
 
-// The ranks of this node are some of the world's, and hold some of the parameters.
+// Checks that the ranks of this node are some of the job's ranks, and that its layout holds some of the parameters.
 absl::Status CheckNodes(const AttachRequested& request) {
   const bool is_over_nodes = request.world_ranks > 0;
   if (request.layout->spec().is_part != is_over_nodes) {
@@ -57,8 +57,8 @@ absl::Status CheckNodes(const AttachRequested& request) {
   return absl::OkStatus();
 }
 
-// Owners of partitions are ranks, and all are on this node: none of them needs a replica here, unless another node has
-// replica 0.
+// Checks that every owner of a partition is a rank on this node. Partitions of other replicas than 0 are allowed only if the
+// job is over several nodes.
 absl::Status CheckOwners(const protocol::Layout& layout, uint32_t world_size) {
   if (layout.is_shared()) return absl::OkStatus();
   for (const protocol::PartitionPlace& partition : layout.partitions()) {

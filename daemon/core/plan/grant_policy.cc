@@ -60,7 +60,7 @@ absl::StatusOr<MemoryPlan> GrantPolicy::Plan(const protocol::Layout& layout,
 absl::StatusOr<MemoryPlan> GrantPolicy::PlanGranted(const protocol::Layout& layout,
                                                     const SessionRequest& request,
                                                     const NodeUse& use) const {
-  // A limit that leaves the job no more than it may take; what others can move beyond that is of no use to it.
+  // Lowers the limit, so that the job gets no more than it may be granted, and the movable bytes, of which it can use no more.
   NodeOptions limited = options_;
   NodeUse limited_use = use;
   const uint64_t taken = TakenBytes(options_, use);

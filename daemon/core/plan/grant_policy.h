@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much of the node one job may be granted: a share of the DRAM limit, and what is left of its owner's quota.
+// The share of the node that one job may be granted: a share of the DRAM limit, within its owner's remaining quota.
 #pragma once
 
 #include <cstdint>
@@ -13,29 +13,29 @@
 
 namespace forebay::daemon {
 
-// What the other jobs of an owner hold.
+// DRAM and swap that the other jobs of an owner hold.
 struct OwnerUse {
   uint32_t uid = 0;
   uint64_t dram_bytes = 0;
   uint64_t swap_bytes = 0;
 };
 
-// Jobs come first in their order, each up to NodeOptions::job_percent of the limit and to its owner's quota.
-// Where several wait for room, nothing here says who is next. Quotas are not root's.
+// Limits each job to NodeOptions::job_percent of the DRAM limit and to its owner's remaining quotas. Root has no quota. The
+// policy does not decide which of several waiting jobs is next.
 class GrantPolicy {
  public:
   GrantPolicy(const NodeOptions& options, const OwnerUse& owner);
 
-  // Of arenas, tables and states of a job. UINT64_MAX: nothing but the limit says how much.
+  // Maximum bytes of a job's arenas, tables and states. UINT64_MAX: only the node's limit applies.
   uint64_t dram_bytes() const { return dram_bytes_; }
 
-  // PlanJob, with which the job takes no more than it may.
+  // Plans a job with PlanJob, within the bytes that the job may be granted.
   //
   // Errors  as PlanJob; E_DRAM_LIMIT, E_SWAP_NOSPC: the share or a quota, what the owner holds, and the key. Of a new
   //         job with what it may lower (WithAdvice).
   absl::StatusOr<MemoryPlan> Plan(const protocol::Layout& layout, const SessionRequest& request,
                                   const NodeUse& use) const;
-  // E_DRAM_LIMIT where a job of so many bytes is beyond what it may take. `what`: "the reader needs ...".
+  // E_DRAM_LIMIT if `job_bytes` is more than the job may be granted. `what`: "the reader needs ...".
   absl::Status Check(uint64_t job_bytes, const std::string& what) const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job's memory plan as it is shown, term by term and rank by rank.
+// The view of a job's memory plan, term by term and rank by rank.
 #pragma once
 
 #include "daemon/core/base/views.h"
@@ -9,12 +9,13 @@
 
 namespace forebay::daemon {
 
-// Bytes that one step moves to and from swap. `placement`: where the job's blocks are now; or plan.placement, where they are at
-// attach.
+// Returns the bytes that one step moves to and from swap. `placement`: the job's blocks now, or plan.placement (the blocks at
+// attach).
 StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
                           const Placement& placement);
 
-// What the job itself takes. `placement` of its blocks now, or the plan's first one.
+// Returns the terms that the job itself takes. `placement` as in StepTrafficOf. The caller sets node, others, limit, missing
+// and all_in_dram.
 JobPlan JobPlanOf(const protocol::Layout& layout, const MemoryPlan& plan,
                   const Placement& placement);
 

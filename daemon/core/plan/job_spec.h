@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a job is made with, and keeps for its life.
+// Values that a job is created with.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +22,13 @@ struct JobSpec {
   uint32_t uid = 0;
   std::shared_ptr<const protocol::Layout> layout;
   MemoryPlan plan;
-  std::vector<nvme::Slot> swap_slots;  // of blocks
-  std::vector<nvme::Slot> sum_slots;   // of pages of gradient sums
+  std::vector<nvme::Slot> swap_slots;  // for blocks and for parts of the weights
+  std::vector<nvme::Slot> sum_slots;   // for pages of gradient sums
   NodeOptions options;
-  // The job comes back: what a ledger has named. Its slots are in `swap_slots`.
+  // The job that a daemon has recovered, from a ledger or from the daemon before. Its block slots are in `swap_slots`. Null: a
+  // new job.
   std::shared_ptr<const DurableJob> recovered = {};
-  // Of one whose arenas were kept: the ranks go on with theirs.
+  // The ranks reattach with the grad arenas that they have mapped, which the daemon before has retained.
   bool keeps_gradients = false;
 
   uint32_t world_size() const { return plan.session.world_size; }

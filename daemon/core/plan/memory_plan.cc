@@ -27,7 +27,7 @@ using protocol::Layout;
 using protocol::MakeError;
 using protocol::RoundUp;
 
-// `missing` bytes, and what a larger volume takes for its own.
+// Hint: raise swap by `missing` bytes and a 32nd of them, which the volume takes for itself, or do `otherwise`.
 std::string RaiseSwap(uint64_t missing, const char* otherwise) {
   const uint64_t more = RoundUp(missing + missing / 32, protocol::kMiB);
   return absl::StrCat("raise --swap-size / swap.capacity by ", FormatBytes(more), ", ", otherwise);
@@ -42,8 +42,8 @@ std::string Bytes(uint64_t bytes) {
   return absl::StrCat(FormatBytes(bytes), " (", bytes, " bytes)");
 }
 
-// Sums of each owner's partitions one after the other, in pages that cut a partition between units alone: so
-// that sums of squares do not depend on the pages. Returns their number.
+// Places the sums of each owner's partitions one after the other, in pages. A page ends within a partition only between units,
+// so that sums of squares do not depend on the pages. Returns the number of pages.
 uint32_t PlaceSumsInPages(const Layout& layout, MemoryPlan& plan) {
   const uint64_t width = protocol::SizeBytes(plan.sum_dtype);
   const uint64_t unit_bytes = protocol::kGradUnitElems * width;
@@ -61,7 +61,7 @@ uint32_t PlaceSumsInPages(const Layout& layout, MemoryPlan& plan) {
   return static_cast<uint32_t>(RoundUp(at, plan.sum_page_bytes) / plan.sum_page_bytes);
 }
 
-// Places them one after the other from `offset_bytes` on; returns where they end.
+// Places all sums one after the other from `offset_bytes` on. Returns the end offset, rounded up to a page.
 uint64_t PlaceSums(const Layout& layout, uint64_t offset_bytes, MemoryPlan& plan) {
   plan.accumulator_offsets.clear();
   for (const protocol::PartitionPlace& partition : layout.partitions()) {
@@ -76,7 +76,7 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   plan.sum_dtype = plan.session.accumulate
                        ? protocol::DType::kFloat32
                        : GradientSumType(layout.grad_dtype(), layout.is_shared() ? world_size : 1);
-  plan.session.accumulate = plan.sum_dtype == protocol::DType::kFloat32;  // it does, asked or not
+  plan.session.accumulate = plan.sum_dtype == protocol::DType::kFloat32;  // float32 in either case
   uint64_t at = plan.sum_frames * plan.sum_page_bytes;
   if (plan.has_paged_sums()) {
     plan.sum_pages = PlaceSumsInPages(layout, plan);
@@ -85,7 +85,7 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   }
   plan.overflow_offset = at;
   plan.piece_bytes = PieceBytes(layout);
-  // A reduced gradient waits for no other rank.
+  // Only shared attachment needs overflow: a reduced gradient waits for no other rank.
   plan.overflow_slots = layout.is_shared() ? kOverflowSlotsPerRank * world_size : 0;
   at += plan.piece_bytes * plan.overflow_slots;
   plan.extra_state_offset = at = RoundUp(at, kPageBytes);
@@ -115,7 +115,7 @@ void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
       RoundUp(plan.session.extra_state_bytes * std::min(plan.session.world_size, 2U), kPageBytes);
 }
 
-// Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
+// Elements of a block. Staging slots have room for the planes of AdamW; an optimizer with more planes gets smaller blocks.
 uint64_t BlockElems(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan) {
   const uint64_t elems = RoundUp(options.block_elems, layout.states_align_elems());
   const uint64_t within =
@@ -123,7 +123,7 @@ uint64_t BlockElems(const Layout& layout, const NodeOptions& options, const Memo
   return within == 0 ? elems : std::min(elems, within);
 }
 
-// All arenas but that of states, and the tables.
+// Plans all arenas except the state arena, and the tables.
 absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                         const NodeOptions& options, MemoryPlan& plan) {
   RETURN_IF_ERROR(CheckSessionRequest(layout, request));
@@ -135,7 +135,7 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                                   Bytes(options.dram_limit_bytes)),
                      "ask for less");
   };
-  // Before any sum that could overflow.
+  // The sums below cannot overflow after these checks.
   RETURN_IF_ERROR(check_size("a gradient arena", request.grad_arena_bytes));
   RETURN_IF_ERROR(check_size("room for activations", request.activation_bytes));
   plan.session = request;
@@ -154,11 +154,12 @@ bool HasEarlyUpdates(const Layout& layout, const SessionRequest& request) {
   return request.early_updates && protocol::Info(layout.spec().optimizer).passes == 1;
 }
 
-// Weights go to swap, but for groups that fit into `room` bytes beside a cache for the others; or those that
-// `was_on_swap` has, by partition.
+// Puts weights on swap, except groups that fit into `room` bytes beside a cache for the weights on swap. If `was_on_swap` (by
+// partition) is not empty, it decides instead.
 void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint64_t room,
                       const std::vector<bool>& was_on_swap, MemoryPlan& plan) {
-  const bool has_early_updates = HasEarlyUpdates(layout, request);  // new weights beside the old
+  // new weights take room beside the old ones
+  const bool has_early_updates = HasEarlyUpdates(layout, request);
   const auto partitions = layout.partitions();
   plan.weights_on_swap.assign(partitions.size(), true);
   uint64_t pinned_bytes = 0;
@@ -221,13 +222,13 @@ void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint6
   plan.weights_bytes = pinned_bytes + cache_bytes;
 }
 
-// It does not outlive the layout.
+// Returns a map that must not outlive `layout`.
 BlockMap MapOf(const Layout& layout, const MemoryPlan& plan) {
   const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
   return {borrowed, plan.block_elems, plan.weights_on_swap};
 }
 
-// The most pages that the update of one block reads.
+// Returns the maximum number of pages that the update of one block reads.
 uint32_t PagesOfABlock(const Layout& layout, const MemoryPlan& plan) {
   const BlockMap map = MapOf(layout, plan);
   size_t most = 1;
@@ -237,12 +238,12 @@ uint32_t PagesOfABlock(const Layout& layout, const MemoryPlan& plan) {
   return static_cast<uint32_t>(most);
 }
 
-// Gradient sums get frames in the step arena: those of two blocks and some to spare at least, and as many more as
-// `limit` bytes for the job have room for; or as many as there were, `kept` > 0.
+// Plans frames in the step arena for paged gradient sums: at least twice the pages of a block and kSpareSumFrames, and as many
+// more as fit into `limit` bytes with the rest of the job. `kept` > 0: as many frames as the retained step arena has.
 absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
                            const NodeOptions& options, uint64_t limit, uint32_t kept,
                            MemoryPlan& plan) {
-  // Nor would there be room for a map of its blocks.
+  // There is no room for a map of the job's blocks either.
   if (plan.table_bytes > limit) return absl::OkStatus();
   MemoryPlan paged = plan;
   const uint64_t page_elems =
@@ -264,8 +265,8 @@ absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
   return absl::OkStatus();
 }
 
-// New weights of blocks on swap whose weights are in DRAM get slots in the step arena, as far as `room` bytes
-// have room for them; what is left is for states. Where all states fit there are none.
+// Plans slots in the step arena for new weights of blocks whose weights are in DRAM, as many as fit into `room` bytes. The rest
+// of `room` is for states. No slots if all states fit into `room`. `kept`: as many slots as the retained step arena has.
 absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& request,
                               const NodeOptions& options, uint64_t state_bytes, uint64_t room,
                               const KeptMemory* kept, MemoryPlan& plan) {
@@ -280,7 +281,7 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
   room -= room % kPageBytes;
   uint64_t slots = std::min(blocks, room / slot_bytes);
   if (!plan.has_weights_on_swap() && room > blocks * slot_bytes) {
-    // Each block has a slot, or is in DRAM.
+    // Each block has a slot, or its states are in DRAM.
     const uint64_t block_bytes = std::max(map.full_block_bytes(), slot_bytes + 1);
     slots = blocks - std::min(blocks, (room - blocks * slot_bytes) / (block_bytes - slot_bytes));
   }
@@ -291,7 +292,7 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
   return PlanArenas(layout, request, options, plan);
 }
 
-// The step that is updated has sums that became float32 late.
+// Uses float32 sums if the retained step is being updated from float32 sums that were created late.
 void UseKeptFloatSums(const Layout& layout, const KeptMemory* kept, MemoryPlan& plan) {
   if (kept == nullptr || kept->update == nullptr || plan.float_sums_bytes == 0) return;
   const StatePart& sums = kept->update->float_sums;
@@ -300,14 +301,14 @@ void UseKeptFloatSums(const Layout& layout, const KeptMemory* kept, MemoryPlan& 
   plan.UseFloatSums(layout);
 }
 
-// Of a durable level.
+// Slots of each block of a job at a durable level.
 uint32_t SlotsPerBlock(const protocol::Durability& durability) {
   return durability.level == protocol::DurabilityLevel::kStep ? kSwapSlotsPerBlockAtStep
                                                               : kSwapSlotsPerBlockAtEpoch;
 }
 
-// Blocks that fit into `room` bytes, lowest first, are in DRAM, or those that are there already; the others get swap
-// slots.
+// Places blocks in DRAM: the lowest blocks that fit into `room` bytes, or the blocks that are in the retained state arena. The
+// other blocks get swap slots.
 void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room,
                  const KeptMemory* kept, MemoryPlan& plan) {
   const BlockMap map = MapOf(layout, plan);
@@ -315,12 +316,12 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   Placement::DurableSlots durable;
   if (plan.has_durable_steps()) {
     durable.per_block = SlotsPerBlock(plan.session.durability);
-    // Of a job without states, whose blocks have no size, the weights are one part.
+    // A block has no bytes if the optimizer has no states and no weights are on swap. Each part of the weights is a page then.
     plan.block_bytes = std::max(plan.block_bytes, kPageBytes);
     plan.weights_parts = durable.weights_parts = static_cast<uint32_t>(
         RoundUp(plan.weights_bytes - plan.weights_cache_bytes, plan.block_bytes) /
         plan.block_bytes);
-    // Each block's plane begins on a page of its own.
+    // Each block's plane of weights begins on a page of its own.
     const uint64_t pages = plan.weights_on_swap_bytes / kPageBytes + map.blocks();
     const LedgerCounts counts{
         .entries = map.blocks() + plan.weights_parts,
@@ -336,7 +337,7 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
 }
 
-// Arenas that the daemon before has left are those of the plan, and there is room for them.
+// Checks that the retained arenas have the sizes of the plan, and that they fit in the limit.
 absl::Status CheckKept(const KeptMemory& kept, const NodeOptions& options, const NodeUse& use,
                        const MemoryPlan& plan) {
   if (kept.weights_bytes != plan.weights_bytes) {
@@ -366,7 +367,7 @@ absl::Status CheckKept(const KeptMemory& kept, const NodeOptions& options, const
   return DramLimitError(plan, options, use, plan.placement.state_bytes());
 }
 
-// States, all of which are on swap, with the weights that are there too.
+// Checks that swap has room for all states and for the weights on swap.
 absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uint64_t state_bytes,
                                const nvme::SlotMap& swap) {
   const uint64_t frozen_bytes = BlockMap::FrozenBytes(layout, plan.weights_on_swap);
@@ -402,7 +403,8 @@ absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t 
                 "or choose durability memory, without --keep or jobs.at_stop"));
 }
 
-// Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
+// Checks that swap has room for the plan's slots. Slots for pages of sums are counted first: they may reduce the number of
+// slots left for blocks, which are no smaller.
 absl::Status CheckSwap(const NodeOptions& options, const DurableJob* recovered, nvme::SlotMap swap,
                        MemoryPlan& plan) {
   if (plan.swap_slots == 0 && plan.sum_slots == 0) return absl::OkStatus();
@@ -416,7 +418,7 @@ absl::Status CheckSwap(const NodeOptions& options, const DurableJob* recovered, 
   }
   const uint64_t own_slots = recovered == nullptr ? 0 : recovered->BlockSlots().size();
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
-  // One that comes back does so without the slot more, where swap is full.
+  // A recovered job does without the spare slot if swap is full.
   const bool may_do_without = recovered != nullptr && plan.placement.frozen_blocks() == 0;
   if (plan.has_durable_steps() && may_do_without && own_slots + free_slots + 1 == plan.swap_slots) {
     plan.placement.GiveUpSpareSlot();
@@ -632,12 +634,12 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
       options.dram_limit_bytes - std::min(TakenBytes(options, use), options.dram_limit_bytes);
   const bool fits = plan.fixed_bytes <= for_job + use.movable_bytes;
   if (plan.has_weights_on_swap()) {
-    // Before there is a map of blocks: of those that fit nowhere it would be as large as a client pleases.
-    // One that comes back has slots for most of them.
+    // Checked before a map of the blocks is made: for a job that fits nowhere, the client would determine the size of that map.
+    // A recovered job has slots for most of its blocks already.
     if (use.recovered == nullptr) {
       RETURN_IF_ERROR(CheckBlocksOnSwap(layout, plan, state_bytes, *use.swap));
     }
-    // The sums of a step that is updated are where they are.
+    // Sums of a step that is being updated stay in their frames.
     const bool is_updated = kept != nullptr && kept->update != nullptr;
     const bool has_frames = is_updated ? kept->sum_frames > 0 : !fits;
     if (has_frames) {
@@ -652,7 +654,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   if (!has_swap && state_bytes > room()) {
     return DramLimitError(plan, options, use, state_bytes);
   }
-  // The layout is affordable now, so a map of its blocks is too.
+  // The layout fits now, so a map of its blocks fits too.
   RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), kept, plan));
   UseKeptFloatSums(layout, kept, plan);
   PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), kept, plan);

@@ -24,13 +24,13 @@ std::string ExactBytes(uint64_t bytes) {
   return absl::StrCat(bytes, " bytes (", FormatBytes(bytes), ")");
 }
 
-// Of layouts with more than that, other formats are not tried: they are made on the loop thread, where boxes are
+// Maximum sizes of a layout for which other formats are tried: layouts are created on the loop thread, and their boxes are
 // compared pair by pair.
 constexpr uint64_t kTriedBoxesMax = uint64_t{1} << 17;
 constexpr uint64_t kTriedComparisonsMax = uint64_t{1} << 24;
 
-// Whether Layout::Create takes a moment. Boxes of one run are compared with their neighbours alone, those of several
-// with all of their parameter; where their strides differ, run by run.
+// True if Layout::Create is fast for this layout. A box of one run is compared with its neighbours, a box of several runs with
+// all boxes of its parameter; boxes with different strides are compared run by run.
 bool IsMadeQuickly(const Layout& layout) {
   std::map<uint32_t, uint64_t> strides;  // by parameter
   uint64_t strided_boxes = 0;
@@ -44,15 +44,15 @@ bool IsMadeQuickly(const Layout& layout) {
   return boxes <= kTriedBoxesMax && strided_boxes * boxes <= kTriedComparisonsMax;
 }
 
-// A rank's room for extra_state that is worth a word: attach takes 64 KiB without being asked.
+// Minimum room for extra_state, per rank, that the advice mentions: attach takes 64 KiB by default.
 constexpr uint64_t kExtraStateNamedMin = protocol::kMiB;
 
-// The limit alone says how much a job may take.
+// True if only the node's limit bounds a job's DRAM.
 bool HasNoShares(const NodeOptions& options) {
   return options.job_percent == 100 && options.uid_dram_bytes == 0;
 }
 
-// Of a node whose daemon has staging for swap.
+// Names the limits that are sufficient with swap, on a node whose daemon has staging slots, but no swap space.
 std::string LimitsWithSwap(const LeastLimits& least) {
   std::string text =
       absl::StrCat("; with room on swap a limit of ", ExactBytes(least.states_on_swap),
@@ -66,7 +66,7 @@ std::string LimitsWithSwap(const LeastLimits& least) {
   return text;
 }
 
-// "": no other limit is known to do.
+// Names a limit that is sufficient without swap, or limits that are sufficient with swap. "": none is known.
 absl::StatusOr<std::string> OtherLimits(ErrorId id, const Layout& layout,
                                         const SessionRequest& request, const NodeOptions& options,
                                         const NodeUse& use) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a job that does not fit may do with less of: said in the hint of its refusal.
+// Advice for a job that does not fit: settings that take less memory, named in the hint of its refusal.
 #pragma once
 
 #include "absl/functional/function_ref.h"
@@ -11,16 +11,17 @@
 
 namespace forebay::daemon {
 
-// Whether such a job would be made, on the node as it is.
+// True if a job with this layout and request would be granted, on the node as it is now.
 using FitsFn =
     absl::FunctionRef<bool(const protocol::Layout& layout, const SessionRequest& request)>;
 
-// The refusal of a new job with a hint that names what takes less: a smaller format of the states, no activations,
-// one backward pass a step; each with the bytes of the smallest limit that it saves, and whether the job fits then.
-// For want of DRAM without swap also the limits that do with it; for want of swap the limit that does without.
-// Errors but E_DRAM_LIMIT and E_SWAP_NOSPC stay as they are.
+// Returns the refusal of a new job with a hint that names settings which take less: a smaller format of the states, no
+// activations, one backward pass a step, no extra_state. For each: the bytes by which it lowers the smallest sufficient limit,
+// and whether the job fits then. If DRAM is too small and the node has no swap, the hint also names the limits that are
+// sufficient with swap; if swap is too small, the limit that is sufficient without. Errors other than E_DRAM_LIMIT and
+// E_SWAP_NOSPC are returned unchanged.
 //
-// Limits  A new layout for each smaller format; none where that could hold the loop thread up.
+// Limits  Creates a new layout for each smaller format, but none if that could hold the loop thread up.
 absl::Status WithAdvice(const absl::Status& refusal, const protocol::Layout& layout,
                         const SessionRequest& request, const NodeOptions& options,
                         const NodeUse& use, FitsFn fits);

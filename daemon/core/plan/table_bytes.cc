@@ -17,15 +17,15 @@ using protocol::kPageBytes;
 using protocol::Layout;
 using protocol::RoundUp;
 
-// The record that another daemon goes on from (KeptRecord), and the next one while both are there. Digests of weights on
-// swap: those of two versions, and once more in the job as it was recorded.
+// Records of a job at once: the record that another daemon continues from (KeptRecord), and the next one while it is made. A
+// record has the digests of weights on swap in two versions, and once more in the encoded job.
 constexpr uint64_t kRecords = 2;
 
-// Room for extra_state of a rank that does not say how much.
+// Room for extra_state of a rank that names no size.
 constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB;
 
-// Heap bytes: those that the allocator adds to a string or vector, and those that the tables hold of a parameter, a
-// group, a partition, a box, a session and a job beside names and shapes.
+// Heap bytes that the allocator adds to a string or vector, and heap bytes of the tables for each parameter, group, partition,
+// box, session and job, without names and shapes.
 constexpr uint64_t kHeapBlockBytes = 32;
 constexpr uint64_t kParamTableBytes = 160;
 constexpr uint64_t kGroupTableBytes = 256;
@@ -68,8 +68,8 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
                                       plan.session.world_size * sizeof(StatePart) + kPageBytes;
   const uint64_t leases =
       plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
-  // In a record it is in the step arena; a job that is handed over has it beside that, and encoded. The room of a rank
-  // that asks for none is not counted, so that a script fits where it fitted under the release before.
+  // Copies of extra_state: a handed-over job has it in memory and encoded, a record only in the step arena. The default room of
+  // a rank is not counted, so that a script fits in the limit in which it fitted before these copies were counted.
   const bool has_copies = !plan.has_durable_steps() && plan.session.counts_handed_over;
   const uint64_t counted = plan.session.extra_state_bytes -
                            std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
@@ -82,11 +82,11 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }
 
-// Tables of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
+// Tables of durable steps: versions of blocks and of parts of the weights, and ledgers in the making.
 uint64_t DurableTableBytes(const Layout& layout, const MemoryPlan& plan, uint64_t block_elems) {
   constexpr uint64_t kEntryTableBytes = 512;
   constexpr uint64_t kLedgers = 3;
-  // The weights have no more parts than the states have blocks.
+  // The weights have at most as many parts as the states have blocks.
   const uint64_t blocks = layout.total_elems() / block_elems + layout.owners().size() + 1;
   const uint64_t pages = plan.has_weights_on_swap() ? layout.weights_bytes() / kPageBytes : 0;
   const LedgerCounts counts{

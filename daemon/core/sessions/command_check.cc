@@ -30,7 +30,8 @@ struct ByteRange {
   uint64_t bytes = 0;
 };
 
-// The command's bytes lie within `region` of the arena. No sum of two client words is ever formed.
+// Checks that the command's bytes lie within `region` of the arena. Two words of a client are never added: a sum could
+// overflow.
 absl::Status CheckWithin(const Command& command, const ByteRange& region) {
   const uint64_t offset = command.arena_offset_bytes;
   const uint64_t length = command.length_bytes;
@@ -54,7 +55,7 @@ absl::Status CheckLength(const Command& command, uint64_t want, std::string_view
                                 std::string(what), ", ", want, " bytes"));
 }
 
-// With sharded attachment each rank writes its own partitions alone.
+// Checks that a rank with sharded attachment writes its own partitions alone.
 absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandLimits& limits) {
   const uint32_t owner = layout.partitions()[partition].owner;
   if (layout.is_shared() || owner == limits.rank) return absl::OkStatus();
@@ -65,7 +66,8 @@ absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandL
                    "each rank writes the parameters and gradients of its own partitions");
 }
 
-// Whole float32 elements of something that has `elems`, within the gradients' part of the arena.
+// Checks that the command names whole float32 elements of an object of `elems` elements, within the gradients' part of the
+// arena.
 absl::Status CheckFloats(const Command& command, uint64_t elems, std::string_view what,
                          const ByteRange& gradients) {
   const uint64_t count = command.length_bytes / sizeof(float);
@@ -79,8 +81,8 @@ absl::Status CheckFloats(const Command& command, uint64_t elems, std::string_vie
   return CheckWithin(command, gradients);
 }
 
-// A range of wire.h within the first `partition_elems` of a partition, of exactly that length, within the
-// gradients' part of the arena.
+// Checks that the command names a range (see wire.h) within the first `partition_elems` of a partition, with exactly its
+// length, within the gradients' part of the arena.
 absl::Status CheckElemRange(const Command& command, uint64_t partition_elems, protocol::DType dtype,
                             const ByteRange& gradients) {
   const uint64_t width = protocol::SizeBytes(dtype);
@@ -104,7 +106,7 @@ absl::Status CheckElemRange(const Command& command, uint64_t partition_elems, pr
   return CheckWithin(command, gradients);
 }
 
-// A partition all of whose parameters are frozen has no gradient.
+// Refuses gradients of a partition whose parameters are all frozen.
 absl::Status CheckTrainable(uint32_t partition, const Layout& layout) {
   if (layout.partitions()[partition].gradient_elems > 0) return absl::OkStatus();
   return MakeError(ErrorId::kUnsupported,
@@ -113,14 +115,14 @@ absl::Status CheckTrainable(uint32_t partition, const Layout& layout) {
                    "deliver gradients of trainable parameters alone");
 }
 
-// Of the commands whose `partition` is a parameter.
+// Checks a command whose `partition` field is a parameter.
 absl::Status CheckParam(uint32_t param, const Layout& layout) {
   if (param < layout.params().size()) return absl::OkStatus();
   return MakeError(ErrorId::kRange, absl::StrCat("there is no parameter ", param, ": the job has ",
                                                  layout.params().size(), " parameters"));
 }
 
-// Of the commands whose `kind` is a state.
+// Checks a command whose `kind` field is a state.
 absl::Status CheckStateKind(uint16_t kind, const Layout& layout) {
   const size_t states = protocol::StateNames(layout.spec().optimizer).size();
   if (kind < states) return absl::OkStatus();
@@ -147,7 +149,7 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
                      gradients);
 }
 
-// A moment is written of trainable parameters alone, in whole groups of what shares a scale.
+// Checks that a moment is written for trainable parameters alone, and in whole groups of elements that share a scale.
 absl::Status CheckMomentRange(const Command& command, const Layout& layout) {
   const uint64_t begin = command.element_offset;
   const uint64_t end = begin + command.length_bytes / sizeof(float);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a client may ask, field by field. Pure: a private copy of its words in, an error or nothing
-// out.
+// Checks of a client's commands, field by field. Pure functions: they take a private copy of the client's words, and return OK
+// or an error.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,16 @@
 
 namespace forebay::daemon {
 
-// What a session's commands are checked against.
+// Limits of one session that its commands are checked against.
 struct CommandLimits {
-  uint64_t grad_bytes = 0;  // gradients' part of the arena: [0, grad_bytes)
+  uint64_t grad_bytes = 0;  // size of the arena's gradients part, which begins at 0
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
   uint64_t extra_state_bytes = 0;
-  uint32_t rank = 0;  // whose partitions it may write, with sharded attachment
+  uint32_t rank = 0;  // with sharded attachment it may write this rank's partitions
 };
 
-// Checks op, kind, partition, owner, alignment, range and exact length; not step numbers and leases, which are
-// the job's.
+// Checks op, kind, partition, owner, alignment, range and exact length. The job checks step numbers and leases.
 //
 // Errors  E_PROTOCOL     unknown op or kind, `reserved` not 0.
 //         E_RANGE        partition, parameter, state, offset or length; a frozen parameter has no states.
@@ -33,7 +32,7 @@ struct CommandLimits {
 absl::Status CheckCommand(const protocol::Command& command, const protocol::Layout& layout,
                           const CommandLimits& limits);
 
-// Checks the body of a kStep that names `request` with `hyper_params`.
+// Checks the copied body of a kStep command: `request`, `hyper_params` and `presence`.
 //
 // Errors  E_STEP         not the step of the command.
 //         E_RANGE        the length is not that of its parts, or the presence of other parameters.

@@ -16,12 +16,12 @@
 
 namespace forebay::daemon {
 
-// While a session has a lease on a partition, its weights do not change: their update waits. A
-// reader that holds one for too long is ended by Job::OnLeaseTimeExpired.
+// While a session has a lease on a partition, the partition's weights do not change: their update waits.
+// Job::OnLeaseTimeExpired ends a reader that holds a lease for too long.
 //
-// Where the daemon before was killed, leases that it has recorded are nobody's until their rank attaches. Such a lease
-// keeps a copy in its place, and holds no update up: its rank had none when a step was decided, so all that the step does to its
-// partition is done.
+// If the daemon before was killed, its recorded leases belong to no session until their rank attaches. Such a lease holds a
+// copy in its place in the weights cache. It does not delay an update: its rank had no lease when a step was decided, so the
+// step has done all its work on the leased partition.
 class LeaseTable {
  public:
   LeaseTable(ActionSink& actions, JobId job)
@@ -38,19 +38,20 @@ class LeaseTable {
 
   void DropAll(SessionId session);
 
-  // From here on the job's record has it. `rank`: of its session.
+  // Adds a lease to the job's record. `rank`: the rank of its session.
   void Record(uint64_t lease, uint32_t rank, uint64_t offset_bytes);
   std::vector<KeptLease> recorded() const;
   uint64_t count_recorded() const { return recorded_; }
-  // One that the record of the daemon before has.
+  // Adds a lease from the record of the daemon before. It belongs to no session.
   void Adopt(const KeptLease& lease);
-  // The rank has attached: of those that are its, the session gets `held`, the others end. How many it has got.
+  // The rank has attached. The session gets the rank's leases that are in `held`; the rank's other leases end. Returns the
+  // number of leases that the session got.
   uint32_t GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held);
-  // The session has come back: of its leases, all but `held` end. How many it has.
+  // The session has reconnected. Its leases that are not in `held` end. Returns the number that it still has.
   uint32_t KeepOnly(SessionId session, std::span<const uint64_t> held);
-  // The session has ended before it knew of what it was given.
+  // The session has ended before its client knew of the leases that it was given: recorded leases belong to no session again.
   void ReturnToNobody(SessionId session);
-  // Their ranks are not waited for any longer: a session that had one ends where it attaches (AttachReply.leases).
+  // Ends the leases that belong to no session. A client that had one sees that at its next attach (AttachReply.leases).
   void DropOfNobody() { DropAll(kNobody); }
   uint64_t count_of_nobody() const { return count_of(kNobody); }
   uint64_t count_of_sessions() const { return count() - count_of_nobody(); }
@@ -80,7 +81,7 @@ class LeaseTable {
   const JobId job_;
   Leases leases_;
   std::map<SessionId, uint64_t> session_counts_;
-  std::pmr::map<uint32_t, uint64_t> partition_counts_;  // only those that are leased
+  std::pmr::map<uint32_t, uint64_t> partition_counts_;  // leased partitions only
   uint64_t recorded_ = 0;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sessions of a job: who may attach, which rank each has, which are fenced, which ranks have
+// The sessions of a job: which clients may attach, the rank of each session, which sessions are fenced, and which ranks have
 // detached.
 #pragma once
 
@@ -19,25 +19,30 @@
 
 namespace forebay::daemon {
 
-// E_LAYOUT, E_RANK, E_OPTION: this client's layout, world size where the job is sharded, or level of durability is
-// not what the job has.
+// The values of a job that an attach request must match.
 struct JobTraits {
   const std::string& name;
   const protocol::LayoutSpec& layout;
   uint32_t world_size;
   protocol::Durability durability;
 };
+
+// Compares an attach request with the job.
+//
+// Errors  E_LAYOUT  another layout.
+//         E_RANK    another world size, if the job is sharded.
+//         E_OPTION  another level of durability.
 absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job);
 
-// Of a session of a generation that is over.
+// The error (E_RANK_LOST) of a session that reattaches after its job has begun a new generation without it.
 absl::Status LeftBehindError(const std::string& name, uint64_t step);
 
-// The job exists, is at this step, and belongs to another run.
+// The error (E_JOB_EXISTS) of an attach to a job that exists, is at this step, and belongs to another run.
 absl::Status JobExistsError(const std::string& name, uint64_t step, const std::string& run);
 
-// A rank has at most one session that has not ended. When a rank is lost, a new generation begins:
-// the sessions of all other ranks are fenced and must attach again. Readers have no rank; nothing
-// that happens to them concerns the ranks, and no fence concerns them.
+// A rank has at most one session that has not ended. When a rank is lost, a new generation begins: the sessions of all other
+// ranks are fenced, and their clients must attach again. Readers have no rank. Their ends do not affect the ranks, and they are
+// never fenced.
 //
 // Ownership  The spec and the io outlive it. A Session lives until CloseEnded() closes it.
 class Membership {
@@ -50,60 +55,60 @@ class Membership {
         run_(spec.recovered == nullptr ? std::string() : spec.recovered->run),
         detached_(spec.world_size(), false) {}
 
-  // Whether this client may attach by its layout, its world size and the sizes it asks for, where
-  // sessions get `room`. Another world size may where no rank has a session.
+  // Checks whether this client may attach, by its layout, its world size and the sizes it asks for. `room`: the request that
+  // the job's sessions have in common. Another world size is allowed if no rank has a session.
   absl::Status CheckAttach(const AttachRequested& request, const SessionRequest& room) const;
-  // Whether this client's run may: the job's own, or, between runs, one that asks to resume. A job
-  // whose parameters are not written (`ready`) is nobody's yet.
+  // Checks whether this client's run may attach: the job's own run, or, if no rank has a session, a run that asks to resume the
+  // job. A job whose parameters are not written yet (`ready`) belongs to no run.
   //
   // Errors  E_BUSY        processes of another run are attached.
   //         E_JOB_EXISTS  another run has trained the job, and this one does not ask to resume it.
   absl::Status CheckRun(const AttachRequested& request, uint64_t committed_step, Ready ready) const;
-  // Whether the client may have the rank that it asks for. A rank's session is replaced unless another process of the
-  // same launch trains with it: that one runs and no fence concerns it.
+  // Checks whether the client may have the rank that it asks for. The new session replaces the rank's session, unless that is
+  // the session of another running process of the same launch, which is neither fenced nor disconnected.
   //
   // Errors  E_RANK  both processes were taken for this rank.
   absl::Status CheckRival(const AttachRequested& request) const;
-  // The request's run becomes the job's.
+  // Adds the session of a request. The run of a rank's request becomes the job's run.
   void Add(const AttachRequested& request);
   void OnMapped(SessionId id);
 
   Session* Find(SessionId id);
-  Session* OfRank(uint32_t rank);   // that has not ended
-  std::vector<Session*> Current();  // of ranks, attached and not fenced, in the order of ids
+  Session* OfRank(uint32_t rank);   // its session that has not ended; null: none
+  std::vector<Session*> Current();  // sessions of ranks, attached and not fenced, by id
   bool HasCurrentBeside(SessionId id) const;
-  uint64_t live_ranks() const;  // ranks' sessions that have not ended
-  // Whether every rank's session waits for its answer.
+  uint64_t live_ranks() const;  // number of ranks' sessions that have not ended
+  // True if no rank's session has got its answer yet, or has ended.
   bool has_only_waiting() const;
-  // The spec's world size is another: no rank has detached. Ranks' sessions are waiting.
+  // The world size of the spec has changed: no rank has detached. Ranks' sessions, if any, are waiting.
   void OnWorldChanged() { detached_.assign(world_size(), false); }
 
-  // In the order of arrival; a copy, because answers change it.
+  // Sessions that wait for their answer, in order of arrival. A copy, because answers change the list.
   std::vector<SessionId> attaching() const { return attaching_; }
-  // Starts a session's memory as soon as no other session of its rank is left; true once it is made.
+  // Starts creating a session's memory as soon as no other session of its rank exists. True if the memory is made.
   bool HasMemory(Session& session);
   void OnMemoryMade(SessionId id, bool made);
   void SetAttached(Session& session);
 
-  // Fences `lost`, a session of a rank (null: it ended while there was no daemon), and all current sessions with
-  // E_RANK_LOST; returns the others.
+  // Begins a generation. Fences `lost`, a session of a rank (null: it ended while there was no daemon), and all current
+  // sessions with `status`; returns those sessions without `lost`.
   std::vector<Session*> BeginGeneration(Session* lost, const absl::Status& status);
   void SetEnded(Session& session);
-  // Emits CloseSession for ended sessions whose tasks are done and of which nothing is in use.
+  // Emits CloseSession for ended sessions whose tasks have ended, and for which `in_use` is false.
   void CloseEnded(absl::FunctionRef<bool(SessionId)> in_use);
-  std::vector<SessionId> DrainClosed();  // ids of those, since the last call
+  std::vector<SessionId> DrainClosed();  // sessions closed since the last call
 
-  // Whether a generation has begun with this daemon, where a rank was lost or one has attached anew: sessions of the daemon
-  // before that are not back are of one that is over.
+  // True if this daemon has begun a generation: a rank was lost, or a rank has attached without reattach. Sessions of the
+  // daemon before that have not reattached by then are left behind.
   bool has_begun_anew() const { return has_begun_anew_ || generation_ > 0; }
 
-  // Ranks that have detached in good order and not attached again.
+  // Ranks that have detached properly and have not attached again.
   void SetDetached(uint32_t rank) { detached_[rank] = true; }
   void ClearDetached();
   bool is_detached(uint32_t rank) const { return detached_[rank]; }
   std::optional<uint32_t> FirstDetached() const;
 
-  // Arenas and rings of readers, until their sessions are closed.
+  // Bytes of the arenas and rings of readers, until their sessions are closed.
   uint64_t reader_bytes() const;
 
   uint32_t world_size() const { return spec_.world_size(); }
@@ -116,7 +121,7 @@ class Membership {
  private:
   const JobSpec& spec_;
   JobTasks& io_;
-  std::string run_;  // token of the newest attach, or of the one that it comes back from
+  std::string run_;  // token of the newest rank's attach, or the recovered job's
   uint64_t generation_ = 0;
   bool has_begun_anew_ = false;
   std::map<SessionId, Session> sessions_;

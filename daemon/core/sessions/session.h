@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One connected client of a job, as the state machine knows it.
+// One client of a job, in the state machine.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ namespace forebay::daemon {
 
 struct Session {
   enum class State : uint8_t {
-    kWaiting,   // for the answer to attach
+    kWaiting,   // waits for the answer to its attach
     kAttached,  // answered
-    kEnded,     // only its tasks keep it
+    kEnded,     // waits for its tasks to end
   };
 
   SessionId id = 0;
@@ -26,24 +26,24 @@ struct Session {
   bool reader = false;  // has no rank
   uint32_t rank = 0;
   SessionRequest request;
-  std::vector<uint64_t> held_leases;  // AttachRequested
+  std::vector<uint64_t> held_leases;  // AttachRequested::held_leases
   State state = State::kWaiting;
   bool memory_asked = false;
   bool memory_made = false;
-  bool mapped = false;   // commands count
-  absl::Status fence;    // not OK: every command gets it
-  bool is_lost = false;  // a generation has begun for its end
+  bool mapped = false;   // its commands are accepted
+  absl::Status fence;    // not OK: every command is answered with it
+  bool is_lost = false;  // its end has begun a generation
 
   uint64_t newest_before = 0;  // AttachRequested::newest_tag
-  bool is_away = false;        // EndCause::kDisconnected
+  bool is_away = false;        // disconnected (EndCause::kDisconnected)
 
-  // A kStep whose request is being copied.
+  // The kStep or kDecide command whose body is being copied.
   std::optional<protocol::Command> step_being_copied;
 
   absl::Status close_reason;
 
   bool WasSentAgain(const protocol::Command& command) const { return command.tag <= newest_before; }
-  // Attached and of the job's newest generation.
+  // True if the session is attached and belongs to the job's newest generation.
   bool is_current() const { return state == State::kAttached && fence.ok(); }
   bool IsOf(uint32_t one_rank) const { return !reader && rank == one_rank; }
   CommandId IdOf(const protocol::Command& command) const {

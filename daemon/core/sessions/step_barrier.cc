@@ -13,7 +13,7 @@
 namespace forebay::daemon {
 namespace {
 
-// Scalars are compared as the bits they are.
+// True if two scalars have the same bits.
 bool Same(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); }
 
 std::string Differ(std::string_view what, auto x, auto y) {

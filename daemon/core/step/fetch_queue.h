@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fetches that wait until they may have a lease.
+// Queue of fetches that wait until a lease may be granted.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,9 @@ class FetchQueue {
       : spec_(spec), io_(io), step_(step), access_(access), weights_(weights), leases_(leases) {}
 
   void Handle(const Session& session, const protocol::Command& command);
-  void Serve();  // those that the step allows now
-  // A rank of before the daemon was killed has not come back in the time that a fetch may wait for its leases.
+  void Serve();  // answers the fetches that the step allows now
+  // Drops the leases of ranks that have not returned since the daemon was killed, if a fetch still needs their room after the
+  // time that it may wait.
   void OnLeaseTimeExpired();
   void Answer(SessionId session, const absl::Status& status);
   uint64_t unanswered(SessionId session) const;
@@ -47,7 +48,7 @@ class FetchQueue {
   WeightsCache& weights_;
   LeaseTable& leases_;
   absl::StatusOr<uint64_t> Lease(const Waiting& fetch, uint64_t offset_bytes);
-  // The answer, when its weights may be read and are in DRAM.
+  // The answer to a fetch, if its weights may be read and are in DRAM; nothing: the fetch waits.
   std::optional<absl::StatusOr<uint64_t>> OffsetOf(const Waiting& fetch);
 
   std::vector<Waiting> waiting_;

@@ -203,7 +203,7 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   ++delivered_total_;
   AddDelivered(rank, {delivery.partition, delivery.begin}, delivery.end);
   if (std::exchange(passes_[rank], delivery.pass) < delivery.pass && layout_->is_shared()) {
-    TryAddAll();  // others wait no more for what it has not delivered in the pass before
+    TryAddAll();  // others no longer wait for its earlier passes
   } else {
     TryAddRange(delivery.partition, delivery.begin, delivery.end);
   }
@@ -222,7 +222,7 @@ absl::Status GradientAccumulator::RepeatError(const Delivery& delivery) const {
       "begin a pass before its gradients are delivered");
 }
 
-// Ranges that touch are merged: as many as there are gaps.
+// Records a delivered range. Ranges that touch are merged.
 void GradientAccumulator::AddDelivered(uint32_t rank, Place place, uint64_t end) {
   Ranges& ranges = delivered_[rank];
   auto it = ranges.upper_bound(place);
@@ -263,7 +263,7 @@ bool GradientAccumulator::IsCrowded(Id id) const {
   return FreePieces(contribution.delivery.rank, contribution.delivery.grad_arena_bytes) < 2;
 }
 
-// Adds what has arrived in order of everything that the rank holds.
+// Adds the contributions of the rank that have arrived in order, if the rank is short of room.
 void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
   const bool is_urgent = pipeline_.sums().is_paged() && HoldsHalf(rank, grad_arena_bytes);
   if (FreePieces(rank, grad_arena_bytes) >= 2 && !is_urgent) return;
@@ -281,7 +281,7 @@ void GradientAccumulator::TryAddRange(uint32_t partition, uint64_t begin, uint64
   for (auto it = cells.lower_bound(begin); it != cells.end() && it->first < end; ++it) {
     begins.push_back(it->first);
   }
-  // Blocks are read ahead for early updates from the last one on.
+  // The last cell goes first: blocks are read ahead for early updates from the last one on.
   if (pipeline_.sums().is_paged()) std::ranges::reverse(begins);
   for (const uint64_t at : begins) TryAdd(partition, at);
 }
@@ -291,7 +291,8 @@ void GradientAccumulator::TryAddAll() {
     TryAddRange(partition, 0, UINT64_MAX);
 }
 
-// Gradients wait for early updates to make room while half of their rank's pieces are free to deliver more.
+// Tells how urgently a pass needs its page. Gradients wait for early updates to make room while at least half of their rank's
+// pieces are free.
 SumPages::Need GradientAccumulator::NeedOf(const Pass& pass) const {
   const auto is_urgent = [this](Id id) {
     const Delivery& delivery = contributions_.at(id).delivery;
@@ -458,7 +459,7 @@ void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
     Cell& cell = it->second;
     cell.adding = false;
     cell.has_sum = true;
-    // Of a cell that was split, and of one to which more has come, the squares are not known.
+    // The squares are unknown if the cell was split, or if more contributions have arrived.
     const bool whole = it->first == pass.begin && cell.end == pass.end;
     if (!pass.completes || !whole || !cell.waiting.empty()) continue;
     cell.squares = done.squares;
@@ -501,7 +502,7 @@ void GradientAccumulator::RefuseFloatSums(const absl::Status& status) {
   if (std::exchange(needs_float_sums_, false) && fault_.ok()) fault_ = status;
 }
 
-// It is wholly added: its bytes are free.
+// Frees the bytes of a contribution that is completely added.
 void GradientAccumulator::Release(Id id) {
   Contribution& contribution = contributions_.at(id);
   AnswerOnce(contribution, absl::OkStatus());
@@ -544,8 +545,8 @@ uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution)
   return kNobody;
 }
 
-// Makes room in the arenas that are full of contributions waiting for other ranks, newest first. A
-// rank that has called step needs no room.
+// Makes room in arenas that are full of contributions waiting for other ranks, newest first. A rank that has called step needs
+// no room.
 void GradientAccumulator::SpillToOverflow() {
   if (!layout_->is_shared()) return;  // nothing waits for other ranks
   if (!MayStart()) {
@@ -569,7 +570,7 @@ void GradientAccumulator::SpillToOverflow() {
   }
 }
 
-// False where its rank has no free slot.
+// Moves a contribution to an overflow slot. False: its rank has no free slot.
 bool GradientAccumulator::Spill(Id id) {
   Contribution& contribution = contributions_.at(id);
   const Delivery& delivery = contribution.delivery;
@@ -600,7 +601,7 @@ void GradientAccumulator::OnMoved(const TaskDone& done) {
   SpillToOverflow();
 }
 
-// The rank may deliver the range again. One of which a part was added stays.
+// Refuses a contribution, so that the rank may deliver the range again. A contribution of which a part was added stays.
 void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   Contribution& contribution = contributions_.at(id);
   const Delivery delivery = contribution.delivery;
@@ -619,7 +620,7 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   }
   contributions_.erase(id);
   --delivered_total_;
-  // Out of the merged range that holds it.
+  // Removes the range from the merged range that holds it.
   Ranges& ranges = delivered_[delivery.rank];
   const auto range = std::prev(ranges.upper_bound({delivery.partition, delivery.begin}));
   const uint64_t end = std::exchange(range->second, delivery.begin);

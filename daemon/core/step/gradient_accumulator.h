@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the step that is being gathered: who has delivered what, and in which order it
-// is added.
+// The gradients of the step that is being gathered: who has delivered which gradients, and the order of addition.
 #pragma once
 
 #include <array>
@@ -28,29 +27,29 @@
 
 namespace forebay::daemon {
 
-// An element's gradient is the sum of its ranks' contributions in all their backward passes, added in float32
-// in the order of turns whatever the order of arrival: the first passes of all ranks in rank order, then the second
-// ones, and so on. So the bits do not depend on timing.
+// An element's gradient is the sum of its ranks' contributions in all their backward passes, in float32. Contributions are
+// added in the order of turns, whatever the order of arrival: the first passes of all ranks in rank order, then the second
+// passes, and so on. So the bits do not depend on timing.
 //
-// A contribution is a range of a partition in one pass (wire.h). With shared attachment every rank contributes to
-// every partition; with sharded attachment the owner alone does, so that nothing waits for another rank. Where all
-// ranks have delivered a range in a pass, or deliver no more in it, it is summed at once. Before that, what has
-// arrived in order is added where one of its ranks has fewer than two free pieces in its arena. A contribution that
-// must wait for another rank's turn while its arena has no free piece moves to one of its rank's overflow slots;
-// with these full it waits. It waits for earlier turns alone. So the rank whose turn is the earliest waits for
-// nobody, waiting never closes a circle, and the ranks may deliver in any order and have different numbers of passes.
+// A contribution is a range of a partition in one pass (wire.h). With shared attachment every rank contributes to every
+// partition. With sharded attachment only the owner does, so that nothing waits for another rank. A range is summed at once
+// when every rank has delivered it in a pass, or delivers no more in that pass. Before that, contributions that have arrived in
+// order are added if one of their ranks has fewer than two free pieces in its arena. A contribution that must wait for another
+// rank's turn while its arena has no free piece moves to one of its rank's overflow slots. If these slots are full, the
+// contribution waits in the arena. A contribution waits for earlier turns only. So the rank whose turn is the earliest waits
+// for nobody, and waiting never closes a circle. The ranks may deliver in any order and have different numbers of passes.
 //
-// Where accumulators have 16 bits, nothing is added from the first further pass on until there is memory for
-// float32 ones (needs_float_sums); what the old ones hold is added to the new.
+// If accumulators have 16 bits, nothing is added from the first further pass on until there is memory for float32 accumulators
+// (needs_float_sums). The sums in the old accumulators are added to the new ones.
 //
-// While blocks of the step before are updated from a partition's accumulator, its contributions wait; so do
-// those of a range that an early update reads. Where accumulators are paged (SumPages), a cell lies on one
-// page, and what is to be added waits until that is there.
+// Contributions to a partition wait while blocks of the step before are updated from its accumulator. Contributions to a range
+// also wait while an early update reads the range. If accumulators are paged (SumPages), each cell lies on one page, and its
+// contributions wait until that page is resident.
 //
 // Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
-// A contribution or a sum that is not finite ends the attempt: fault() says why, nothing is added any
-// more, and the caller drops everything.
+// A contribution or a sum that is not finite ends the attempt. fault() says why, nothing is added any more, and the caller
+// drops everything.
 class GradientAccumulator {
  public:
   struct Delivery {
@@ -59,15 +58,15 @@ class GradientAccumulator {
     uint64_t begin = 0;  // elements of the partition
     uint64_t end = 0;
     uint64_t arena_offset_bytes = 0;
-    uint64_t grad_arena_bytes = 0;  // of the session, for gradients
-    uint32_t pass = 0;              // of its rank, in this attempt
+    uint64_t grad_arena_bytes = 0;  // size of the session's arena
+    uint32_t pass = 0;              // backward pass of its rank in this attempt
     CommandId command;
   };
 
   GradientAccumulator(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                       const MemoryPlan& plan, const Membership& members, StepPipeline& pipeline);
 
-  // Whose contribution it is; in the order of addition.
+  // Pass and rank of a contribution. Turns compare in the order of addition.
   struct Turn {
     uint32_t pass = 0;
     uint32_t rank = 0;
@@ -75,9 +74,9 @@ class GradientAccumulator {
     auto operator<=>(const Turn&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
   };
 
-  // What the rank delivers from now on is of its last backward pass.
+  // Records that later deliveries of the rank belong to its last backward pass.
   void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
-  // Ranges that have their last sum now, or do not have it any more: of contributions of a last pass alone.
+  // A range that has its last sum now, or does not have it any more. Last sums come from contributions of a last pass only.
   struct SumChange {
     uint32_t partition = 0;
     uint64_t begin = 0;
@@ -86,100 +85,100 @@ class GradientAccumulator {
   };
   std::pmr::vector<SumChange> DrainSumChanges() { return std::exchange(sum_changes_, {}); }
 
-  // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
+  // Takes a checked kGradReady of step `step`, which is answered when its bytes are free, or at once with an error.
   //
   // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range in this pass, or has begun a later one.
-  //         E_STEP         the range went on without the rank after it had called step.
+  //         E_STEP         the rank has called step, and the range was summed without it.
   void Deliver(uint64_t step, const Delivery& delivery);
 
-  // Norm of a parameter's gradient (kAllParams: of the whole): with sharded attachment of what the rank
-  // has delivered, with shared attachment of the job's, which ends this rank's delivery. Answered when
-  // it is summed, with shared attachment of all ranks; or with what ends the attempt.
+  // Asks for the norm of a parameter's gradient (kAllParams: of all gradients). With sharded attachment the norm covers what
+  // the rank has delivered. With shared attachment it covers the job's gradient, and ends this rank's delivery. The command is
+  // answered when the gradient is summed, with shared attachment over all ranks, or with the error that ends the attempt.
   void AskNorm(const CommandId& command, uint32_t rank, uint32_t param);
   void DropNorms(SessionId session, const absl::Status& status);
-  void RefuseWaitingNorms(const absl::Status& status);  // those that are not being taken yet
+  void RefuseWaitingNorms(const absl::Status& status);  // norms that have not begun
 
-  // A further pass waits for sums in float32.
+  // True if a further pass waits for sums in float32.
   bool needs_float_sums() const { return needs_float_sums_; }
-  // No task reads or writes an accumulator.
+  // True if no task reads or writes an accumulator.
   bool is_idle() const;
-  // It is idle, and the plan's accumulators are float32 now; before they were at `narrow_offsets`.
+  // Switches to the plan's accumulators, which are float32 now. The old accumulators were at `narrow_offsets`. Called while
+  // is_idle().
   void OnFloatSums(std::vector<uint64_t> narrow_offsets);
-  // There is no memory for them: the attempt ends with `status` if it needs them.
+  // Ends the attempt with `status` if it needs sums in float32: there is no memory for them.
   void RefuseFloatSums(const absl::Status& status);
-  // Sums are lost: the attempt ends with `status`.
+  // Ends the attempt with `status`, because sums are lost.
   void Fail(const absl::Status& status) { fault_.Update(status); }
 
-  // Outcomes of its tasks. Not of stale ones (JobTasks::NewEpoch).
+  // Handle tasks that have ended, other than stale ones (JobTasks::NewEpoch).
   void OnAdded(const TaskDone& done);
   void OnMoved(const TaskDone& done);
   void OnSummed(const TaskDone& done);
 
-  // Starts what waited for the end of stale tasks, or for the update of the step before.
+  // Starts what waited for the end of stale tasks, for the update of the step before, or for pages of sums.
   void Pump();
 
-  // `rank` has called step: what it has not delivered counts as zero.
+  // Records that `rank` has called step: elements that it has not delivered count as zero.
   void CloseRank(uint32_t rank);
   void ReopenRanks();  // every step call was refused
 
-  // A rank has detached. Contributions that would wait for it without end, for want of room, are
+  // Handles a rank that has detached. Contributions that would wait for this rank without end, because there is no room, are
   // refused with E_RANK_LOST.
   void OnRankDetached() { SpillToOverflow(); }
 
-  // Answers what waits of one session; its contributions stay.
+  // Answers what waits of one session. Its contributions stay.
   void AnswerSession(SessionId session, const absl::Status& status);
 
-  // Answers all that wait with `status` and forgets everything. Tasks may still run: the caller
-  // makes them stale.
+  // Answers all waiting commands with `status` and forgets everything. Tasks may still run: the caller makes them stale.
   void Drop(const absl::Status& status);
 
-  // Forgets everything: the plan and the world size are others. No task of it runs.
+  // Forgets everything, because the plan and the world size have changed. No task runs.
   void OnWorldChanged() { Forget(); }
 
   bool has_norms() const { return !norms_.empty(); }
   bool empty() const { return delivered_total_ == 0; }
   bool has_delivered(uint32_t rank) const { return !delivered_[rank].empty(); }
   bool has_asked(uint32_t rank) const { return asked_[rank]; }
-  // Elements of [begin, end) of a partition that the rank has delivered.
+  // Number of elements of [begin, end) of a partition that the rank has delivered.
   uint64_t DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin, uint64_t end) const;
-  // Whether the rank has delivered some of the range in its pass `turn.pass`.
+  // True if the rank has delivered some of the range in its pass `turn.pass`.
   bool HasTaken(Turn turn, uint32_t partition, uint64_t begin, uint64_t end) const;
-  // All ranks are closed and everything is summed; nothing runs.
+  // True if all ranks are closed, everything is summed and no task runs.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
   const absl::Status& fault() const { return fault_; }
-  // Of each group exactly, whatever its partitions; added in the order of groups. Replicas count once.
+  // Exact sum of the squares of all gradients. Replicas count once.
   cpu_adam::SquareSum Squares() const;
 
-  // Commands not answered yet, for CheckInvariants.
+  // Number of commands not answered yet, for CheckInvariants.
   uint64_t unanswered(SessionId session) const;
   void CheckInvariants() const;
 
  private:
   enum class State : uint8_t { kArena, kMoving, kOverflow };
-  using Id = uint64_t;  // of a contribution, in the order of arrival
+  using Id = uint64_t;  // of a contribution; ascending in the order of arrival
 
   struct Contribution {
     Delivery delivery;
     State state = State::kArena;
     bool answered = false;
-    std::optional<uint32_t> slot = {};  // of the overflow of its rank
+    std::optional<uint32_t> slot = {};  // overflow slot of its rank
     uint64_t elems_left = 0;            // not added yet
-    uint32_t passes = 0;                // that read it now
+    uint32_t passes = 0;                // running passes that read it
   };
 
   using Ids = std::pmr::vector<Id>;
 
   struct CellState {
     uint64_t end = 0;
-    Turn next = {};            // earlier ones are added, being added, or count as zero
+    Turn next = {};            // earlier turns are added, being added, or count as zero
     uint32_t newest_pass = 0;  // of all contributions
     bool adding = false;
     bool has_sum = false;       // the accumulator holds a sum
-    bool narrow = false;        // not the plan's, but the one of 16 bits before it
-    bool summed = false;        // of all ranks, squares included
+    bool narrow = false;        // the sum is in the old 16-bit accumulator
+    bool summed = false;        // the sum and its squares include all ranks
     bool is_last_pass = false;  // the newest contribution is of its rank's last pass
-    bool counted = false;       // as a last sum
+    bool counted = false;       // reported as a last sum
     cpu_adam::SquareSum squares = {};
   };
   // A range in which every contribution covers all or nothing.
@@ -209,7 +208,7 @@ class GradientAccumulator {
   struct Norm {
     CommandId command;
     std::pmr::vector<protocol::BoxPlace> boxes;
-    std::pmr::vector<Range> ranges;      // of the boxes, those that hold a sum: what the tasks read
+    std::pmr::vector<Range> ranges;      // parts of the boxes with a sum
     std::pmr::deque<Range> waiting;      // of these, whose tasks have not begun
     std::pmr::map<TaskId, Range> tasks;  // that run
     cpu_adam::SquareSum squares = {};
@@ -228,7 +227,7 @@ class GradientAccumulator {
   static constexpr uint32_t kNobody = UINT32_MAX;
   static constexpr Turn kNoTurn = {.pass = UINT32_MAX, .rank = UINT32_MAX};
 
-  // It is added, is being added, counts as zero, or waits.
+  // True if the contribution of the turn is added, is being added, counts as zero, or waits.
   static bool HasTurn(const Cell& cell, Turn turn);
   absl::Status RepeatError(const Delivery& delivery) const;
   void Cut(uint32_t partition, uint64_t begin, uint64_t end);
@@ -236,13 +235,13 @@ class GradientAccumulator {
   void AddDelivered(uint32_t rank, Place place, uint64_t end);
   bool IsClosed(uint32_t rank) const { return closed_[rank] || asked_[rank]; }
   bool AllClosed() const;
-  // Of what may still arrive for a cell, the first; kNoTurn where nothing may.
+  // The first turn that may still arrive for a cell; kNoTurn: none.
   Turn FirstMissing(uint32_t partition, const Cell& cell) const;
   template <typename Visit>
   void ForEachCell(const protocol::BoxPlace& place, Visit visit) const;
   bool IsSummed(const protocol::BoxPlace& place) const;
   void AddSummed(const protocol::BoxPlace& place, std::pmr::vector<Range>& ranges) const;
-  // A norm is being taken of some of the range: nothing is added to it meanwhile.
+  // True if a norm reads some of the range: nothing is added to the range meanwhile.
   bool ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const;
   void TryNorms();
   void StartNorm(Norm& norm);
@@ -255,7 +254,7 @@ class GradientAccumulator {
   bool IsCrowded(Id id) const;
   void MakeRoom(uint32_t rank, uint64_t grad_arena_bytes);
   uint64_t FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const;
-  // What is delivered next is soon short of room.
+  // True if less than half of the rank's pieces are free, so that its deliveries soon lack room.
   bool HoldsHalf(uint32_t rank, uint64_t grad_arena_bytes) const;
   void StartPass(uint32_t partition, Cells::iterator cell, Pass pass);
   void StartSum(uint32_t partition, Cells::iterator cell);
@@ -283,19 +282,19 @@ class GradientAccumulator {
   uint64_t step_ = 0;
   std::vector<Partition> partitions_;
   std::vector<bool> closed_;       // by rank: it has called step
-  std::vector<bool> asked_;        // by rank: for a norm of the job's gradient
-  std::vector<uint32_t> passes_;   // by rank: the one that it is in
+  std::vector<bool> asked_;        // by rank: it has asked for a norm of the job's gradient
+  std::vector<uint32_t> passes_;   // by rank: its current pass
   std::vector<Ranges> delivered_;  // by rank, of all passes
   uint64_t delivered_total_ = 0;
   uint64_t unsummed_cells_ = 0;
   std::vector<std::array<bool, kOverflowSlotsPerRank>> overflow_used_;  // by rank
-  std::pmr::map<Id, Contribution> contributions_;                       // that are not wholly added
+  std::pmr::map<Id, Contribution> contributions_;                       // not completely added
   Id last_id_ = 0;
   std::pmr::map<TaskId, Pass> adding_;
   std::pmr::map<TaskId, Pass> summing_;
   std::vector<Norm> norms_;
   std::pmr::map<TaskId, Id> moving_;
-  std::vector<uint64_t> narrow_offsets_;  // as the plan's accumulator_offsets
+  std::vector<uint64_t> narrow_offsets_;  // by partition
   bool needs_float_sums_ = false;
   std::vector<bool> in_last_pass_;  // by rank
   std::pmr::vector<SumChange> sum_changes_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The norms that ranks ask for before step: of sums that are there.
+// Norms of gathered sums, which ranks ask for before step.
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Pages of sums that a norm asks for at once.
+// Number of pages of sums that a norm requests at once.
 constexpr size_t kNormPagesAhead = 4;
 
 bool GradientAccumulator::AllClosed() const {
@@ -64,9 +64,9 @@ void GradientAccumulator::ForEachCell(const protocol::BoxPlace& place, Visit vis
   }
 }
 
-// What of a box has a gradient of any rank. Cells are cut at units, wherever pages of sums end and gradients
-// arrive, and a box begins anywhere: with its first part alone all chunks of the sum of squares begin at units, so that
-// the norm has the same bits however cells are cut.
+// Adds the parts of a box that have a gradient of any rank. Cells are cut at units, wherever pages of sums end and gradients
+// arrive. A box may begin anywhere, so its first part is cut at the next unit. Then all other chunks of the sum of squares
+// begin at units, and the norm has the same bits however cells are cut.
 void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
                                     std::pmr::vector<Range>& ranges) const {
   static_assert(protocol::kGradUnitElems % cpu_adam::kSumChunkElems == 0);
@@ -100,7 +100,7 @@ bool GradientAccumulator::ANormReads(uint32_t partition, uint64_t begin, uint64_
   });
 }
 
-// Ranges whose sums are there; of the others some are asked for.
+// Starts the tasks of ranges whose sums are resident, and requests the pages of some other ranges.
 void GradientAccumulator::StartNorm(Norm& norm) {
   SumPages& sums = pipeline_.sums();
   size_t asked = 0;
@@ -156,7 +156,7 @@ void GradientAccumulator::RefuseWaitingNorms(const absl::Status& status) {
   });
 }
 
-// OK: they were dropped without an error.
+// Answers and forgets all norms. `status` is OK if the gradients were dropped without an error.
 void GradientAccumulator::AnswerNorms(const absl::Status& status) {
   if (norms_.empty()) return;
   const absl::Status dropped =

@@ -136,7 +136,7 @@ void InitialParameters::TryDone() {
     const auto is_of = [id = session](const auto& entry) {
       return entry.second.command.session == id;
     };
-    // It may write again while it waits for the others.
+    // A writer may write again while it waits for other writers.
     writer.complete = false;
     if (writer.done && std::none_of(running_.begin(), running_.end(), is_of)) {
       CheckComplete(writer);
@@ -148,7 +148,7 @@ void InitialParameters::TryDone() {
   ready_ = static_cast<uint32_t>(complete) == needed;
 }
 
-// Its kInitialDone waits for the other writers, or is answered.
+// Completes the writer, so that its kInitialDone waits for the other writers, or answers the command with an error.
 void InitialParameters::CheckComplete(Writer& writer) {
   for (uint32_t partition = 0; partition < written_.size(); ++partition) {
     const std::vector<bool>& units = written_[partition];

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The initial parameters of a fresh job. With shared attachment rank 0 writes every group, as DDP takes
-// rank 0's; with sharded attachment each rank writes its own partitions. Each writes in ranges, then says that it is
-// done.
+// The initial parameters of a fresh job. With shared attachment rank 0 writes every group, as in DDP. With sharded attachment
+// each rank writes its own partitions. A writer writes in ranges, then reports that it is done.
 #pragma once
 
 #include <cstdint>
@@ -22,25 +21,25 @@ namespace forebay::daemon {
 
 class InitialParameters {
  public:
-  // The spec and the io outlive it.
+  // `spec` and `io` outlive this object.
   InitialParameters(const JobSpec& spec, JobTasks& io);
 
   bool ready() const { return ready_; }
-  // The job comes back: it has its parameters.
+  // Makes a recovered job ready: it has its parameters.
   void Recover() { ready_ = true; }
   bool IsWriter(SessionId session) const { return writers_.contains(session); }
-  // Whether a session of the rank could become a writer now.
+  // True if a session of the rank could become a writer now.
   bool WaitsForWriter(uint32_t rank) const;
   void AddWriter(SessionId session, uint32_t rank);
 
-  // A checked kWriteInitial of a writer. Answered when the range is in the weights and is finite.
+  // Takes a checked kWriteInitial of a writer, which is answered when the range is in the weights and is finite.
   //
   // Errors  E_PROTOCOL   an earlier write to the range has not been answered.
   //         E_NONFINITE  the range counts as not written.
   void Write(const CommandId& command, const protocol::Command& words);
   void OnCopied(const TaskDone& done);
 
-  // Weights (kWriteInitial) or masters (kWriteState): all writers write the same.
+  // Checks that all writers write the same kind: weights (kWriteInitial) or masters (kWriteState).
   //
   // Errors  E_PROTOCOL  something of the other kind was written before.
   //         E_RANGE     the range of masters breaks the alignment rule of wire.h: written elements could not be
@@ -51,17 +50,17 @@ class InitialParameters {
   void SetMasters(const StateAccess::Written& range, bool written);
   bool has_masters() const { return has_masters_.value_or(false); }
 
-  // kInitialDone of a writer. When all writers have said so and their writes are done, the job is
-  // ready(); else it is answered.
+  // Handles kInitialDone of a writer. The job is ready() when every writer has sent it and all writes are done. Until then the
+  // command waits.
   //
   // Errors  E_NOT_READY  names the first partition that the writer has not written.
   void Done(const CommandId& command);
-  // Those that have made the job ready, once.
+  // Returns the kInitialDone commands that have made the job ready, once.
   std::vector<CommandId> DrainDone();
 
-  // Answers what a writer that has ended waits for. The caller makes running copies stale, and resets.
+  // Answers the commands of a writer that has ended. The caller makes running copies stale, and resets.
   void AnswerWriter(SessionId session, const absl::Status& status);
-  // A writer has ended: everything is written anew. The caller makes running copies stale.
+  // Forgets all writes after a writer has ended: everything is written from scratch. The caller makes running copies stale.
   void Reset(const absl::Status& status);
 
   uint64_t unanswered(SessionId session) const;

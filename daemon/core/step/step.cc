@@ -28,7 +28,7 @@ StepAnswer AnsweredWhen(const Command& step_call) {
 
 constexpr double kClipEps = 1e-6;  // as torch.nn.utils.clip_grad_norm_ has it
 
-// The request's header, hyper-parameters and presence, without its extra_state.
+// Most bytes of the request's header, hyper-parameters and presence, without its extra_state.
 uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
   return sizeof(protocol::StepRequest) + layout.param_group_rows() * sizeof(protocol::HyperParams) +
          protocol::PresenceBytes(layout.params().size());
@@ -118,8 +118,8 @@ void Step::EndMasters() {
   AnswerInitialDone();
 }
 
-// An honest client is at most one attempt ahead: it begins a new one only after it has delivered
-// something in the one before.
+// An honest client is at most one attempt ahead: it begins a new attempt only after it has delivered something in the attempt
+// before.
 absl::Status Step::CheckAttempt(const Session& session, const Command& command) const {
   if (command.attempt <= attempt_ + 1) return absl::OkStatus();
   return MakeError(
@@ -138,7 +138,7 @@ void Step::FollowAttempt(const Session& session, const Command& command) {
   BeginAttempt(command.attempt, status);
 }
 
-// Of every rank.
+// Drops the gathered gradients of every rank, and the announcement.
 void Step::DropGradients(const absl::Status& status) {
   gradients_.Drop(status);
   pipeline_.ForgetSums();
@@ -148,7 +148,7 @@ void Step::DropGradients(const absl::Status& status) {
 
 // --------------------------------------------------------------------------------- the step's call
 
-// Ranks that wait in step get `status`; what was delivered is discarded.
+// Begins an attempt. Ranks that wait in step get `status`. The delivered gradients are dropped.
 void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
   attempt_ = attempt;
   io_.set_attempt(attempt);
@@ -158,14 +158,14 @@ void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
   DropGradients(absl::OkStatus());
 }
 
-// Of one that is not answered yet.
+// Answers a step call that is not answered yet.
 void Step::AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags) {
   protocol::Completion completion{};
   completion.flags = flags;
   if (!call.is_answered) io_.Answer(call.command, completion, status);
 }
 
-// A gradient that is not finite ends the attempt for every rank.
+// Ends the attempt for every rank if a gradient is not finite.
 void Step::DropFaulty() {
   if (gradients_.fault().ok()) return;
   fault_ = gradients_.fault();
@@ -215,7 +215,7 @@ void Step::HandleStep(Session& session, const Command& command) {
   CopyRequest(session, command);
 }
 
-// A call, or a decision, of the committed step.
+// Answers a repeated call, or a repeated decision, of the committed step.
 void Step::HandleRepeated(const Command& command, const CommandId& id) {
   const bool is_published = published_step_ == committed_step_;
   const bool waits_for_disk = is_durable_first() && (!is_published || durable_.in_progress());
@@ -252,7 +252,7 @@ absl::Status Step::CheckCall(const Session& session, const Command& command,
   return detached ? DetachedError(*detached) : absl::OkStatus();
 }
 
-// What the rank holds of every parameter that it says it has a gradient of was delivered.
+// Checks that the rank has delivered its elements of every parameter of which it reports a gradient.
 absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> presence) const {
   const protocol::Layout& layout = *spec_.layout;
   for (const protocol::BoxPlace& place : layout.boxes()) {
@@ -271,7 +271,7 @@ absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> prese
   return absl::OkStatus();
 }
 
-// With sharded attachment a gradient exists on all owners of a parameter or on none: it was reduced.
+// Checks that, with sharded attachment, a gradient exists on all owners of a parameter or on none: it was reduced.
 absl::Status Step::CheckOwnersDelivered() const {
   const protocol::Layout& layout = *spec_.layout;
   if (layout.is_shared()) return absl::OkStatus();
@@ -359,7 +359,7 @@ void Step::AddCall(Session& session, StepCall call) {
   gradients_.CloseRank(session.rank);
 }
 
-// Every call is refused; the gradients are kept.
+// Refuses every call. The gradients are retained.
 void Step::RefuseCalls(const absl::Status& status, uint16_t flags) {
   for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status, flags);
   gradients_.ReopenRanks();
@@ -391,8 +391,8 @@ StepOrder Step::OrderOf(const StepCall& call, double scale) const {
           .params = std::pmr::vector<bool>(io_.memory())};
 }
 
-// The decision: norm, clipping; or that the attempt ends; or that the step is refused because blocks
-// cannot be read: then the gradients are kept, and another call tries again.
+// Prepares or decides the step once everything is added. If the gradients have a fault, the attempt ends. If blocks cannot be
+// read, the calls are refused and the gradients are retained, so that another call tries again.
 void Step::DecideWhenReduced() {
   if (extra_copies_ > 0 || access_.in_progress() || pipeline_.is_moving()) return;
   if (weights_.is_loading()) return;
@@ -444,7 +444,8 @@ void Step::Decide() {
   if (announced_) announcement_was_kept_ = is_as_announced;
   std::optional<RecordDecision> decision;
   if (spec_.options.keeps_jobs) decision = DecisionOf(order);
-  // All sums of a step that was prepared are recorded; of others the pipeline does it, before the decision counts.
+  // The sums of a prepared step are recorded already. The sums of other steps are recorded in Begin(), before the decision
+  // counts.
   const bool was_recorded = decision && decision_;
   if (was_recorded) io_.actions().Emit(*std::exchange(decision, std::nullopt));
   pipeline_.Begin(std::move(order), is_as_announced);
@@ -454,7 +455,7 @@ void Step::Decide() {
   Commit();
 }
 
-// Ranks have none now, so that whoever holds up the update is a reader.
+// Ranks have no leases now: only a reader can hold up the update.
 void Step::ArmLeaseTimer() {
   if (leases_.count() == 0) return;
   for (uint32_t partition = 0; partition < spec_.layout->partitions().size(); ++partition) {
@@ -476,8 +477,8 @@ absl::Status Step::LeasesHeldError(const Session& session, uint64_t step) const 
       "release every lease before step: the weights change in it");
 }
 
-// The next step may be gathered: the sums of this one stay in the accumulators until their blocks are
-// updated.
+// Commits the step, so that the next step may be gathered. The sums of this step stay in the accumulators until their blocks
+// are updated.
 void Step::Commit() {
   ++committed_step_;
   io_.set_committed_step(committed_step_);
@@ -571,7 +572,7 @@ absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
   return absl::OkStatus();
 }
 
-// Not while blocks are updated from sums in the old accumulators.
+// False while blocks are updated from sums in the old accumulators.
 bool Step::MayUseFloatSums() const {
   if (pipeline_.running() || pipeline_.has_early_tasks()) return false;
   const bool waits = phase_ == Phase::kReducing && gradients_.needs_float_sums();

@@ -31,12 +31,12 @@
 
 namespace forebay::daemon {
 
-// From the decision on a step is committed: the next one is gathered while the blocks of this one are
-// updated. One step at a time is: the decision of the next waits until this one is published. What belongs
-// to a partition waits for its own blocks alone: a fetch of its weights, and the addition of its gradients.
+// A step is committed from its decision on. The next step is gathered while the blocks of the committed step are updated. One
+// step at a time is updated: the decision of the next step waits for the publication of this one. A fetch of a partition's
+// weights, and the addition of its gradients, wait only for the partition's own blocks.
 //
-// Deliveries and step calls carry the number of their rank's attempt (wire.h). What is not finite
-// ends an attempt for all ranks, a rank that begins a newer one ends the older ones.
+// Deliveries and step calls carry the number of their rank's attempt (wire.h). A value that is not finite ends an attempt for
+// all ranks. A rank that begins a newer attempt ends the older ones.
 //
 // Ownership  What the constructor gets outlives it.
 class Step {
@@ -45,7 +45,7 @@ class Step {
     kOpen,      // gathers gradients (or initial parameters)
     kMasters,   // the initial parameters are written: masters are set from them
     kReducing,  // all ranks have called step: the last gradients are added
-    kPrepared,  // over several nodes: they are, and the nodes have not decided
+    kPrepared,  // over several nodes: all is added, and the nodes have not decided
     kFailed,
   };
 
@@ -53,20 +53,19 @@ class Step {
        DurableSteps& durable, const StateAccess& access, WeightsCache& weights,
        const LeaseTable& leases);
 
-  // A published step is being made durable, and its calls are answered when it is.
+  // True if a published step is being made durable, and its calls are answered only then.
   bool is_awaiting_durable() const { return is_durable_first() && durable_.in_progress(); }
 
-  // Of a new step: the job comes back after this one.
+  // Sets a new object to continue after the step of a recovered job.
   void Recover(const DurableJob& job);
-  // It has, with an update that the daemon before did not end.
+  // Continues an update, or a prepared step, that the previous daemon did not end. Called after Recover().
   void Resume(const KeptUpdate& update);
 
-  // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
-  // masters.
-  // `has_masters`: they hold them already.
+  // Sets masters from the initial parameters, which are written. `commands`, which reported this, are answered when the blocks
+  // hold their masters. `has_masters`: the blocks hold them already.
   void BeginMasters(std::vector<CommandId> commands, bool has_masters);
 
-  // Commands that CheckCommand let through, of a current session.
+  // Handle checked commands (CheckCommand) of a current session.
   void HandleGradient(Session& session, const protocol::Command& command);
   void HandleGradNorm(Session& session, const protocol::Command& command);
   void HandleAnnouncement(Session& session, const protocol::Command& command);
@@ -74,80 +73,81 @@ class Step {
   void OnStepRequest(Session& session, const StepRequestCopied& copied);
   void HandleDecision(Session& session, const protocol::Command& command);
   void OnSummary(Session& session, const SummaryCopied& copied);
-  // The step that is prepared, and not decided; 0: none.
+  // The step that is prepared and not decided; 0: none.
   uint64_t prepared_step() const { return phase_ == Phase::kPrepared ? committed_step_ + 1 : 0; }
-  // By which the committed step was committed, encoded; empty where this node does not know.
+  // Encoded decision of the nodes by which the committed step was committed; empty if this node does not know it.
   std::vector<std::byte> LastSummary() const;
 
-  // Outcomes of tasks. An error fails the job: the caller calls Fail().
+  // Handle tasks that have ended. An error fails the job: the caller calls Fail().
   absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
   absl::Status OnExtraStateCopied(const TaskDone& done);
   void OnDigested(const TaskDone& done) { digests_.OnDigested(done); }
-  // Weights of the published step are read, and must not change.
+  // True while weights of the published step are read for digests: these weights must not change.
   bool is_digesting() const { return digests_.in_progress(); }
 
-  // Goes on with the update, and publishes the step when it ends.
+  // Continues the update, and publishes the step when the update ends.
   void AdvanceUpdate();
-  // Does all that has become possible; without `may_update_early` no early update begins.
+  // Starts everything that has become possible. If `may_update_early` is false, no early update begins.
   void Advance(bool may_update_early);
-  // Masters are going to be written: what was made of the old ones is dropped, and no early update begins
-  // before the next announcement.
+  // Drops the early updates, because masters are going to be written. No early update begins before the next announcement.
   void DropEarlyUpdates();
-  // The newest published step is durable: calls that waited for it are answered.
+  // Answers the calls that waited for the newest published step to be durable.
   void OnDurable();
-  // The newest published step, as it is now.
+  // Values of the newest published step.
   DurableSteps::Published PublishedNow() const;
-  // Nothing of the next step is there, and nothing of this one is unsaid.
+  // True if the step is quiescent: nothing of the next step has arrived, every call is answered, and no overflow has yet to be
+  // reported to a live rank.
   bool is_quiet() const;
-  // What was delivered of the next step is dropped.
+  // Drops the gradients that were delivered to the next step, and begins another attempt.
   void GiveUpAttempt();
-  // The first attempt at the next step that is not over.
+  // The first attempt at the next step that has not ended.
   uint64_t open_attempt() const {
     return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
   }
 
-  // What the calls of the published step are answered with.
+  // Adds the result with which calls of the published step are answered.
   void AddLast(KeptMemory& kept) const;
-  // What it is to say of the step that is published; nothing is delivered to the next one without RecordAttempt.
+  // Adds what the job's record is to hold of the published step. Before anything is delivered to the next step, RecordAttempt
+  // is emitted.
   void Record(KeptMemory& kept);
 
-  // Sessions of its ranks.
+  // True if the rank of the session has delivered gradients of the next step, or has called it.
   bool HasContributed(const Session& session) const;
   bool HasCalled(const Session& session) const {
     return barrier_.has(session.rank) || session.step_being_copied.has_value() ||
            phase_ != Phase::kOpen;
   }
-  void OnRankDetached(uint32_t rank);  // step calls of the others are refused
-  // A rank was lost. A step that not all ranks have called is dropped; else it goes on.
+  void OnRankDetached(uint32_t rank);  // refuses the step calls of all ranks
+  // Handles the loss of a rank. A step that not all ranks have called is dropped. A step that all ranks have called continues.
   void OnRankFailed(const Session* lost, const absl::Status& status);
-  // Answers what waits of a session, but not its contributions and its step call: they are the job's.
+  // Answers what waits of a session, except for its contributions and its step call: these belong to the job.
   void AnswerWaiting(Session& session, const absl::Status& status);
   bool UsesArenaOf(SessionId session) const { return gradients_.UsesArenaOf(session); }
 
-  // What was delivered to the step is dropped, because no rank of this world will call it.
+  // Drops the gradients that were delivered to the step, because no rank of this world will call it.
   void DropForNewWorld();
-  // The spec's world size and plan are others; extra_state of ranks in both worlds stays. In phase
+  // Follows a change of the spec's world size and plan. The extra_state of ranks in both worlds is retained. Called in phase
   // kOpen, with nothing delivered and no task.
   void OnWorldChanged();
 
-  // Everything that waits for the step gets `first_error`.
+  // Answers everything that waits for the step with `first_error`.
   void Fail(const absl::Status& first_error);
 
   Phase phase() const { return phase_; }
   uint64_t committed_step() const { return committed_step_; }
   uint64_t published_step() const { return published_step_; }
   uint64_t attempt() const { return attempt_; }
-  // Gradients of the next step have been delivered, or are announced.
+  // True if gradients of the next step have been delivered, or the step is announced.
   bool is_gathering() const { return !gradients_.empty() || announced_.has_value(); }
   // Sums in float32: see GradientAccumulator.
   bool needs_float_sums() const { return gradients_.needs_float_sums(); }
   bool MayUseFloatSums() const;
   void OnFloatSums(std::vector<uint64_t> narrow_offsets);
   void RefuseFloatSums(const absl::Status& status) { gradients_.RefuseFloatSums(status); }
-  // Whether a fetch of `rank` is answered now: not from its step call to the decision, nor before the
-  // partition's own blocks are updated. A reader's (no rank) is, except from the decision to the publication.
+  // True if a fetch of `rank` is answered now: not from its step call to the decision, nor before the partition's own blocks
+  // are updated. A fetch of a reader (no rank) is answered, except from the decision to the publication.
   bool MayFetch(std::optional<uint32_t> rank, uint32_t partition) const;
-  // The step whose weights a fetch asks for, by those that are committed before it.
+  // The step whose weights a fetch asks for: the committed step, or the next one if the rank has called it.
   uint64_t FetchStep(std::optional<uint32_t> rank) const;
   void RecordFetch(uint32_t partition) { trace_.Record(partition, phase_ != Phase::kOpen); }
   const std::vector<uint32_t>& trace() const { return trace_.committed(); }
@@ -163,7 +163,7 @@ class Step {
   void CheckInvariants() const;
 
  private:
-  // What a repeated step is answered with.
+  // Answer to the calls of a committed step.
   struct Result {
     double norm = 0;
     bool clipped = false;
@@ -175,7 +175,7 @@ class Step {
     CommandId command;
     bool repeated = false;
   };
-  // A call that has brought what the nodes have decided.
+  // A call that has brought the decision of the nodes.
   struct Decider {
     CommandId command;
     protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
@@ -194,7 +194,7 @@ class Step {
   void Announce(uint32_t rank, StepCall call);
   StepOrder OrderOf(const StepCall& call, double scale) const;
   double ScaleOf(const StepCall& call) const;
-  // What a gradient is the sum of: reduced ones are the mean already.
+  // Number of ranks whose gradients are summed. Reduced gradients are the mean already: 1.
   uint32_t addends() const { return spec_.layout->is_shared() ? members_.world_size() : 1; }
   void FollowSums();
   void PumpGradients();
@@ -236,7 +236,7 @@ class Step {
   void Commit();
   void Publish();
   void AnswerPublished();
-  // Calls are answered when their step is durable.
+  // True if calls are answered only when their step is durable.
   bool is_durable_first() const {
     return spec_.plan.session.durability.level == protocol::DurabilityLevel::kStep;
   }
@@ -252,27 +252,28 @@ class Step {
   const LeaseTable& leases_;
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;
-  uint64_t published_step_ = 0;  // the same, or one less
-  // The newest attempt at the next step: the only one whose gradients are kept.
+  uint64_t published_step_ = 0;  // committed_step_, or one less
+  // The newest attempt at the next step. Only the gradients of this attempt are retained.
   uint64_t attempt_ = 0;
-  uint64_t faulty_attempt_ = 0;  // the last one that ended with a fault, and
+  uint64_t faulty_attempt_ = 0;  // the last attempt that ended with a fault
   absl::Status fault_;           // that fault; OK: none
   uint64_t recorded_attempt_ = 0;
-  uint64_t overflowed_ = 0;  // masters in the published step
+  uint64_t overflowed_ = 0;  // masters that overflowed in the published step
   bool is_to_be_resumed_ = false;
   GradientAccumulator gradients_;
   std::optional<StepCall> announced_;  // of this attempt
-  // Ranks have announced different scalars; or the newest announcement before was not kept, because of
-  // clipping or other scalars, so that this one may not be either.
+  // early_is_off_: ranks have announced different scalars, or the announcement before was not kept (clipping or other scalars),
+  // so that this one may not be kept either.
   bool early_is_off_ = false;
   bool announcement_was_kept_ = true;
   ReplicaDigests digests_;
   StepBarrier barrier_;
-  // Over several nodes: what they have decided of the next step, until it is committed, and what asked for that.
+  // Over several nodes: the decision of the nodes on the next step, until the step is committed, and the calls that brought the
+  // decision.
   std::optional<protocol::StepSummary> decision_;
   std::pmr::vector<Decider> deciders_;
   std::vector<std::byte> prepared_summary_;  // of this node, encoded
-  // By the daemon before, which alone knew whose gradients are in the sums.
+  // True if the previous daemon prepared the step. Only that daemon knew whose gradients are in the sums.
   bool is_prepared_before_ = false;
   std::optional<protocol::StepSummary> last_decision_;  // decision_ of the committed step
   Trace trace_;
@@ -284,14 +285,14 @@ class Step {
   Result last_;
   // Calls of the committed step that are answered when it is published, or durable.
   std::pmr::vector<Waiting> unpublished_;
-  bool has_answered_early_ = false;  // other calls of it
-  absl::Status unsaid_;              // what those were not answered, of the published step
+  bool has_answered_early_ = false;  // its calls were answered before its publication
+  absl::Status unsaid_;              // error that those calls did not report
 };
 
-// The sum of the squares of the world's gradients.
+// Sum of the squares of the world's gradients.
 double SquaresOf(const protocol::StepSummary& summary);
 
-// What a session's commands are checked against.
+// Limits that the commands of a session are checked against.
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session);
 
 }  // namespace forebay::daemon

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a step that updates blocks before its decision: as its ranks have announced it.
+// Updates of blocks before the decision of a step, with the scalars that its ranks have announced.
 
 #include <optional>
 #include <utility>
@@ -34,15 +34,15 @@ void Step::HandleAnnouncement(Session& session, const Command& command) {
   }
   const absl::Status status = CheckAttempt(session, command);
   if (!status.ok() || command.attempt < attempt_) {
-    io_.Answer(id, status);  // of an older attempt: discarded
+    io_.Answer(id, status);  // an older attempt's: discarded
     return;
   }
   FollowAttempt(session, command);
   CopyRequest(session, command);
 }
 
-// A session's first announcement or another one: its later deliveries are of its last pass. What other ranks
-// announce otherwise is not updated early.
+// Handles an announcement: the rank's later deliveries belong to its last pass. If ranks announce different scalars, nothing is
+// updated early.
 void Step::Announce(uint32_t rank, StepCall call) {
   gradients_.BeginLastPass(rank);
   if (!announced_) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a step that takes gradients, and asks for their norms.
+// The part of a step that takes gradients and requests for their norms.
 
 #include <cstdint>
 #include <optional>
@@ -66,8 +66,8 @@ void Step::HandleGradient(Session& session, const Command& command) {
                                     .command = id});
 }
 
-// Of one that is sent again: whether it came before, and was answered where nobody heard it. Commands come in order: where
-// its rank has called step, it did.
+// True if a command that is sent again was taken before, and only its answer was lost. The commands of a rank arrive in order:
+// all commands before its step call were taken.
 bool Step::HasTaken(const Session& session, const Command& command) const {
   if (!session.WasSentAgain(command)) return false;
   if (command.step <= committed_step_) return true;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a step that concerns a job over several nodes: it is prepared here, and decided by what the ranks bring
-// of all nodes.
+// Steps of a job over several nodes: a step is prepared here, and decided by the summary of all nodes that the ranks bring.
 
 #include <algorithm>
 #include <bit>
@@ -37,7 +36,7 @@ std::pmr::vector<bool> Step::ParamsOf(const StepSummary& summary) const {
   return params;
 }
 
-// All that an update takes of a call beside the gradients, as the bits it is.
+// Hash of everything that an update takes from a call apart from the gradients, bit by bit.
 uint64_t Step::ScalarsOf(const StepCall& call) const {
   std::string bytes;
   const auto add = [&bytes](double value) {
@@ -78,7 +77,8 @@ StepSummary Step::SummaryOfNode() const {
   return summary;
 }
 
-// From here on the loss of a rank does not undo it: whoever attaches next says what the nodes have decided.
+// Prepares the step. From here on the loss of a rank does not undo the step: the ranks that attach next bring the decision of
+// the nodes.
 void Step::Prepare() {
   phase_ = Phase::kPrepared;
   prepared_summary_ = protocol::EncodeStepSummary(SummaryOfNode());
@@ -102,7 +102,8 @@ void Step::AnswerPrepared(const Session& session, const CommandId& command) {
   io_.Answer(command, completion);
 }
 
-// The sums come first: the record says that the step is prepared when all of it is there.
+// Records the prepared step. The places of its sums are recorded first, so that the record is complete when it says that the
+// step is prepared.
 void Step::RecordPreparedStep() {
   const StepCall& call = barrier_.by_rank().begin()->second;
   pipeline_.sums().BeginPrepared(committed_step_ + 1);
@@ -122,7 +123,7 @@ void Step::RecordPreparedStep() {
   io_.actions().Emit(std::move(record));
 }
 
-// Its sums and extra_state are in the step arena. Presence is in the summary.
+// Resumes a prepared step. Its sums and extra_state are in the step arena. The presence of gradients is in the summary.
 void Step::ResumePrepared(const KeptUpdate& update) {
   const KeptPrepared& prepared = *update.prepared;
   phase_ = Phase::kPrepared;

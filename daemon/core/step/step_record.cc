@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step says to the record of its job, from which another daemon goes on where this one is killed; and how that
-// one takes it up.
+// Records a step, so that another daemon can continue it if this one is killed, and recovers a step from such a record.
 
 #include <algorithm>
 #include <utility>
@@ -22,7 +21,7 @@ RecordBlock StepPipeline::RecordOf(uint32_t block, const BlockLedger::Version& v
           .weights_digests = version.weights_digests};
 }
 
-// In the step that is decided.
+// Records a block that the decided step has written.
 void StepPipeline::RecordWritten(uint32_t block, uint64_t overflows,
                                  std::optional<uint32_t> weights_slot) {
   if (!is_recorded_) return;
@@ -116,7 +115,7 @@ void Step::Record(KeptMemory& kept) {
   recorded_attempt_ = gradients_.empty() ? open : std::max(open, attempt_ + 1);
   kept.attempt = recorded_attempt_;
   kept.was_killed = true;
-  kept.overflowed = overflowed_;  // whether it was said, nobody knows
+  kept.overflowed = overflowed_;  // it is not known whether this was reported
 }
 
 void Step::RecordOpenAttempt(uint64_t attempt) {

@@ -45,12 +45,12 @@ void DurableSteps::Begin(Published published) {
   if (is_abandoned_) return;
   std::vector<StatePart> extra_states = std::move(published.extra_states);
   next_ = std::make_shared<DurableJob>(ValuesOf(std::move(published)));
-  // No node decides a step before the one before it is durable there: none is two durable steps behind. Where the daemon
-  // comes to rest, it may be the last one once more.
+  // No node decides a step before the previous step is durable there, so no node is two durable steps behind. When the daemon
+  // becomes quiescent, the step may be the last durable step once more.
   if (spec_.is_over_nodes()) next_->before = replaces_last() ? last_->before : AsBefore(last_);
   FOREBAY_CHECK(next_->before == nullptr || next_->before->step < next_->step);
   unsaved_ = pipeline_.ledger().BeginDurable();
-  // One on swap without a slot: zeros that were never written.
+  // A block on swap without a slot holds zeros that were never written.
   std::erase_if(unsaved_, [this](uint32_t entry) {
     return !is_part(entry) && !pipeline_.is_resident(entry);
   });
@@ -79,7 +79,7 @@ void DurableSteps::Pump() {
 }
 
 void DurableSteps::StartSaves() {
-  // A block that moves has a slot more meanwhile.
+  // A block that moves holds one more slot until its move ends.
   if (!in_progress() || is_abandoned_ || pipeline_.is_moving()) return;
   while (!unsaved_.empty() && saving_.size() < at_once()) {
     const uint32_t entry = unsaved_.back();
@@ -160,13 +160,13 @@ void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint
   ledger.Doubt(slots, paths);
   if (!in_progress() || !ledger.is_next_doubted()) return;
   if (is_abandoned_) {
-    is_gathered_ = false;  // the ledger goes on naming the last one, for the sake of other jobs
+    is_gathered_ = false;  // the ledger continues to name the last one, for the sake of other jobs
     return;
   }
   const std::vector<uint32_t> dropped = ledger.DropDoubtedCopies();
   unsaved_.insert(unsaved_.end(), dropped.begin(), dropped.end());
   if (!is_gathered_) return;
-  // The ledger that has failed may still have the other one.
+  // The failed ledger may still hold the old DurableJob.
   next_ = std::make_shared<DurableJob>(*next_);
   next_->blocks.clear();
   next_->weights.clear();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Update at arrival: which blocks of the step that is being gathered have all their gradients, and what has
-// been made of them before the decision.
+// Update at arrival: tracks which blocks of the gathered step have all their gradients, and which of them were updated before
+// the decision.
 #pragma once
 
 #include <cstdint>
@@ -17,60 +17,60 @@
 
 namespace forebay::daemon {
 
-// An early update leaves the states that its block had in their slot, and the weights in the arena: it writes
-// new states to another slot, and new weights behind them or to a slot of the step arena. So the decision can
-// take it or leave it, with the same bits either way.
+// An early update retains the old states of its block in their slot, and the old weights in the arena. It writes the new states
+// to another slot, and the new weights behind these states or to a slot of the step arena. So the decision can accept or drop
+// the update, with the same bits either way.
 //
-// Blocks are named by number, and by their position in the order of update, which begins with what the next
-// forward uses first: with what a backward delivers last.
+// A block has a number, and a position in the order of update. That order begins with the blocks that the next forward uses
+// first. A backward delivers the gradients of these blocks last.
 class EarlyUpdates {
  public:
   struct Block {
-    std::optional<uint32_t> weights_slot = {};  // of the step arena: where its new weights are
-    bool updated = false;                       // else its update runs
+    std::optional<uint32_t> weights_slot = {};  // slot of the step arena with its new weights
+    bool updated = false;                       // false: its update runs
     bool written = false;
     uint64_t overflows = 0;  // masters that became non-finite
   };
 
-  // What is given outlives it. `position`: by block.
+  // The arguments outlive this object. `position`: the position of each block.
   EarlyUpdates(const protocol::Layout& layout, const BlockMap& map, const MemoryPlan& plan,
                const std::vector<uint32_t>& position, std::pmr::memory_resource* memory);
 
-  // The sum of a range's gradients is the last one of this step, or it is not after all: blocks that
-  // were begun with another sum are returned.
+  // Records that a range has its last sum of gradients in this step (`is_last`), or does not after all. Returns the blocks
+  // whose early update was begun with a sum that is not the last.
   std::vector<uint32_t> CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last);
   void ForgetSums();
-  // Positions have changed.
+  // Rebuilds waiting() after positions have changed.
   void Sort();
 
   // Positions of blocks that have all their gradients and were not begun, ascending.
   const std::pmr::set<uint32_t>& waiting() const { return waiting_; }
-  // There is a place for its new weights.
+  // True if there is a place for the block's new weights.
   bool HasPlace(uint32_t block) const {
     return places_[block] == Place::kBehindStates ||
            (places_[block] == Place::kSlot && !free_slots_.empty());
   }
   void Begin(uint32_t block);
-  // Of a new one: what another daemon has made of the block.
+  // Adds an early update that another daemon made. Called on a new object.
   void Adopt(uint32_t block, const Block& made);
   bool has(uint32_t block) const { return blocks_.contains(block); }
   Block& at(uint32_t block) { return blocks_.at(block); }
   const std::pmr::map<uint32_t, Block>& all() const { return blocks_; }
-  // Forgets a block whose update is part of the step now, or of no use. It may be begun again.
+  // Forgets a block whose update is now part of the step, or is dropped. The block may be begun again.
   void Remove(uint32_t block);
-  // The same while a task of it runs: until EndRemoved() that may write its weights slot.
+  // Like Remove(), while a task of the update runs. The task may write the weights slot until EndRemoved().
   void RemoveRunning(uint32_t block);
   void EndRemoved(uint32_t block);
-  // Where an element's new weights are in the step arena.
+  // Offset of an element's new weights in the step arena, in bytes.
   uint64_t NewWeightsOffset(uint32_t slot, uint64_t block_elem) const;
 
-  // A worker reads the sums of a block's partitions.
+  // Records that a worker reads the sums of a block's partitions.
   void AddReader(uint32_t block);
   void RemoveReader(uint32_t block);
   bool ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const;
 
  private:
-  // Of its new weights.
+  // Place of a block's new weights: none, behind its new states, or a slot of the step arena.
   enum class Place : uint8_t { kNone, kBehindStates, kSlot };
   struct Range {
     uint32_t partition = 0;
@@ -88,11 +88,11 @@ class EarlyUpdates {
   uint64_t weights_width_;
   std::vector<Place> places_;     // by block
   std::vector<uint64_t> elems_;   // by block, without padding
-  std::vector<uint64_t> summed_;  // of these, that have their last sum
+  std::vector<uint64_t> summed_;  // by block: elements with their last sum
   std::pmr::set<uint32_t> waiting_;
   std::pmr::map<uint32_t, Block> blocks_;
   std::pmr::set<uint32_t> free_slots_;
-  std::pmr::map<uint32_t, uint32_t> removed_slots_;  // by block, that a task may still write
+  std::pmr::map<uint32_t, uint32_t> removed_slots_;  // by block: slots that a task may still write
   std::pmr::map<uint32_t, std::pmr::vector<Range>> readers_;  // by block
   std::vector<uint32_t> partition_readers_;
 };

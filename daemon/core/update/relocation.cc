@@ -60,7 +60,7 @@ void Relocation::PumpDoubted() {
 }
 
 void Relocation::Start(uint32_t block, uint32_t staging_slot) {
-  // What was made of it early is of its old bytes, too, and has the slot of its next version.
+  // An early update was made from the block's old bytes, and holds the slot of the next version.
   pipeline_.DropEarlyUpdateOf(block);
   block_ = block;
   phase_ = Phase::kReading;
@@ -115,7 +115,7 @@ absl::Status Relocation::OnWritten(const TaskDone& done) {
   } else {
     if (protocol::IdOf(done.status) == protocol::ErrorId::kCorrupt) {
       ledger.DropWrite(*block_);
-      // The disk has lost it, and the job cannot go on with other bytes.
+      // The disk has lost the block, and the job cannot continue with other bytes.
       if (ledger.IsInDoubt(*block_)) fatal = pipeline_.DescribeBlock(done.status, *block_);
     } else {
       ledger.OnWriteFailed(*block_);

@@ -15,14 +15,13 @@
 
 namespace forebay::daemon {
 
-// Blocks that a step updates leave a marked path by that alone; this class moves the others: each is read,
-// written to a path that works as it is, with its checksum, and published. Where its read fails, or no path
-// that works has room, it stays until the next step has been published. One in a slot in doubt (BlockLedger), for which
-// a durable step may wait, goes to any other slot; where that fails, the next ledger brings it back here. What is read
-// is verified before it is written.
+// An update by itself moves a block off a marked path. This class moves the other blocks: it reads a block, verifies it, writes
+// it unchanged to a path that works, and publishes it. If the read fails, or no working path has room, the block stays until
+// the next step has been published. A block in a slot in doubt (BlockLedger), for which a durable step may wait, goes to any
+// other slot. If that fails, the next ledger names the slot, is refused, and puts the block in doubt again.
 //
-// The old slot is free when no weights are on their way from it (WeightsCache). Until then the block has a
-// pending version, so that no step is decided and nothing is updated early: in_progress().
+// The old slot is freed once no weights are being read from it (WeightsCache). Until then the block has a pending version and
+// in_progress() is true, so that no step is decided and nothing is updated early.
 //
 // Ownership  What the constructor gets outlives it.
 class Relocation {
@@ -31,17 +30,17 @@ class Relocation {
              ResidencyCounters& counters)
       : io_(io), pipeline_(pipeline), weights_(weights), counters_(counters) {}
 
-  // Goes on with the one in progress, or begins the next. To be called as Residency::Pump.
+  // Continues the move in progress, or begins the next. Called under the conditions of Residency::Pump().
   void Pump();
-  // The same, of slots in doubt alone: also while a durable step waits for it, and nothing else runs.
+  // Like Pump(), for slots in doubt only. May also be called while a durable step waits for the move and nothing else runs.
   void PumpDoubted();
   bool in_progress() const { return block_.has_value(); }
   void OnRead(const StepPipeline::ReadOutcome& outcome);
-  // Errors  E_CORRUPT  what a slot in doubt holds is not the block: the job cannot go on.
+  // Errors  E_CORRUPT  a slot in doubt does not hold the block: the job cannot continue.
   absl::Status OnWritten(const TaskDone& done);
-  // Blocks that stayed are tried again.
+  // Lets blocks that stayed be tried again, after the publication of a step.
   void OnPublished();
-  // The job failed: nothing begins any more.
+  // Begins nothing any more, because the job failed.
   void Abandon() { abandoned_ = true; }
 
  private:
@@ -58,7 +57,7 @@ class Relocation {
   ResidencyCounters& counters_;
   std::optional<uint32_t> block_;
   Phase phase_ = Phase::kReading;
-  uint32_t next_ = 0;  // blocks before it were looked at, since `marks_`
+  uint32_t next_ = 0;  // lower blocks were looked at since `marks_`
   uint64_t marks_ = 0;
   std::set<uint32_t> staying_;
   bool abandoned_ = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Digests of weights that other nodes have too: replicas are compared by them, with the next step.
+// Digests of weights that other nodes have too. Replicas are compared by them in the next step.
 #pragma once
 
 #include <cstdint>
@@ -15,19 +15,19 @@
 
 namespace forebay::daemon {
 
-// Of partitions in DRAM, once a step that has updated them is published. Weights do not change meanwhile: no step is
-// prepared, and nothing is written to them, while it is in_progress().
+// Digests partitions in DRAM once a step that has updated them is published. Weights do not change while in_progress(): no step
+// is prepared, and nothing is written to them.
 class ReplicaDigests {
  public:
-  // What is given outlives it.
+  // The arguments outlive this object.
   ReplicaDigests(const JobSpec& spec, JobTasks& io, const StepPipeline& pipeline);
 
-  // A step is published.
+  // Begins to digest the partitions that the published step has updated.
   void Begin();
   void OnDigested(const TaskDone& done);
   bool in_progress() const { return !waiting_.empty() || !running_.empty(); }
 
-  // By partition; 0: not known. Of a layout without replicas empty.
+  // Digests by partition; 0: not known. Empty for a layout without replicas.
   std::span<const uint64_t> all() const { return digests_; }
 
  private:

@@ -33,7 +33,8 @@ std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& sw
   return evictions;
 }
 
-// Until it is in DRAM, a block has its slots on swap. A durable step keeps them then, so that it needs others.
+// Number of new slots that a block on its way to DRAM needs to leave again. The block holds its swap slots until it is in DRAM.
+// If its move has begun and the job has durable steps, these retain the slots, so that the block needs others.
 uint32_t Residency::SlotsToLeaveAgain(uint32_t block) const {
   const bool is_moving = pipeline_.placement().moving() == block;
   return is_moving && pipeline_.ledger().is_durable() ? kSwapSlotsPerBlock : 0;
@@ -63,7 +64,7 @@ void Residency::Keep(uint64_t bytes) {
     pipeline_.placement().Unmark(block);
     for_room_.erase(block);
   }
-  if (!pipeline_.running()) pipeline_.ReturnSurplusSlots();  // else when the step is over
+  if (!pipeline_.running()) pipeline_.ReturnSurplusSlots();  // otherwise Finish() does it
 }
 
 void Residency::MarkWithSlots(const Eviction& eviction) {
@@ -75,7 +76,7 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
   const BlockLocation& location = pipeline_.placement().WhereBlock(block);
   if (location.move != BlockMove::kNone || slot_bytes_ == 0) return;
   if (location.tier == Tier::kNvme) {
-    if (pipeline_.map().has_weights(block)) return;  // weights come before states
+    if (pipeline_.map().has_weights(block)) return;  // room in DRAM is for weights first
     if (location.state.bytes <= free_bytes) pipeline_.placement().Mark(block);
     return;
   }
@@ -122,7 +123,7 @@ void Residency::StartEviction(uint32_t block) {
                        .identity = pipeline_.IdentityOf(block)});
 }
 
-// Not while a read ahead of the block runs. What was read is dropped.
+// False while a read ahead of the block runs. Drops a block that was read ahead.
 bool Residency::MayPromote(uint32_t block) {
   StagedBlocks& staged = pipeline_.staged();
   if (!staged.contains(block)) return true;

@@ -17,21 +17,22 @@
 
 namespace forebay::daemon {
 
-// A block that leaves DRAM, or does not come there, and the swap slots it gets: none if it still has its own.
+// A block that is to leave DRAM, or not to be promoted, and the swap slots that it gets. `slots` is empty if the block still
+// has its own.
 struct Eviction {
   uint32_t block = 0;
   uint64_t bytes = 0;
   std::vector<nvme::Slot> slots;
 };
 
-// Placement and ledger say where a block is; this class changes both when a move has ended. A write
-// that fails is tried in another slot, on another path; where there is none the block stays in DRAM.
-// A read that fails leaves the block on swap. No move loses bytes. Blocks on marked paths come last.
+// Placement and ledger say where a block is. This class changes both when a move has ended. A write that fails is tried in
+// another slot, on another path; if there is none, the block stays in DRAM. A read that fails leaves the block on swap. No move
+// loses bytes. Blocks on marked paths are moved last.
 //
 // Ownership  What the constructor gets outlives it.
 class Residency {
  public:
-  // `slot_bytes`: of the job's swap slots; 0: its blocks cannot be on swap.
+  // `slot_bytes`: bytes of each of the job's swap slots; 0: its blocks cannot be on swap.
   Residency(JobTasks& io, StepPipeline& pipeline, const WeightsCache& weights, nvme::SlotMap& swap,
             uint64_t slot_bytes)
       : io_(io),
@@ -40,22 +41,21 @@ class Residency {
         slot_bytes_(slot_bytes),
         relocation_(io, pipeline, weights, counters_) {}
 
-  // The highest blocks in DRAM or on their way there that together have `bytes`, or as many as `swap` has slots for:
-  // they are allocated there. Changes nothing here.
+  // Returns the highest blocks in DRAM or on their way there that together have `bytes`, or as many as `swap` has slots for.
+  // Allocates these slots. Changes nothing in this object.
   std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
-  // States in DRAM that can be on swap.
+  // Bytes of states that the job was granted in DRAM and that can be on swap.
   uint64_t movable_bytes() const;
-  // Marks a block that was planned: it makes room for others. One whose promotion has not begun stays on swap.
+  // Marks a planned block: its move makes room for others. A block whose promotion has not begun stays on swap.
   void Evict(const Eviction& eviction);
   bool makes_room() const { return !for_room_.empty(); }
-  // Takes the marks of blocks back whose room is not needed, lowest first: together they have at most
-  // `bytes`.
+  // Removes the marks of blocks whose room is not needed, lowest first: together they have at most `bytes`.
   void Keep(uint64_t bytes);
-  // Marks a block for the other tier; does nothing where it is marked, or where neither swap has slots
-  // nor `free_bytes` of DRAM are enough.
+  // Marks a block for the other tier. Does nothing if the block is marked, if swap has no slots for it, or if it needs more
+  // than `free_bytes` of DRAM. A block with weights on swap is never promoted.
   void Move(uint32_t block, uint64_t free_bytes);
 
-  // Room in DRAM has become free: blocks of states alone come back there, the lowest first, as ReturnNext() lets them.
+  // Begins to return blocks of states alone to room in DRAM that has become free, the lowest first, one for each ReturnNext().
   void BeginReturns() { next_return_ = 0; }
   void EndReturns() { next_return_ = UINT32_MAX; }
   bool returns() const { return next_return_ < pipeline_.placement().blocks(); }
@@ -63,8 +63,7 @@ class Residency {
   // Marks the next block that has at most `free_bytes`. False: none is left, and the returns have ended.
   bool ReturnNext(uint64_t free_bytes);
 
-  // Starts the next move, if none runs; one that is in progress goes on. To be called between steps, while no
-  // states are read.
+  // Starts the next move, or continues the one in progress. Called between steps, while no states are read.
   void Pump();
   void OnRead(const StepPipeline::ReadOutcome& outcome) { relocation_.OnRead(outcome); }
   // Errors  as Relocation::OnWritten.
@@ -72,15 +71,15 @@ class Residency {
   void OnPublished() { relocation_.OnPublished(); }
   void PumpDoubted() { relocation_.PumpDoubted(); }
   bool in_progress() const { return pipeline_.is_moving(); }
-  // One goes on, or somebody waits for one: nobody does for a block that comes back to DRAM.
+  // True if a move is in progress, or an eviction is marked. Promotions do not count: nothing waits for them.
   bool has_urgent_moves() const {
     return in_progress() || (!abandoned_ && pipeline_.placement().has_evictions());
   }
 
-  // The job failed: blocks stay where they are.
+  // Begins no more moves, because the job failed.
   void Abandon();
 
-  // Of the last eviction that was given up; OK: none was.
+  // Error of the last eviction that was given up; OK: none was.
   const absl::Status& error() const { return error_; }
   const ResidencyCounters& counters() const { return counters_; }
 
@@ -97,9 +96,9 @@ class Residency {
   StepPipeline& pipeline_;
   nvme::SlotMap& swap_;
   uint64_t slot_bytes_;
-  std::set<uint32_t> for_room_;  // marked by Evict(), and their moves have not begun
+  std::set<uint32_t> for_room_;  // blocks marked by Evict() whose moves have not begun
   bool abandoned_ = false;
-  // The block that is looked at next; those below have come back, or cannot.
+  // Next block to look at. Lower blocks have returned, or cannot.
   uint32_t next_return_ = UINT32_MAX;
   absl::Status error_;
   ResidencyCounters counters_;

@@ -63,7 +63,7 @@ StateAccess::Written StateAccess::AddWrite(const CommandId& command,
   return range;
 }
 
-// The next request that takes more than a moment becomes the current one.
+// Makes the next request with elements current. Ends requests without elements at once.
 void StateAccess::Next() {
   while (phase_ == Phase::kIdle && !queue_.empty()) {
     current_ = std::move(queue_.front());
@@ -82,7 +82,7 @@ void StateAccess::Pump() {
   if (phase_ != Phase::kIdle && phase_ != Phase::kWaitingSlot) return;
   Next();
   if (phase_ == Phase::kIdle) return;
-  // What is read from swap meanwhile is in the block's old slot.
+  // A write waits for the cache's reads: they use the block's old slot.
   if (current_.write && (leases_.IsLeased(current_.write->partition) || weights_.is_loading())) {
     return;
   }
@@ -111,7 +111,7 @@ void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
   } else if (pipeline_.staged().contains(outcome.block)) {
     StartAccess();
   } else {
-    End(absl::OkStatus());  // given up meanwhile, and answered
+    End(absl::OkStatus());  // dropped meanwhile, and answered
   }
 }
 
@@ -221,7 +221,7 @@ void StateAccess::OnWritten(const TaskDone& done) {
   BlockLedger& ledger = pipeline_.ledger();
   if (!done.status.ok()) {
     ledger.OnWriteFailed(block);
-    if (!abandoned_) {  // the weights are set already: it goes to another slot
+    if (!abandoned_) {  // the weights are set already: the block goes to another slot
       pipeline_.AddSpareSlot();
       StartWrite();
       return;

@@ -21,8 +21,8 @@
 
 namespace forebay::daemon {
 
-// A write of masters sets the weights too, and one of moments may move the block that holds them. While it
-// goes on nobody gets a lease on its partition, and it waits for those that are given.
+// A write of masters also sets the weights. A write of moments may move the block that holds the weights. A write waits for the
+// leases that are granted on its partition. While the write runs, no lease on the partition is granted.
 class StateAccess {
  public:
   // Elements whose masters, or a moment, were set.
@@ -41,51 +41,51 @@ class StateAccess {
         leases_(leases),
         weights_writes_(layout_->partitions().size(), 0) {}
 
-  // A checked kReadState, and a checked kWriteState, kWriteInitial or kWriteUpdates (which sets no elements).
+  // Queue a checked kReadState, or a checked kWriteState, kWriteInitial or kWriteUpdates (which sets no elements).
   //
   // Errors  E_NONFINITE  a value is not finite, rounds to infinity or is a square below 0: a part of the
   //                      range may have been written.
   void AddRead(const CommandId& command, const protocol::Command& words);
   Written AddWrite(const CommandId& command, const protocol::Command& words);
-  // A write changes blocks, or will as soon as nothing reads them: it waits for no lease any more.
+  // True if a write changes blocks, or will do so as soon as nothing reads them: it waits for no lease any more.
   bool is_writing() const {
     return in_progress() && current_.write && !leases_.IsLeased(current_.write->partition);
   }
 
-  // Goes on with the command in progress, or begins the next; called while no step is applied. A
-  // command in progress must end before a step begins to update.
+  // Continues the command in progress, or begins the next. Called while no step is applied. A command in progress must end
+  // before a step begins to update.
   void Pump();
   void OnRead(const StepPipeline::ReadOutcome& outcome);
-  void OnAccessed(const TaskDone& done);  // of DecodeState and SetState
-  void OnWritten(const TaskDone& done);   // of WriteBlock
+  void OnAccessed(const TaskDone& done);  // ended DecodeState or SetState
+  void OnWritten(const TaskDone& done);   // ended WriteBlock
 
   // Answers the commands of a session (0: of all, because the job failed) with `status`. A task that
   // runs is not interrupted; its result is ignored, but a block whose masters were set is written.
   void Drop(SessionId session, const absl::Status& status);
 
-  // What was written wholly since the last call.
+  // Returns the ranges that were written completely since the last call.
   std::vector<Written> DrainWritten() { return std::exchange(written_, {}); }
 
   bool in_progress() const { return phase_ != Phase::kIdle; }
   bool has_requests() const { return in_progress() || !queue_.empty(); }
-  // The command in progress writes to the partition.
+  // True if the command in progress writes to the partition.
   bool Writes(uint32_t partition) const {
     return in_progress() && current_.write && current_.write->partition == partition;
   }
   uint64_t unanswered(SessionId session) const;
-  // How often its weights were written, wholly or in part.
+  // Number of ended writes of the partition's weights, complete or partial.
   uint64_t writes(uint32_t partition) const { return weights_writes_[partition]; }
 
  private:
   struct Request {
     CommandId command;
     bool answered = false;
-    uint32_t param = 0;                                 // of a read, or of `updates`
+    uint32_t param = 0;                                 // parameter of a read, or of `updates`
     uint32_t state = 0;                                 // index into protocol::StateNames
-    std::optional<Written> write = {};                  // what it will have written
+    std::optional<Written> write = {};                  // range that a write sets
     std::optional<uint64_t> updates = {};               // of kWriteUpdates, which has no pieces
-    protocol::DType dtype = protocol::DType::kFloat32;  // of the client's bytes
-    uint64_t grad_offset_bytes = 0;                     // of the next piece
+    protocol::DType dtype = protocol::DType::kFloat32;  // type of the client's bytes
+    uint64_t grad_offset_bytes = 0;                     // bytes of the next piece begin there
     std::deque<ElementRun> pieces = {};                 // the first is in progress
   };
   enum class Phase : uint8_t {
@@ -93,7 +93,7 @@ class StateAccess {
     kWaitingSlot,  // for a staging slot, a read that was under way, or a lease
     kReading,      // its own read into a slot
     kAccessing,    // a worker reads or sets elements
-    kWriting,      // the block goes back to swap
+    kWriting,      // the block is written to swap
   };
 
   void Next();
@@ -111,12 +111,12 @@ class StateAccess {
   WeightsCache& weights_;
   const LeaseTable& leases_;
   Phase phase_ = Phase::kIdle;
-  bool own_slot_ = false;  // the block was read for this alone: its slot is given back at once
+  bool own_slot_ = false;  // the block was read for this alone: its slot is released at once
   Request current_;
   std::deque<Request> queue_;
   std::vector<Written> written_;
   std::vector<uint64_t> weights_writes_;  // by partition
-  // Of the block that is being written.
+  // Checksum and digests of the block that is being written.
   uint64_t checksum_ = 0;
   WeightsDigests weights_digests_;
   bool abandoned_ = false;  // the job failed

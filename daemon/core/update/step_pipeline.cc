@@ -16,7 +16,7 @@ namespace forebay::daemon {
 
 using State = StagedBlocks::State;
 
-// Blocks whose sums find no room, before nothing more is read.
+// Number of blocks whose sums find no room, after which StartReads() reads nothing more.
 constexpr uint32_t kBlocksLookedAt = 16;
 
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
@@ -166,12 +166,12 @@ bool StepPipeline::MayReadAhead(uint32_t block) const {
          !staged_.contains(block) && !prefetch_failed_.contains(block);
 }
 
-// Backward fetches weights through the same slots; what is read ahead would be dropped for them.
+// Backward fetches weights through the same slots: blocks that were read ahead would be dropped for them.
 std::optional<uint32_t> StepPipeline::AllocateForReadAhead() {
   return staged_.AllocateFree(plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0);
 }
 
-// Of the next block in its order. False: its path is busy, or no slot is free.
+// Begins to read a block ahead. False: its path is busy, or no slot is free.
 bool StepPipeline::ReadAhead(uint32_t block) {
   if (IsPathBusy(PathOf(block))) return false;
   const std::optional<uint32_t> slot = AllocateForReadAhead();
@@ -252,10 +252,10 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       }
     }
     const bool is_staged = staged_.contains(block);
-    // Until an early update is written, another daemon would make it anew.
+    // Another daemon would repeat an early update that is not written.
     const bool needs_sums = !early_.has(block) || (is_recorded_ && !early_.at(block).written);
     if (needed && needs_sums) from_sums.push_back(block);
-    // One in use is of an early update, taken or dropped.
+    // A block in use belongs to an early update, accepted or dropped.
     if (is_staged && staged_.at(block).state != State::kInUse)
       staged_.at(block).cancelled = !needed;
     if (is_staged && !needed && staged_.at(block).state == State::kReady) staged_.Drop(block);
@@ -274,7 +274,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   }
 }
 
-// Norms of each parameter, over its segments in the order of blocks.
+// Sums the norms of each parameter over its segments, in the order of blocks.
 void StepPipeline::EndNormsPass() {
   std::pmr::vector<SegmentNorms> sums(layout_->params().size(), io_.memory());
   for (const auto& [block, norms] : norms_) {
@@ -306,7 +306,7 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
   });
 }
 
-// Of blocks that were read before their turn.
+// Brings the sums of blocks that were read before their turn.
 void StepPipeline::PrepareStaged() {
   if (!ReadsSums() || !sums_.is_paged()) return;
   for (const auto& [block, staged] : staged_.all()) {
@@ -315,7 +315,7 @@ void StepPipeline::PrepareStaged() {
 }
 
 void StepPipeline::StartReads() {
-  // While a write finds no slot, more blocks would only keep staging slots from other jobs.
+  // While a write is being repeated, more blocks would only take staging slots from other jobs.
   if (!unwritten_.empty() || AreAllPathsBusy()) return;
   uint32_t without_sums = 0;
   for (const uint32_t position : swapped_) {
@@ -333,7 +333,8 @@ void StepPipeline::StartReads() {
   }
 }
 
-// A block that comes from swap goes before those that would wait for a worker.
+// Returns the number of updates that may run or wait for a worker. It is small while blocks come from swap, because these go
+// first.
 uint32_t StepPipeline::UpdatesMax() const {
   const bool only_resident = swapped_.empty() && staged_.all().empty();
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;
@@ -626,7 +627,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     return absl::OkStatus();
   }
   ledger_.EndWrite(write.block, write.checksum, order_.step, write.weights_digests);
-  // New weights are installed once the states beside them are safe.
+  // New weights are installed once the states beside them are written.
   const std::optional<uint32_t> weights_slot =
       early_.has(write.block) ? early_.at(write.block).weights_slot : std::nullopt;
   RecordWritten(write.block, write.overflows, weights_slot);
@@ -685,7 +686,7 @@ uint64_t StepPipeline::Finish() {
   return overflowed_masters_;
 }
 
-// Of the step that is over.
+// Marks the weights that the published step has updated as changed.
 void StepPipeline::SetWeightsChanged() {
   for (const protocol::BoxPlace& place : layout_->boxes()) {
     if (!order_.params[place.box.param]) continue;
@@ -693,7 +694,7 @@ void StepPipeline::SetWeightsChanged() {
   }
 }
 
-// The parts of the weights arena that have these elements.
+// Marks the parts of the weights arena with these elements as changed.
 void StepPipeline::SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems) {
   const WeightsPlace place = PlaceOfWeights(partition, partition_elem);
   if (place.in_block || elems == 0) return;
@@ -744,7 +745,7 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const BlockLedger::Version& current = ledger_.current(block);
     FOREBAY_CHECK(current.written_step <= committed_step);
-    // One place alone.
+    // A block is either in DRAM or in a slot.
     FOREBAY_CHECK(!is_resident(block) || !current.slot);
     FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step);
   }

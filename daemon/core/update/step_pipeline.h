@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Applying a step, or setting masters before the first one: every block that is concerned is updated
-// once; swapped ones stream through staging slots.
+// Applies a step, or sets masters before the first one: every block that is concerned is updated once. Blocks on swap stream
+// through staging slots.
 #pragma once
 
 #include <algorithm>
@@ -35,38 +35,39 @@
 
 namespace forebay::daemon {
 
-// Of steps: zeros that the first one begins with count as read, the masters before it do not.
+// Counters of steps. Zeros that the first step begins with count as read. Masters that are set before the first step do not
+// count.
 struct PipelineCounters {
   uint64_t update_reads = 0;             // swapped blocks updated
   uint64_t update_reads_prefetched = 0;  // of these, read before an update waited for them
   uint64_t read_bytes = 0;               // for updates
   uint64_t written_bytes = 0;
-  uint64_t early_updates = 0;    // blocks that were updated before the decision, and taken by it
-  uint64_t dropped_updates = 0;  // and not taken
+  uint64_t early_updates = 0;    // blocks updated before the decision, and accepted
+  uint64_t dropped_updates = 0;  // blocks whose early update was dropped
 
   uint64_t bytes() const { return read_bytes + written_bytes; }
 };
 
-// Blocks are updated in the order in which the step before fetched their partitions, so that the next
-// forward, which may begin before the end, waits least. Before the decision, they are read ahead in that
-// order, into free staging slots only. After it, a worker updates the first swapped block that is ready,
-// else the next resident one. A staged block is read, updated and written, then its slot is free again. The
-// job never updates blocks while it reads states (StateAccess) or moves a block (Residency).
+// Blocks are updated in the order in which the step before fetched their partitions, so that the next forward, which may begin
+// before the end, waits least. Before the decision, blocks are read ahead in that order, into free staging slots only. After
+// the decision, a worker updates the first ready block on swap, or the next resident block if none is ready. A staged block is
+// read, updated and written; then its slot is free again. The job never updates blocks while it reads states (StateAccess) or
+// moves a block (Residency).
 //
 // One event publishes a step when all its blocks are written (BlockLedger). A write that fails is
 // repeated in another slot; while no slot takes it, the step waits and its blocks keep their staging
 // slots. A step is never undone, because weights and blocks in DRAM are updated in place.
 //
-// From the decision on a block whose weights are leased waits for the release; other blocks go before
-// it. It is not read before that, and where it has been read already, another block, of any job, may
-// take its slot: then it is read again.
+// From the decision on, a block whose weights are leased waits for the release; other blocks go first. The block is not read
+// before the release. If the block has been read already, another block, of any job, may take its staging slot. Then the block
+// is read again.
 //
-// Between BeginEarly() and the decision, swapped blocks that have all their gradients are updated early
-// (EarlyUpdates), with the scalars that were announced; of those that have them, the last in the order of
-// arrival first. Begin() takes what was made with the scalars of the decision; the rest is updated anew.
+// Between BeginEarly() and the decision, blocks on swap that have all their gradients are updated early (EarlyUpdates), with
+// the announced scalars. Among these blocks, the block that the next forward needs first goes first. Begin() accepts the early
+// updates that were made with the scalars of the decision. The other blocks are updated from scratch.
 //
-// LAMB goes over all blocks twice: first for the norms of parameters, which changes nothing; their sums, added in the
-// order of blocks, are the ratios with which the second pass updates.
+// LAMB goes over all blocks twice. The first pass computes the norms of parameters, and changes nothing. The norms are summed
+// in the order of blocks. The ratios from these sums are those with which the second pass updates.
 class StepPipeline {
  public:
   StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
@@ -77,42 +78,40 @@ class StepPipeline {
   // Reads ahead while no step is applied.
   void Prefetch();
 
-  // The order of update from now on: by the first of a block's partitions in `trace`; those that are not
-  // in it come last. Not while a step is applied.
+  // Sets the order of update: by the first of a block's partitions in `trace`. Blocks without a partition in `trace` come last.
+  // Not called while a step is applied.
   void FollowTrace(const std::vector<uint32_t>& trace);
-  // `is_as_announced`: the scalars are those that BeginEarly() was called with.
-  // Nothing is started before Pump().
+  // Begins to apply a step. `is_as_announced`: the scalars are those of BeginEarly(). Nothing is started before Pump().
   void Begin(StepOrder order, bool is_as_announced);
-  // Of a new pipeline: what the daemon before has left in staging slots is not given to others.
+  // Reserves the staging slots in which the previous daemon left blocks. Called on a new pipeline.
   void KeepStaged(const KeptUpdate& update);
-  // And when it has recovered: goes on with the update of a daemon that was killed.
+  // Continues the update of a daemon that was killed, once the pipeline has recovered.
   void Resume(const KeptUpdate& update);
 
-  // The step that is being gathered will have these scalars, so it is said: `order.params` counts for nothing.
-  // Nothing happens where the optimizer needs norms first. Not while a step is applied.
+  // Allows early updates with the scalars that were announced for the step that is being gathered. `order.params` is ignored.
+  // Does nothing if the optimizer needs norms first. Not called while a step is applied.
   void BeginEarly(StepOrder order);
   bool is_early() const { return is_early_; }
-  // Updates what can be.
+  // Starts early reads and updates that can start.
   void PumpEarly();
-  // Early updates of this step are of no use, and no more begin.
+  // Drops the early updates of this step, and begins no more.
   void DropEarly();
-  // The same of one block, which is going to be written or moved: no task of it runs.
+  // Drops the early update of one block, which is going to be written or moved. No task of that update runs.
   void DropEarlyUpdateOf(uint32_t block);
-  // A worker or the disk has a block of an early update, one that was dropped maybe.
+  // True while a worker or the disk has a block of an early update, perhaps of one that was dropped.
   bool has_early_tasks() const { return early_tasks_ > 0; }
   bool ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const {
     return early_.ReadsSums(partition, begin, end);
   }
-  // The sum of a range is the last one of the step that is being gathered, or is not after all.
+  // Records that a range has its last sum in the step that is being gathered (`is_last`), or does not after all.
   void CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last);
-  // The gradients that were gathered are dropped.
+  // Forgets the gathered gradients, and drops the early updates unless a step is applied.
   void ForgetSums();
   SumPages& sums() { return sums_; }
   const SumPages& sums() const { return sums_; }
-  // Brings and takes away pages of sums. `norm_waits`, for sums: no gradient waits for early updates then.
+  // Moves pages of sums to and from swap. `norm_waits`: a norm waits for sums, so that no gradient waits for early updates.
   void PumpSums(bool norm_waits);
-  // Sets the masters that are a plane of their own from the weights, as step 0; false where there
-  // are none.
+  // Begins to set masters from the weights, as step 0. False: masters have no plane of their own.
   bool BeginMasters();
   void Pump();  // starts what can be started
   bool running() const { return running_; }
@@ -122,22 +121,22 @@ class StepPipeline {
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
-  // BlockLedger::PublishBlock and SetResident, with its RecordBlock.
+  // Call the function of the same name in BlockLedger, and emit its RecordBlock.
   void PublishBlock(uint32_t block);
   void SetResident(uint32_t block);
-  // Whether the running step updates the partition.
+  // True if the running step updates the partition.
   bool Updates(uint32_t partition) const { return running_ && partition_has_gradient_[partition]; }
-  // The newest step.
+  // True if the newest step updates the partition or has updated it.
   bool HasUpdated(uint32_t partition) const { return partition_has_gradient_[partition]; }
-  // No update of the running step touches the partition any more; of one on swap, it is written.
+  // True if no update of the running step touches the partition any more, and if its blocks with weights are written.
   bool IsPartitionDone(uint32_t partition) const {
     return !running_ || partition_blocks_left_[partition] == 0;
   }
 
-  // The job failed: nothing is started any more, slots come back as their tasks end.
+  // Starts nothing any more, because the job failed. Staging slots become free as their tasks end.
   void Abandon();
 
-  // Outcomes. An error leaves the job's state unusable, and is what the job failed of.
+  // Handle tasks that have ended. An error leaves the job's state unusable: the job fails of it.
   struct ReadOutcome {
     uint32_t block = 0;
     absl::Status status;  // of the read
@@ -148,7 +147,7 @@ class StepPipeline {
   void OnInstalled(const TaskDone& done);
   absl::Status OnWritten(const TaskDone& done);
 
-  // For reads of states and for moves of blocks, while no step runs.
+  // Used by reads of states and by moves of blocks, while no step runs.
   const BlockMap& map() const { return map_; }
   StagedBlocks& staged() { return staged_; }
   const StagedBlocks& staged() const { return staged_; }
@@ -156,43 +155,45 @@ class StepPipeline {
   const BlockLedger& ledger() const { return ledger_; }
   Placement& placement() { return placement_; }
   const Placement& placement() const { return placement_; }
-  // The block is on swap now, or is to stay there: it may be read ahead.
+  // Allows the block to be read ahead: it is on swap now, or is to stay there.
   void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, position_[block]); }
-  // Where no path of the job's free slots works: one slot more, on another path.
+  // Takes one slot more of the node, on a path that works, if none of the job's free slots is on such a path.
   void AddSpareSlot();
-  // Between steps the block is going to have another version, beside those that durable steps name: one slot more of the
-  // node, where its own are not enough for that and the next step. False: there is none.
+  // Between steps, provides a slot for another version of the block, beside those that durable steps name. Takes one slot of
+  // the node if the job's slots are not enough for that version and the next step. False: the node has none.
   enum class NodeSlot : uint8_t { kAny, kOnWorkingPath };
   bool AddSlotForVersion(uint32_t block, NodeSlot which = NodeSlot::kAny);
-  // The same, on a path that works.
+  // Like AddSlotForVersion(), with a free slot on a path that works.
   bool AddSlotForMove(uint32_t block);
   bool AddNodeSlot(NodeSlot which = NodeSlot::kAny);
-  // Where the block's next version is written.
+  // Allocates the slot for the block's next version.
   BlockLedger::Target AllocateTarget(uint32_t block);
-  // The same of a copy of what is in DRAM of an entry of the ledger.
+  // Allocates the slot for a copy of an entry of the ledger that is in DRAM.
   BlockLedger::Target AllocateSave(uint32_t entry);
   PathTable& path_table() { return path_table_; }
   const PathTable& path_table() const { return path_table_; }
-  // A state of these elements was set: what is in DRAM of them is not what was saved.
+  // Records that a state of these elements was set, so that their bytes in DRAM differ from what was saved.
   enum class StateSet : uint8_t { kMasters, kMoment };
   void OnStateSet(const ElementRun& elems, StateSet state);
-  // Of a new pipeline: all is as in the job's durable step. Blocks in DRAM are going to be read back.
+  // Sets a new pipeline to the state of the job's durable step, and then to what was retained in memory. Without retained
+  // memory, blocks in DRAM are read back later.
   void Recover(const DurableJob& job);
   const std::vector<uint64_t>& updates() const { return param_updates_; }  // by parameter
-  // Between steps, a block changes its place: Residency, or Relocation.
+  // True while a block changes its place between steps (Residency or Relocation).
   bool is_moving() const { return placement_.moving().has_value() || is_relocating_; }
   void set_relocating(bool is_relocating) { is_relocating_ = is_relocating; }
-  // A read has ended.
+  // Adds a read that has ended to the path table.
   void CountRead(uint32_t path, uint64_t bytes, const TaskDone& done);
-  // Back to the node, while no step runs: slots beyond those of the placement. With durable steps FinishDurable() does it.
+  // Returns slots beyond those of the placement to the node, while no step runs. Does nothing with durable steps:
+  // FinishDurable() returns slots then.
   void ReturnSurplusSlots();
-  // The ledger with the step of BlockLedger::BeginDurable() is durable.
+  // Records that the ledger with the step of BlockLedger::BeginDurable() is durable.
   void FinishDurable(BlockLedger::Last last);
-  // The write of a staged block's next bytes to a free slot.
+  // Returns the write of a staged block's next bytes to a free slot.
   WriteBlock BeginWrite(uint32_t block, const BlockIdentity& identity, uint64_t checksum);
-  // An error with the block and the first parameter that has elements in it.
+  // Adds the block, and the first parameter that has elements in it, to an error.
   absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
-  // Whether the job can go on as soon as a staging slot is free.
+  // True if the job can continue as soon as a staging slot is free.
   bool waits_for_slot() const { return staged_.waits_for_slot(); }
   void clear_waits_for_slot() { staged_.clear_waits_for_slot(); }
   uint32_t staged_count() const { return static_cast<uint32_t>(staged_.all().size()); }
@@ -200,27 +201,27 @@ class StepPipeline {
     return placement_.WhereBlock(block).tier == Tier::kDram;
   }
   BlockPlace PlaceOf(uint32_t block) const;
-  // Of an element of a partition, where states are updated or read.
+  // Place of a partition's weights from one element on: in the weights arena, or in the partition's blocks.
   WeightsPlace PlaceOfWeights(uint32_t partition, uint64_t partition_elem) const;
   BlockIdentity IdentityOf(uint32_t block) const;
   uint64_t checksum(uint32_t block) const { return ledger_.newest(block).checksum; }
-  // Updates that a parameter has had.
+  // Number of updates that a parameter has had.
   uint64_t updates_of(uint32_t param) const { return param_updates_[param]; }
-  // Between steps.
+  // Sets that number, between steps.
   void SetUpdates(uint32_t param, uint64_t updates);
   void StartRead(uint32_t block, uint32_t slot, bool for_update);
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
-  // Of the newest step: read and written from its decision to its publication.
+  // Bytes that the newest step has read and written from its decision to its publication.
   uint64_t last_update_bytes() const { return last_update_bytes_; }
   // OK, or the error of a write that the running step, or the gradients of the next one, wait for.
   const absl::Status& swap_wait() const {
     return swap_wait_.ok() ? sums_.write_error() : swap_wait_;
   }
-  // OK, or the error of a read ahead for the step that is about to be decided.
+  // OK, or the error of a failed read ahead for the step that is about to be decided.
   const absl::Status& prefetch_error() const { return prefetch_error_; }
-  // They are tried again.
+  // Forgets failed reads ahead: their blocks may be read ahead again.
   void ForgetPrefetchErrors();
   void CheckInvariants(uint64_t committed_step) const;
 
@@ -229,8 +230,8 @@ class StepPipeline {
     uint32_t block = 0;
     bool for_update = false;  // of reads
     uint32_t path = 0;        // of reads and writes
-    bool from_disk = false;   // of reads, else zeros that were never written
-    // Of writes.
+    bool from_disk = false;   // of reads; false: zeros that were never written
+    // Set for writes only.
     uint64_t checksum = 0;
     WeightsDigests weights_digests = {};
     uint64_t overflows = 0;
@@ -267,7 +268,7 @@ class StepPipeline {
   std::optional<uint32_t> AllocateForReadAhead();
   bool ReadAhead(uint32_t block);
   void FailPrefetch(uint32_t block, const absl::Status& status);
-  // As many are read from it as keep it busy.
+  // True if as many reads of the path are under way as keep it busy.
   bool IsPathBusy(uint32_t path) const {
     return reads_[path] >= path_table_.reads_at_once(path, map_.full_block_bytes());
   }
@@ -280,14 +281,14 @@ class StepPipeline {
   void ReturnFreeSlots();
   uint32_t slots_wanted(uint32_t block) const;
   uint64_t slots_wanted() const;
-  uint32_t PathOf(uint32_t block) const;  // that it is read from
+  uint32_t PathOf(uint32_t block) const;  // path that the block is read from
   void PrepareStaged();
   void StartReads();
   std::optional<uint32_t> FirstReady() const;  // swapped block, in the order of update
   bool UpdatesHaveOtherWork() const;
   bool ReadsSums() const { return pass_ != UpdatePass::kMasters; }
   bool MayUpdateInPlace(uint32_t block);
-  // The update of the block waits for a lease, and no lease is given on its weights before the update.
+  // True if the update of the block waits for a lease on its weights. No new lease on them is granted before the update.
   bool IsLeased(uint32_t block) const;
   uint32_t UpdatesMax() const;
   bool IsNeeded(uint32_t block) const;  // a parameter in it has a gradient
@@ -305,27 +306,27 @@ class StepPipeline {
   StagedBlocks staged_;
   BlockLedger ledger_;
   Placement placement_;
-  // Of the node: where a write goes whose path has no free slot of the job.
+  // Slots of the node. A write gets one of them if its path has no free slot of the job.
   nvme::SlotMap& swap_;
   PathTable& path_table_;
   std::vector<std::vector<uint32_t>> block_partitions_;  // by block
-  std::vector<uint32_t> trace_;                          // that the order follows
+  std::vector<uint32_t> trace_;                          // fetches that the order follows
   std::vector<uint32_t> in_order_;                       // blocks, as they are updated
   std::vector<uint32_t> position_;                       // in that order, by block
   std::vector<bool> partition_has_gradient_;             // of the running step
   std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
   std::pmr::map<TaskId, Running> tasks_;
-  std::vector<uint32_t> reads_;  // by path, those that run
-  // Whose updates are part of the step: new weights in the step arena, that wait for a worker. Positions.
+  std::vector<uint32_t> reads_;  // running reads, by path
+  // Positions of blocks whose early updates are part of the step, and whose new weights in the step arena wait for a worker.
   std::pmr::set<uint32_t> to_install_;
   EarlyUpdates early_;
   SumPages sums_;
   bool is_early_ = false;
-  bool early_failed_ = false;  // a write of this step's: the disk is left alone until the decision
-  uint32_t early_tasks_ = 0;   // updates and writes
+  bool early_failed_ = false;     // an early write failed: no early work until the decision
+  uint32_t early_tasks_ = 0;      // running early updates and writes
   uint32_t early_prefetch_left_;  // positions from it on were read ahead, or need not be
   uint32_t prefetch_next_;        // a position: swapped blocks before it are staged, or have failed
-  // Not tried again before the decision.
+  // Blocks whose read ahead failed. They are not read ahead again before the decision.
   std::set<uint32_t> prefetch_failed_;
   absl::Status prefetch_error_;
   // Blocks whose last write failed, and the newest error.
@@ -335,22 +336,22 @@ class StepPipeline {
   bool running_ = false;
   bool is_relocating_ = false;
   bool abandoned_ = false;
-  bool is_recorded_ = false;  // another daemon can go on with the running update
+  bool is_recorded_ = false;  // another daemon can continue the running update
   StepOrder order_;
-  // Of the running step: by parameter group and t.
+  // Scalars of the running step, by parameter group and t.
   std::pmr::map<std::pair<uint32_t, uint64_t>, cpu_adam::StepScalars> scalars_;
   UpdatePass pass_ = UpdatePass::kWhole;
-  // By block, of UpdatePass::kNorms.
+  // Norms from UpdatePass::kNorms, by block.
   std::pmr::map<uint32_t, std::pmr::vector<SegmentNorms>> norms_;
   std::vector<float> trust_;            // by parameter, once the norms are known
-  std::pmr::deque<uint32_t> resident_;  // whose update has not begun, in order
-  std::pmr::set<uint32_t> swapped_;     // the same, positions; some are staged
+  std::pmr::deque<uint32_t> resident_;  // blocks whose update has not begun
+  std::pmr::set<uint32_t> swapped_;     // positions of such blocks on swap
   uint32_t updating_ = 0;
-  uint64_t blocks_left_ = 0;                     // not updated and written yet
-  std::vector<uint32_t> partition_blocks_left_;  // not updated yet
+  uint64_t blocks_left_ = 0;                     // blocks not updated and written yet
+  std::vector<uint32_t> partition_blocks_left_;  // blocks not updated yet
   uint64_t overflowed_masters_ = 0;
   PipelineCounters counters_;
-  PipelineCounters at_begin_;  // of the step that is gathered: the publication of the one before
+  PipelineCounters at_begin_;  // at the publication of the step before
   PipelineCounters last_step_;
   uint64_t bytes_at_decision_ = 0;
   uint64_t last_update_bytes_ = 0;

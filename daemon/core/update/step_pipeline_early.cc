@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Update at arrival: what StepPipeline does between the announcement of a step and its decision.
+// Update at arrival: the part of StepPipeline between the announcement of a step and its decision.
 
 #include <algorithm>
 #include <optional>
@@ -42,7 +42,7 @@ void StepPipeline::DropEarly() {
   std::pmr::vector<uint32_t> blocks(io_.memory());
   for (const auto& [block, early] : early_.all()) blocks.push_back(block);
   DropEarly(blocks);
-  ForgetPrefetchErrors();  // what backward was to need first was read ahead
+  ForgetPrefetchErrors();  // the blocks that backward was to need first were read ahead
 }
 
 void StepPipeline::DropEarlyUpdateOf(uint32_t block) {
@@ -66,14 +66,14 @@ void StepPipeline::DropEarly(std::span<const uint32_t> blocks) {
   io_.actions().Emit(std::move(dropped));
 }
 
-// A task of a dropped update has ended.
+// Frees the slots of a dropped update, whose task has ended.
 void StepPipeline::EndDropped(uint32_t block) {
   staged_.Drop(block);
   early_.EndRemoved(block);
 }
 
-// At the decision: what was made with other scalars, with the gradient of a parameter that has none, or of
-// weights that a reader holds is of no use.
+// Drops, at the decision, early updates that were made with other scalars, with the gradient of a parameter that has none, or
+// of weights that a reader has leased.
 void StepPipeline::AdoptEarly(bool is_as_announced) {
   const bool same = is_early_ && is_as_announced;
   std::pmr::vector<uint32_t> dropped(io_.memory());
@@ -88,8 +88,8 @@ void StepPipeline::AdoptEarly(bool is_as_announced) {
   early_.ForgetSums();
 }
 
-// Blocks that the daemon before has written are as if they had been updated early, but for the decision, which is made;
-// those that it had in staging slots are ready, whatever was done of them.
+// Treats blocks that the previous daemon has written as early updates that the decision has accepted. Blocks that it had in
+// staging slots become ready, whatever part of their update was done.
 void StepPipeline::AdoptKept(const KeptUpdate& update) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const KeptUpdate::Block& of = update.blocks[block];
@@ -102,7 +102,7 @@ void StepPipeline::AdoptKept(const KeptUpdate& update) {
   }
 }
 
-// Of a block that the step updates.
+// Makes the early update of a block part of the running step.
 void StepPipeline::AcceptEarly(uint32_t block) {
   const EarlyUpdates::Block early = early_.at(block);
   ++counters_.early_updates;
@@ -153,7 +153,7 @@ void StepPipeline::PumpEarly() {
   StartEarlyUpdates();
 }
 
-// What gradients that may wait for early updates wait for.
+// True while early updates are allowed and the job has tasks. Gradients may wait for early updates then.
 bool StepPipeline::HasEarlyWork() const { return is_early_ && !early_failed_ && !io_.idle(); }
 
 bool StepPipeline::MayReadEarly(uint32_t block) const {
@@ -166,7 +166,7 @@ void StepPipeline::StartEarlyReads() {
     const uint32_t block = in_order_[position];
     if (!MayReadEarly(block) || IsPathBusy(PathOf(block)) || !sums_.IsThere(block)) continue;
     std::optional<uint32_t> slot = AllocateForReadAhead();
-    // What was read ahead for gradients that do not come holds no slot permanently.
+    // A block that was read ahead for gradients that do not arrive must not hold its slot permanently.
     const auto waits = [this](uint32_t other) {
       return early_.waiting().contains(position_[other]) && early_.HasPlace(other) &&
              sums_.IsThere(other);
@@ -201,7 +201,7 @@ void StepPipeline::StartEarlyUpdates() {
   }
 }
 
-// Backward delivers gradients in the order of positions, the last one first.
+// Reads ahead from the last position on: backward delivers the gradients of the last block first.
 void StepPipeline::PrefetchEarly() {
   for (; early_prefetch_left_ > 0; --early_prefetch_left_) {
     const uint32_t block = in_order_[early_prefetch_left_ - 1];

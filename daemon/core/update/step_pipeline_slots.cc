@@ -11,8 +11,7 @@
 
 namespace forebay::daemon {
 
-// The slots that a job has on each path follow where its writes go: of the node's free ones it takes one there
-// and gives one back elsewhere.
+// Moves slots of the job to the paths that its writes go to: takes a free slot of the node there, and returns another slot.
 void StepPipeline::ExchangeSlots() {
   if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) ExchangeSlot(*lacking);
   for (uint32_t path = 0; path < path_table_.paths() && ledger_.must_use_marked_path(); ++path) {
@@ -37,8 +36,8 @@ BlockLedger::Target StepPipeline::AllocateSlot(
   return *target;
 }
 
-// With durable steps, blocks that have moved, and those that were written between steps, need a slot more until the
-// next one: from the node.
+// Adds a slot of the node. With durable steps, a block that has moved or was written between steps needs one slot more until
+// the next durable step.
 bool StepPipeline::AddNodeSlot(NodeSlot which) {
   if (!ledger_.is_durable()) return false;
   auto slot = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
@@ -50,12 +49,12 @@ bool StepPipeline::AddNodeSlot(NodeSlot which) {
   return slot.has_value();
 }
 
-// Of a job with durable steps: what the block has, and a slot for the version that the next step writes.
+// Number of slots that the block holds in a job with durable steps, and one for the version that the next step writes.
 uint32_t StepPipeline::slots_wanted(uint32_t block) const {
   return ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
 }
 
-// Of the job, with those of blocks that want more than their own.
+// Number of slots that the job needs, including those that blocks want beyond their own.
 uint64_t StepPipeline::slots_wanted() const {
   uint64_t wanted = placement_.slots_needed();
   for (uint32_t block = 0; ledger_.is_durable() && block < map_.blocks(); ++block) {
@@ -68,13 +67,13 @@ uint64_t StepPipeline::slots_wanted() const {
 bool StepPipeline::AddSlotForVersion(uint32_t block, NodeSlot which) {
   if (!ledger_.KeepsCurrent(block)) return true;
   if (slots_wanted(block) < placement_.slots_of(block)) return true;
-  // One that was added for another version, which was not written after all.
+  // A slot that was added for another version is free if that version was not written.
   const uint64_t slots = ledger_.slots().size();
   if (slots > placement_.slots_needed() && slots > slots_wanted()) return true;
   return AddNodeSlot(which);
 }
 
-// The job gets a slot on this path for one that it gives back elsewhere, if there are both.
+// Exchanges a free slot of the job for one of the node on this path, if there are both.
 void StepPipeline::ExchangeSlot(uint32_t path) {
   const std::optional<nvme::Slot> slot = swap_.AllocateOn(path, plan_.swap_slot_bytes);
   if (!slot) return;
@@ -100,7 +99,7 @@ bool StepPipeline::AddSlotForMove(uint32_t block) {
 }
 
 void StepPipeline::ReturnSurplusSlots() {
-  // A block that has moved needs more until the next durable step.
+  // A block that has moved needs more slots until the next durable step.
   if (!ledger_.is_durable()) ReturnFreeSlots();
 }
 

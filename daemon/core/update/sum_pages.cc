@@ -10,7 +10,7 @@
 namespace forebay::daemon {
 namespace {
 
-// Requests for which frames are made free at once.
+// Number of requests for which frames are freed at once.
 constexpr size_t kRequestsAhead = 8;
 
 }  // namespace
@@ -98,7 +98,7 @@ void SumPages::FreeSlot(uint32_t page) {
   pages_[page].slot.reset();
 }
 
-// Among those that can be written to swap for their frames, if it is one.
+// Adds a page to those that can be written to swap for their frames, if it is one.
 void SumPages::List(uint32_t index) {
   const Page& page = pages_[index];
   if (page.state != State::kThere || page.updates_left > 0) return;
@@ -122,8 +122,8 @@ void SumPages::SetThere(uint32_t page) {
   SetUsed(page);
 }
 
-// Tasks of updates and transfers go on with its frame; those of the gathering are stale, and no frame is
-// taken before they have ended.
+// Forgets the sums of a page. Running updates and transfers retain its frame until they end. Tasks of the gathering are stale:
+// no frame is allocated before they have ended.
 void SumPages::Forget(uint32_t index) {
   Page& page = pages_[index];
   const bool is_moving = page.state == State::kSpilling || page.state == State::kLoading;
@@ -200,7 +200,7 @@ void SumPages::ForgetGathered() {
 bool SumPages::IsThere(uint32_t block) const {
   if (!is_paged()) return true;
   return std::ranges::all_of(block_pages_[block], [this](uint32_t index) {
-    const Page& page = pages_[index];  // one without sums is of parameters that have no gradient
+    const Page& page = pages_[index];  // a page without sums: its parameters have no gradient
     return (page.state == State::kThere && !page.is_forgotten) || page.state == State::kNone;
   });
 }
@@ -280,7 +280,7 @@ void SumPages::EndPrepared() {
   recorded_step_ = 0;
 }
 
-// Where a page of the running update is, before its old place is used for another one.
+// Records the place of a page of the running update, before its old place is used for another page.
 void SumPages::Record(uint32_t index) {
   const Page& page = pages_[index];
   if (recorded_step_ == 0) return;
@@ -394,7 +394,8 @@ absl::Status SumPages::OnLoaded(const TaskDone& done) {
   return absl::OkStatus();
 }
 
-// The one that was freed longest ago, on a path that works; else one of the node's on such a path.
+// Takes the job's free slot on a working path that was freed longest ago. If there is none, takes a slot of the node on a
+// working path. If there is none either, takes the job's free slot that was freed longest ago.
 nvme::Slot SumPages::AllocateSlot() {
   const auto works = std::ranges::find_if(
       free_slots_, [this](const nvme::Slot& slot) { return path_table_.works(slot.path); });
@@ -443,7 +444,7 @@ void SumPages::OnSpilled(const TaskDone& done) {
   CountTransfer(*page.slot, Direction::kWrite, done);
   if (!done.status.ok() && !page.is_forgotten && !StaysThere(page) && !abandoned_) {
     write_error_ = done.status;
-    FreeSlot(index);  // the last one that is tried again
+    FreeSlot(index);  // this slot is tried again last
     WriteToSlot(index, /*pause=*/true);
     return;
   }
@@ -453,7 +454,7 @@ void SumPages::OnSpilled(const TaskDone& done) {
   EndSpill(index, done.checksum);
 }
 
-// An update or an addition waits for it; unless another block of the update needs room.
+// True if an addition waits for the page, or an update does and no other block of the update needs room.
 bool SumPages::StaysThere(const Page& page) const {
   return page.is_requested || (page.updates_left > 0 && !short_block_);
 }
@@ -500,7 +501,7 @@ bool SumPages::IsIdle(const Page& page) {
   return page.adds == 0 && page.updates == 0 && page.prepared == 0;
 }
 
-// Few are not: as many as workers and transfers are at work for.
+// Finds the idle page that was used longest ago. Few pages are not idle: as many as workers and transfers use.
 std::optional<uint32_t> SumPages::OldestIdle(const ByUse& pages) const {
   for (const auto& [used, index] : pages) {
     if (IsIdle(pages_[index]) && !pages_[index].has_arrived) return index;
@@ -508,8 +509,8 @@ std::optional<uint32_t> SumPages::OldestIdle(const ByUse& pages) const {
   return std::nullopt;
 }
 
-// Where no update of the running step can begin, because none finds all its pages: one that the first block
-// does not need.
+// Finds the idle page that was used longest ago, and that the first block without frames does not need. For the case that no
+// update of the running step can begin, because no block finds all its pages.
 std::optional<uint32_t> SumPages::OldestIdleOfUpdate() const {
   const std::vector<uint32_t>& kept = block_pages_[*short_block_];
   std::optional<uint32_t> oldest;

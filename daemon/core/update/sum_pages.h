@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the gradient sums of a job are: all in the step arena, or, where they do not fit, in pages of which
-// some are there and the others on swap.
+// Places of a job's gradient sums. All sums are in the step arena if they fit there. Otherwise they are in pages, some resident
+// and the others on swap.
 #pragma once
 
 #include <cstdint>
@@ -27,20 +27,19 @@
 
 namespace forebay::daemon {
 
-// Sums that are not paged are always there: then nothing here does anything. Of paged ones, a page has a
-// frame of the step arena while sums are added to it or an update reads it. While sums are gathered, some frames
-// are made free ahead of need, of pages whose blocks have been updated early: only another decision than
-// announced makes them necessary again. When a frame is needed and there is none, the page that was used longest
-// ago is written to swap; in backward's order that is what the next forward needs last.
+// Sums that are not paged are always resident: this class does nothing then. A page of paged sums has a frame of the step arena
+// while sums are added to the page or an update reads it. While sums are gathered, some frames are freed ahead of need, of
+// pages whose blocks have been updated early. Such a page is needed again only if the decision differs from the announcement.
+// If a frame is needed and none is free, the page that was used longest ago is written to swap. In backward's order the next
+// forward needs that page last.
 //
-// From the decision on a page holds the sums of the step that is applied until all its blocks are updated;
-// what is gathered for the next step finds frames that the update does not need, and no page of the
-// running step.
+// From the decision on, a page holds the sums of the step that is applied until all its blocks are updated. Sums that are
+// gathered for the next step use frames that the update does not need, and no page of the running step.
 //
-// What a page holds is known to others: it goes to swap and comes back with the same bytes (checksum).
+// A page returns from swap with the same bytes: its checksum is verified.
 class SumPages {
  public:
-  // A range of a partition.
+  // Elements [begin, end) of a partition.
   struct Range {
     uint32_t partition = 0;
     uint64_t begin = 0;
@@ -52,67 +51,69 @@ class SumPages {
     kNone,
   };
 
-  // What is given outlives it; `slots` for pages.
+  // The arguments outlive this object. `slots`: swap slots for pages.
   SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
            const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, nvme::SlotMap& swap,
            PathTable& paths);
 
   bool is_paged() const { return plan_.has_paged_sums(); }
 
-  // The end of those elements of a partition from `elem` on that are on one page with it.
+  // End of the elements of a partition from `elem` on that are on the same page.
   uint64_t EndOnPage(uint32_t partition, uint64_t elem) const;
-  // Into the step arena, of an element whose page is there.
+  // Offset in the step arena of an element whose page is resident, in bytes.
   uint64_t OffsetOf(uint32_t partition, uint64_t elem) const;
 
-  // Whether sums can be added to the element's page, or read. Else the page is asked for, and among
-  // DrainArrived() when it is there: once, and it may go again if it is not pinned before the next Pump().
-  // kSoon: it waits for frames that become free as blocks are updated early; asked again, it may be kNow.
+  // True if sums can be added to the element's page, or read from it. False: the page is requested, and DrainArrived() returns
+  // its ranges once it is resident. An arrived page may leave again if it is not pinned before the next Pump(). kSoon: the
+  // request waits for frames that become free as blocks are updated early. A later request may be kNow.
   enum class Need : uint8_t { kSoon, kNow };
   bool Request(uint32_t partition, uint64_t elem, Need need);
   std::pmr::vector<Range> DrainArrived();
   bool has_arrived() const { return !arrived_.empty(); }
-  // A task of the gathering uses it. Forgotten by ForgetGathered(): nothing is moved while tasks are stale.
+  // Pin the element's page for a task of the gathering, and unpin it. ForgetGathered() removes all these pins: nothing is moved
+  // while tasks are stale.
   void Pin(uint32_t partition, uint64_t elem);
   void Unpin(uint32_t partition, uint64_t elem);
 
-  // For updates of a block: are its sums there; if not, and there are frames, they are brought.
+  // IsThere() is true if the sums of a block are resident, for its update. Prepare() also brings them from swap if there are
+  // frames.
   bool IsThere(uint32_t block) const;
   Room Prepare(uint32_t block);
-  // An update of the block runs.
+  // Pin the pages of a block while an update of the block runs.
   void PinBlock(uint32_t block);
   void UnpinBlock(uint32_t block);
   std::pmr::vector<SumFrame> FramesOf(uint32_t block) const;
 
-  // The step is decided: `blocks` will be updated from their sums. Other sums are of no use. `recorded_step`: another daemon
-  // could go on with it (RecordSums); 0: none could.
+  // Begins the update of `blocks` from their sums: the step is decided. Other sums are forgotten. `recorded_step`: the step, if
+  // another daemon could continue it (RecordSums); 0: none could.
   void BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_step);
-  // The step is prepared (RecordPrepared): until BeginUpdate() or EndPrepared() it is recorded where all its pages are.
+  // Begins to record the places of all pages of a prepared step (RecordPrepared), until BeginUpdate() or EndPrepared().
   void BeginPrepared(uint64_t recorded_step);
   void EndPrepared();
-  // Before that, of a new one: where the daemon before has left a page.
+  // Sets the place in which the previous daemon left a page. Called on a new object, before BeginUpdate() and BeginPrepared().
   void Adopt(const KeptUpdate::Sums& sums);
   void EndUpdateOf(uint32_t block);
-  // Before the decision: what the block's sums were read for is on swap, or is of no use after all.
+  // Records, before the decision, that the early update of a block is on swap, or is dropped after all.
   void SetUpdatedEarly(uint32_t block, bool is_updated);
-  // What was gathered, beside sums of the running update, is of no use.
+  // Forgets the gathered sums. Retains the sums of the running update.
   void ForgetGathered();
 
-  // Starts what can be started. `has_early_work`: blocks are being updated early.
+  // Starts the transfers that can start. `has_early_work`: blocks are being updated early.
   void Pump(bool has_early_work);
 
-  // An error is that of sums which are lost.
+  // Handle transfers that have ended. An error: sums of the running update are lost.
   void OnSpilled(const TaskDone& done);
   absl::Status OnLoaded(const TaskDone& done);
-  // OK, or the error of a page that was asked for; not of the running update.
+  // Returns the error of a requested page, and clears it. OK: none. Pages of the running update do not count.
   absl::Status DrainError() { return std::exchange(error_, absl::OkStatus()); }
 
-  // The job has failed or is deleted: nothing is started any more.
+  // Starts nothing any more, because the job failed or is deleted.
   void Abandon() { abandoned_ = true; }
 
-  // OK, or the error of a page's write that goes on elsewhere.
+  // OK, or the error of a page's write that is repeated in another slot.
   const absl::Status& write_error() const { return write_error_; }
   const SumsCounters& counters() const { return counters_; }
-  // What was given, and what the node gave where paths failed.
+  // Slots of the constructor, and those that the node granted when paths failed.
   const std::set<nvme::Slot>& slots() const { return slots_; }
   void CheckInvariants() const;
 
@@ -123,23 +124,23 @@ class SumPages {
     State state = State::kNone;
     uint32_t frame = 0;                   // unless kNone or kOnSwap
     std::optional<nvme::Slot> slot = {};  // kSpilling, kOnSwap, kLoading
-    uint64_t checksum = 0;                // of what is in the slot
-    uint64_t spills = 0;                  // ever: part of its identity
+    uint64_t checksum = 0;                // of the bytes in the slot
+    uint64_t spills = 0;                  // number ever: part of its identity
     uint32_t adds = 0;                    // tasks of the gathering
     uint32_t updates = 0;                 // tasks of updates
     uint32_t updates_left = 0;            // blocks of the running update
-    uint32_t prepared = 0;                // of these, whose sums are brought
+    uint32_t prepared = 0;                // of these: prepared, update not begun
     bool is_requested = false;
     bool is_urgent = false;
     bool has_arrived = false;   // and not drained
-    bool is_forgotten = false;  // what its tasks leave is of no use
+    bool is_forgotten = false;  // its sums are dropped when its tasks end
     uint64_t used = 0;          // when it was used last
     uint32_t blocks = 0;
     uint32_t blocks_updated_early = 0;  // of these
     std::vector<Range> ranges = {};
   };
 
-  // When a page was used last, and which.
+  // Time of the last use of a page, and the page.
   using ByUse = std::pmr::set<std::pair<uint64_t, uint32_t>>;
 
   uint64_t VirtualOffset(uint32_t partition, uint64_t elem) const;
@@ -186,7 +187,7 @@ class SumPages {
   std::pmr::set<uint32_t> free_frames_;
   std::pmr::deque<nvme::Slot> free_slots_;
   ByUse gathered_;       // pages in state kThere with sums that no update is for yet
-  ByUse updated_early_;  // of these, whose blocks were all updated early
+  ByUse updated_early_;  // of these: all blocks were updated early
   std::pmr::vector<uint32_t> requests_;  // pages, oldest first
   size_t urgent_ = 0;                    // of these
   std::pmr::vector<uint32_t> arrived_;
@@ -196,7 +197,7 @@ class SumPages {
   uint32_t loading_ = 0;
   uint32_t update_tasks_ = 0;            // that read sums
   uint32_t of_update_on_swap_ = 0;       // pages of the running update
-  std::optional<uint32_t> short_block_;  // of it, the first one that found no frames
+  std::optional<uint32_t> short_block_;  // first block of the update that found no frames
   bool abandoned_ = false;
   uint64_t recorded_step_ = 0;  // 0: the running update is not recorded
   bool is_prepared_ = false;

@@ -106,13 +106,13 @@ uint64_t WeightsCache::NextUse(uint32_t partition) const {
   return next;
 }
 
-// Nobody uses or waits for the copy, and it is needed later than `needed_in`.
+// True if nobody uses or waits for the copy, and it is not needed before `needed_in` other fetches.
 bool WeightsCache::MayEvict(uint32_t partition, const Copy& copy, uint64_t needed_in) const {
   return copy.loads_left == 0 && !leases_.IsLeased(partition) && !IsWanted(partition) &&
          NextUse(partition) >= needed_in;
 }
 
-// Of copies that may be evicted, the one that is needed last.
+// Chooses the copy that is needed last among those that may be evicted.
 std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
   std::optional<uint32_t> victim;
   uint64_t victim_use = 0;
@@ -128,8 +128,8 @@ std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
   return victim;
 }
 
-// Begins to read a partition that has no copy; false: there is no room now. Then nothing is evicted: it would be
-// read ahead anew and evicted anew, without end.
+// Begins to read a partition that has no copy. False: there is no room now, and nothing is evicted. An eviction for nothing
+// would be repeated without end: the evicted copy is read ahead again.
 bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
   const uint64_t bytes = BytesOf(partition);
   std::optional<uint64_t> offset = FindRoom(bytes);
@@ -154,7 +154,7 @@ bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
 
 // -------------------------------------------------------------------------------------------- reads
 
-// One for each block that has some of its elements, of the pages that these are on.
+// Adds a piece for each block that has elements of the partition: the pages with these elements.
 void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   const uint64_t to = plan_.weights_cache_offset + copy.offset_bytes;
@@ -190,7 +190,7 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
 
 void WeightsCache::StartPieces() {
   while (!pieces_.empty()) {
-    // They go before states that were read ahead, but no more than their part of the slots.
+    // Pieces take slots from states that were read ahead, up to kStagingSlotsForWeights slots.
     const bool is_urgent = loads_.size() < kStagingSlotsForWeights;
     const std::optional<uint32_t> slot =
         is_urgent ? pipeline_.staged().AllocateUrgent() : pipeline_.staged().AllocateFree(0);
@@ -238,19 +238,19 @@ void WeightsCache::EndRound(bool begins) {
   StartPieces();
 }
 
-// Of the fetches that a rank is expected to make, begins to read the one behind `ahead` others; false: this one
-// and those behind it have to wait.
+// Begins to read the partition that a rank is expected to fetch after `ahead` other fetches. False: this partition and those
+// after it have to wait.
 bool WeightsCache::MakeAhead(const Order& order, size_t ahead) {
   const size_t next = order.now.size() + ahead;
   if (next >= order.before.size()) return false;
   const uint32_t partition = order.before[next];
   if (copies_.contains(partition) || not_read_ahead_.contains(partition)) return true;
-  // Only what is needed later makes room.
+  // Only copies that are needed later are evicted.
   return pipeline_.IsPartitionDone(partition) && Make(partition, ahead + 1);
 }
 
 void WeightsCache::Prefetch() {
-  // What is asked for goes first.
+  // Wanted partitions are read first.
   if (!pieces_.empty() || std::ranges::any_of(wanted_, [this](uint32_t partition) {
         return !copies_.contains(partition);
       })) {
@@ -260,7 +260,8 @@ void WeightsCache::Prefetch() {
   for (const auto& [rank, order] : orders_) {
     if (order.is_same) going.push_back(&order);
   }
-  // What is needed first, of all ranks: else what one rank needs later fills the room of another's next.
+  // Partitions that any rank needs first are read first. Otherwise a partition that one rank needs later would fill the room of
+  // another rank's next partition.
   for (size_t ahead = 0; !going.empty(); ++ahead) {
     std::erase_if(going, [&](const Order* order) { return !MakeAhead(*order, ahead); });
   }

@@ -23,15 +23,15 @@
 
 namespace forebay::daemon {
 
-// A part of the weights arena, in which partitions have ranges. A fetch of one that is not there reads it
-// from its blocks on swap, page by page verified; then it stays until another needs its room. What is not
-// leased and is needed last, by the order in which the ranks fetched in the step before, goes first. Along
-// that order partitions are read ahead, into room that nothing needs earlier. Where a rank's order is another
-// than before, nothing is read ahead for it until the next step, and what was used longest ago goes first. What
-// could not be read ahead is read again when it is fetched, or in the next step.
+// A part of the weights arena, in which partitions have ranges. A fetch of a partition without a copy reads it from its blocks
+// on swap; each page is verified. The copy stays until another partition needs its room. Among copies without a lease, the
+// first to be evicted is the one that is needed last, by the order in which the ranks fetched in the step before. Along that
+// order, partitions are read ahead into room that nothing needs earlier. If a rank's order differs from the step before,
+// nothing is read ahead for it until the next step, and its partitions are evicted by last use. A partition whose read ahead
+// failed is read again when it is fetched, or in the next step.
 //
-// A copy is of the newest step that has updated the partition. Before blocks are written over (a step is
-// decided, masters are set) nothing may be on its way here: is_loading().
+// A copy has the weights of the newest step that has updated the partition. No read may be under way (is_loading()) when blocks
+// are about to be overwritten: when a step is decided, or masters are set.
 //
 // Ownership  What the constructor gets outlives it.
 class WeightsCache {
@@ -41,32 +41,32 @@ class WeightsCache {
 
   bool Holds(uint32_t partition) const { return pipeline_.map().is_on_swap(partition); }
 
-  // A rank, or a reader (none), fetches a partition for `step`: before Find, once for each fetch.
+  // Records that a rank, or a reader (none), fetches a partition for `step`. Called once for each fetch, before Find().
   void OnFetch(std::optional<uint32_t> rank, uint32_t partition, uint64_t step);
-  // All fetches that wait are asked about in one round. Where the weights are in the arena; nothing: they
-  // are wanted.
+  // One round asks about all fetches that wait. Find() returns the offset of the weights in the arena. Nothing: the weights are
+  // now wanted.
   //
-  // Errors  of their last read; the next round tries again.
+  // Errors  of the last read of the weights; the next round tries again.
   void BeginRound() { wanted_.clear(); }
   absl::StatusOr<std::optional<uint64_t>> Find(uint32_t partition);
-  // Whether there could be room for the partition beside copies of `kept`.
+  // True if there could be room for the partition beside the copies of `kept`.
   bool HasRoomBeside(std::span<const uint32_t> kept, uint32_t partition) const;
-  // Reads what is wanted, in the order of asking; without `begins` only what was begun.
+  // Begins to read the wanted partitions, in the order of asking. If `begins` is false, only reads that were begun continue.
   void EndRound(bool begins);
-  // Something that was wanted then has to wait until leases end.
+  // True if a partition that was wanted in the last EndRound() has to wait until leases end.
   bool lacks_room() const { return lacks_room_; }
-  // Reads what will be wanted.
+  // Reads ahead what the ranks are expected to fetch.
   void Prefetch();
   void OnLoaded(const TaskDone& done);
   bool is_loading() const { return !loads_.empty() || !pieces_.empty(); }
 
-  // Before anything else: what a lease of the daemon before is on stays where it is. False: it cannot be there.
+  // Restores the copy under a lease of the previous daemon, in its place. Called before anything else. False: the copy cannot
+  // be in that place.
   bool Adopt(const KeptLease& lease);
 
-  // A step is decided: copies from blocks that it writes are of before. They are forgotten, leased ones when
-  // their leases have ended.
+  // Forgets copies of partitions that the decided step updates. Leased copies are forgotten when their leases have ended.
   void ForgetUpdated();
-  // The block was written between steps.
+  // Forgets copies of partitions in a block that was written between steps, in the same way.
   void ForgetBlock(uint32_t block);
 
   uint32_t staging_slots() const { return static_cast<uint32_t>(loads_.size()); }
@@ -89,7 +89,7 @@ class WeightsCache {
     uint64_t bytes = 0;
     uint32_t path = 0;
   };
-  // What a rank fetches in a step, in order.
+  // Partitions that a rank fetches in a step, in order.
   struct Order {
     uint64_t step = 0;
     std::vector<uint32_t> now = {};
@@ -104,7 +104,8 @@ class WeightsCache {
   std::optional<uint64_t> FindRoom(std::pmr::vector<const Copy*> beside, uint64_t bytes) const;
   std::optional<uint64_t> FindRoom(uint64_t bytes) const;
   std::optional<uint32_t> ChooseVictim(uint64_t needed_in) const;
-  // How many fetches of a rank come before one of the partition; UINT64_MAX: none is expected.
+  // Number of expected fetches of a rank before its fetch of the partition, the least of all ranks; UINT64_MAX: no fetch is
+  // expected.
   uint64_t NextUse(uint32_t partition) const;
   bool IsWanted(uint32_t partition) const;
   void AddPieces(uint32_t partition, const Copy& copy);
@@ -117,11 +118,11 @@ class WeightsCache {
   StepPipeline& pipeline_;
   const LeaseTable& leases_;
   std::pmr::map<uint32_t, Copy> copies_;     // by partition
-  std::map<uint32_t, absl::Status> failed_;  // reads of wanted ones
-  std::set<uint32_t> not_read_ahead_;        // that failed when they were: until the next step
+  std::map<uint32_t, absl::Status> failed_;  // reads of wanted partitions
+  std::set<uint32_t> not_read_ahead_;        // reads ahead that failed: until the next step
   std::vector<uint32_t> wanted_;             // in the order of asking
   bool lacks_room_ = false;
-  std::pmr::deque<LoadWeights> pieces_;  // that have no staging slot yet
+  std::pmr::deque<LoadWeights> pieces_;  // without a staging slot yet
   std::pmr::map<TaskId, Load> loads_;
   std::map<uint32_t, Order> orders_;  // by rank
   uint64_t uses_ = 0;
