@@ -96,7 +96,7 @@ constexpr std::array kKeys = {
               "whether a kernel is refused that does not tell when a client's process ends"},
 };
 
-// Where a value stands, for messages.
+// Place of a value in the settings, for messages.
 struct Place {
   std::string text;  // "forebay.toml:12" or "--set"
   std::string key;
@@ -121,7 +121,7 @@ size_t EditDistance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-// The key that was meant; none where every key has more than a few letters to change.
+// Returns a hint with the nearest key. Returns an empty text if the nearest key differs by more than a few letters.
 std::string HintForUnknown(std::string_view key) {
   const auto distance = [&](const ConfigKey& known) { return EditDistance(key, known.name); };
   const ConfigKey& nearest = std::ranges::min(kKeys, {}, distance);
@@ -164,7 +164,7 @@ absl::StatusOr<uint64_t> NumberOf(const toml::node& node, const Place& place, Ra
   return static_cast<uint64_t>(*number);
 }
 
-// One of a few words.
+// Parses one of a few words.
 template <typename Value>
 absl::StatusOr<Value> WordOf(const toml::node& node, const Place& place,
                              std::initializer_list<std::pair<std::string_view, Value>> words) {
@@ -421,7 +421,7 @@ std::span<const ConfigKey> ConfigKeys() { return kKeys; }
 
 absl::Status LoadConfigFile(const std::string& path, Config& config) {
   std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored)) {  // which reads as an empty file
+  if (std::filesystem::is_directory(path, ignored)) {  // a folder reads as an empty file
     return MakeError(ErrorId::kConfig, absl::StrCat(path, ": is a directory"), "name a TOML file");
   }
   if (::access(path.c_str(), R_OK) != 0) {

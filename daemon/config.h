@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a person may set: a TOML file, then `--set key=value` on top of it.
+// Settings of the daemon: a TOML file, then `--set key=value` on top of it.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@ namespace forebay::daemon {
 
 enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
 
-// What a daemon does on a kernel without pidfd_open(2).
+// Behaviour of a daemon on a kernel without pidfd_open(2).
 enum class PidfdPolicy : uint8_t {
   kRequired,    // does not start
   kBestEffort,  // as ControlPlaneOptions::serves_without_pidfds
@@ -34,35 +34,36 @@ struct Config {
   std::string socket_operators;
   // 0: half of what the control group or the machine has.
   uint64_t dram_limit_bytes = 0;
-  uint32_t dram_job_percent = 100;  // of the limit, that one job may take
-  uint64_t dram_uid_bytes = 0;      // that the jobs of one user may take; 0: no quota
-  uint64_t swap_uid_bytes = 0;      // the same
+  uint32_t dram_job_percent = 100;  // percent of the limit that one job may take
+  uint64_t dram_uid_bytes = 0;      // bytes that the jobs of one user may take; 0: no quota
+  uint64_t swap_uid_bytes = 0;      // likewise; 0: no quota
   std::vector<std::string> swap_paths;
   std::vector<uint64_t> swap_capacity_bytes;  // one for all paths, or one per path
   uint64_t swap_staging_bytes = 0;            // 0: two slots per worker and four more
-  std::vector<uint64_t> swap_limit_rate;      // bytes a second, the same; empty: none
-  uint64_t swap_ledger_bytes = 0;             // room for a ledger; 0: by the capacity
+  // bytes a second, one for all paths or one per path; empty: no limit
+  std::vector<uint64_t> swap_limit_rate;
+  uint64_t swap_ledger_bytes = 0;  // bytes for a ledger; 0: chosen by the capacity
   nvme::FileLife swap_life = nvme::FileLife::kKept;
   // Not a key: kReclaim gives up durable jobs that the paths hold.
   nvme::OpenMode swap_mode = nvme::OpenMode::kRecover;
   // Not a key: kAdopted takes over a volume that was last used elsewhere.
   OtherPlace swap_other_place = OtherPlace::kRefused;
-  // Not a key: what is kept of swap paths that are block devices is here; empty: nothing is.
+  // Not a key: folder with the records of swap paths that are block devices; empty: there are no such records.
   std::string state_folder;
   // Not a key: swap.endurance is set, which has no effect.
   bool sets_endurance = false;
-  std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // of a transfer
-  // Measures paths that keep no rates; kept files alone.
+  std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // deadline of a transfer
+  // True if swap paths without recorded rates are measured; only with swap.life = "kept".
   bool swap_probe = true;
   nvme::EngineChoice io_engine = nvme::EngineChoice::kAuto;
   uint32_t workers = 0;          // 0: one per physical core
-  std::vector<int> update_cpus;  // of the workers; empty: all that the daemon may use
-  int update_numa_node = -1;     // whose CPUs they use; -1: not bound to one
+  std::vector<int> update_cpus;  // CPUs of the workers; empty: all that the daemon may use
+  int update_numa_node = -1;     // NUMA node whose CPUs the workers use; -1: not bound to one
   int update_nice = 5;           // weight of the workers against other processes
   std::string update_target = "best";
   uint64_t block_elems = uint64_t{1} << 20;
-  protocol::Durability durability;  // of jobs that do not say
-  // Jobs of level memory have the room of level epoch, and are durable when the daemon stops.
+  protocol::Durability durability;  // durability of jobs that do not choose one
+  // Jobs of level memory get the swap space of level epoch, and become durable when the daemon stops.
   bool durable_at_stop = false;
   std::chrono::milliseconds reader_lease_max = std::chrono::seconds(10);
   LogLevel log_level = LogLevel::kInfo;
@@ -70,10 +71,10 @@ struct Config {
   PidfdPolicy pidfd = PidfdPolicy::kRequired;
 };
 
-// One key, for help and for the search of the nearest one.
+// A key, for help texts and for the search of the nearest key.
 struct ConfigKey {
   std::string_view name;   // "dram.limit"
-  std::string_view value;  // what it takes: "size", "path", "auto | io_uring | threads"
+  std::string_view value;  // kind of its value: "size", "path", "auto | io_uring | threads"
   std::string_view help;
 };
 

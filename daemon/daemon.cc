@@ -54,9 +54,9 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Of a probe of all swap paths; one request that takes much longer than those before it ends after it.
+// Time limit of a probe of all swap paths. A request that takes much longer than those before it ends after the limit.
 constexpr std::chrono::seconds kProbeLimit(8);
-// Of the last ledger of a daemon that hands its jobs over.
+// Time limit of the last ledger of a daemon that hands its jobs over.
 constexpr std::chrono::seconds kLastLedgerLimit(5);
 
 // Raises soft limits to the hard ones, which are the service manager's to set. Returns how many
@@ -88,7 +88,7 @@ void SayWhatIsNotPinned(const Config& config, uint64_t dram_limit_bytes) {
       protocol::FormatBytes(limit.rlim_cur), protocol::FormatBytes(dram_limit_bytes));
 }
 
-// Half of what the control group or the machine has, unless the configuration says otherwise.
+// Returns the configured limit, or half of the memory that the control group or the machine has.
 //
 // Errors  E_CONFIG  above either: the kernel would end the daemon.
 absl::StatusOr<uint64_t> DramLimit(uint64_t configured_bytes,
@@ -137,7 +137,7 @@ absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
                    "name CPUs that the daemon may run on, or leave the key out");
 }
 
-// All of a daemon that nobody else sees.
+// State of a daemon that nobody else sees.
 struct Prepared {
   std::optional<gid_t> operators;
   uint32_t connections_per_uid_max;
@@ -147,7 +147,7 @@ struct Prepared {
   std::optional<SwapSpaceOptions> swap;
 };
 
-// A job that is durable when the daemon stops has the swap of one that is durable now and then.
+// A job that becomes durable when the daemon stops gets the swap of a job that is durable now and then.
 protocol::Durability LeastDurability(const Config& config) {
   if (!config.durable_at_stop) return {};
   return {.level = protocol::DurabilityLevel::kEpoch, .steps = protocol::Durability::kStepsMax};
@@ -260,8 +260,7 @@ absl::StatusOr<Prepared> Prepare(const Config& config) {
   return prepared;
 }
 
-// The kernel may still read and write the memory of requests in flight, so it stays until the process
-// ends.
+// The kernel may still read and write the memory of requests in flight, so the memory is retained until the process ends.
 void AbandonSwap(std::unique_ptr<SwapSpace> swap, std::unique_ptr<nvme::IoEngine> engine) {
   struct Abandoned {
     std::unique_ptr<SwapSpace> swap;
@@ -294,7 +293,7 @@ struct Daemon::State {
   std::unique_ptr<TaskRunner> runner;
   std::unique_ptr<Executor> executor;
   const std::shared_ptr<Probe> probe = std::make_shared<Probe>();
-  bool stopping = false;  // the loop thread's
+  bool stopping = false;  // used by the loop thread
   std::thread loop;
   std::unique_ptr<ControlPlane> control;
 };
@@ -346,7 +345,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   }
   std::vector<AdoptedArenas> adopted =
       AdoptJobs(handed_over, recorded, state->swap.get(), options.arenas, left, options.state);
-  // Those that did not come to rest in time, or all where the daemon before was killed.
+  // Adopts jobs that did not become quiescent in time, or all jobs if the daemon before was killed.
   for (AdoptedArenas& of_killed : AdoptKilled(std::move(recorded), state->swap.get(), staging,
                                               options.arenas, left, options.state)) {
     adopted.push_back(std::move(of_killed));
@@ -361,7 +360,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
   if (forget) RETURN_IF_ERROR(forget(state->executor->StoredNames()));
   state->executor->OwnAdopted();
-  // By the loop's thread: what it begins may be I/O. Nobody can have asked for anything before.
+  // The loop thread resumes updates because that may start I/O. No client can have asked for anything before.
   FOREBAY_CHECK(state->inbox->Push([](Executor& executor) { executor.ResumeUpdates(); }));
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;
@@ -454,7 +453,7 @@ void Daemon::Stop() {
     executor.EndDisconnected(UINT64_MAX);
   }));
   state_->loop.join();
-  // The work in flight ends before what it works on.
+  // Ends the work in flight before the memory that it uses.
   state_->runner.reset();
   state_->executor.reset();
   if (state_->swap != nullptr && state_->swap->in_flight() > 0) {

@@ -17,9 +17,9 @@
 
 namespace forebay::daemon {
 
-// What the daemon counts for itself in dram.limit: heap and stacks, without the tables of jobs, which
-// admission counts job by job, and without what a connection takes (control_plane.h), which nothing
-// counts. Measured: 1.3 MiB after the start, 2.5 MiB at work; 12 KiB for each worker that waits. A scrub takes 256 KiB.
+// Private memory that the daemon counts for itself in dram.limit: heap and stacks. Tables of jobs are not part of it, because
+// admission counts them job by job. Memory of connections (control_plane.h) is not counted at all. Measured: 1.3 MiB after the
+// start, 2.5 MiB at work; 12 KiB for each worker that waits. A scrub takes 256 KiB.
 constexpr uint64_t PrivateBytes(uint64_t workers) {
   return (uint64_t{4} << 20) + workers * (uint64_t{64} << 10);
 }
@@ -36,21 +36,22 @@ class Daemon {
   //         E_UNSUPPORTED                             jobs.durability without swap that is kept.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   //
-  // `left`: what the daemon before this one has handed over, or had when it was killed; its jobs go on. Where something
-  // of it cannot be used, the log says why, and those jobs come back from the disk if they are there. `forget` is called
-  // before a byte of it changes, so that nobody finds it again but those of these names; its error is this call's.
-  // `store`: while the daemon runs, all that its jobs go on from where it is killed. Without it they end with it.
+  // `left`: descriptors that the daemon before this one has handed over, or had when it was killed. Its jobs continue. If a job
+  // cannot continue, the log says why, and the job is recovered from the disk if it is durable there. `forget` is called before
+  // a byte of the arenas changes, so that no other daemon finds them again, except those whose names it gets; its error is
+  // returned. `store` gets the descriptors from which jobs continue if this daemon is killed. Without `store` the jobs end with
+  // the daemon.
   using Forget = absl::AnyInvocable<absl::Status(const std::set<std::string>& kept)>;
   static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config,
                                                        DescriptorsByName left = {},
                                                        Forget forget = {},
                                                        DescriptorStore store = {});
 
-  // What Start() refuses before it touches the socket and the swap paths.
+  // Makes the checks of Start() that come before the socket and the swap paths are touched.
   static absl::Status Check(const Config& config);
 
-  // The durable jobs that the swap paths hold, which Config::swap_mode kReclaim gives up: "2 jobs: gpt at step 41, ...";
-  // empty where there are none. Nothing is changed.
+  // Returns the durable jobs that the swap paths hold, which Config::swap_mode kReclaim gives up: "2 jobs: gpt at step 41,
+  // ...". Returns an empty text if there are none. Nothing is changed.
   //
   // Errors  of FindDurableJobs: there may be some.
   static absl::StatusOr<std::string> DurableJobs(const Config& config);
@@ -62,7 +63,7 @@ class Daemon {
   // Errors  Those of ScrubPaths and nvme::CreateIoEngine. E_CONFIG: there are no swap paths.
   static absl::StatusOr<ScrubReport> Scrub(const Config& config);
 
-  // The jobs of such a report with their durable steps; no slot is read.
+  // Returns the durable jobs with their steps in the form of Scrub(); no slot is read.
   //
   // Errors  of WithSizes and FindDurableJobs. E_CONFIG: there are no swap paths.
   static absl::StatusOr<ScrubReport> ListJobs(const Config& config);
@@ -71,26 +72,26 @@ class Daemon {
   Daemon& operator=(const Daemon&) = delete;
   ~Daemon();  // Stop()
 
-  // Before Stop(): jobs come to rest, `keep` is called on the loop thread with the descriptors by which the next daemon
-  // finds them, and their ranks hear that they are to attach again. A job in the middle of a step, which goes on, is waited for
-  // up to `limit`; after it the status is E_TIMEOUT: from its record the next daemon goes on with it where this process ends
-  // at once, without Stop(). So with all where `keep` fails. Where `keep` is null nothing is kept, and jobs come to rest only
-  // where the newest step of one at a durable level is not durable yet. `on_wait` is called about once a second
-  // meanwhile; where it returns false, nothing is waited for. Of the thread of Start().
+  // Makes the jobs quiescent before Stop(). `keep` is called on the loop thread with the descriptors by which the next daemon
+  // finds the jobs, and ranks are notified to attach again. A job in the middle of a step is waited for up to `limit`; after
+  // that the status is E_TIMEOUT. The next daemon continues such a job from its record if this process then ends at once,
+  // without Stop(). The same holds for all jobs if `keep` fails. If `keep` is null, nothing is retained in memory, and the jobs
+  // become quiescent only if the newest step of a job at a durable level is not durable yet. `on_wait` is called about once a
+  // second during the wait; if it returns false, the wait ends. For the thread of Start().
   absl::Status HandOver(KeepDescriptors keep, std::chrono::seconds limit,
                         absl::AnyInvocable<bool()> on_wait);
 
   // Ends all sessions, waits for work in flight, removes the socket. A repeat does nothing.
   void Stop();
 
-  // An eventfd that becomes readable where the daemon cannot go on by itself (its log says why).
+  // An eventfd that becomes readable if the daemon cannot continue by itself (its log says why).
   int failure_fd() const;
 
-  // Whether loop and control thread have both answered the probe of the call before; sends the next
-  // one. True at the first call. For the thread of Start().
+  // True if the loop thread and the control thread have both answered the probe of the previous call. Sends the next probe.
+  // True at the first call. For the thread of Start().
   bool MadeProgress();
 
-  const Config& config() const;  // as it runs: defaults filled in
+  const Config& config() const;  // with defaults filled in
 
  private:
   struct State;

@@ -25,9 +25,9 @@ using protocol::ErrnoText;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// What $FDSTORE says. systemd sets it since version 254, to FileDescriptorStoreMax=; the unit sets it
-// to the same for older ones. Where nobody says so, the answer is no: a service manager that keeps none
-// does not refuse the descriptors, it closes them, and the memory of the jobs would be gone without a word.
+// Returns the number in $FDSTORE, or 0. systemd sets the variable since version 254, to FileDescriptorStoreMax=; the unit sets
+// it to the same number for older versions. Without the variable the answer is 0, because a service manager without a store
+// does not refuse descriptors: it closes them, and the memory of the jobs would be lost without an error.
 uint64_t FdsMax(const FdStoreEnvironment& environment) {
   if (environment.notify_socket == nullptr || *environment.notify_socket == '\0') return 0;
   uint32_t fds_max = 0;
@@ -48,13 +48,14 @@ absl::Status NoStore() {
       "set FileDescriptorStoreMax= and Environment=FDSTORE= in the unit, to one number");
 }
 
-// One descriptor that was handed over at start.
+// A descriptor that was handed over at start.
 struct Handed {
   std::string name;
   int fd = -1;
 };
 
-// From number 3 on, as many as LISTEN_FDS says, where LISTEN_PID is this process; "unknown" without a name.
+// Returns the descriptors from number 3 on, as many as LISTEN_FDS says, if LISTEN_PID is this process. A descriptor without a
+// name is "unknown".
 // Source  sd_listen_fds_with_names(3).
 std::vector<Handed> HandedDescriptors(const FdStoreEnvironment& environment) {
   constexpr int kFirst = 3;
@@ -92,7 +93,7 @@ FdStore FdStore::Take(const FdStoreEnvironment& environment) {
   for (const Handed& handed : HandedDescriptors(environment)) {
     const std::string_view name = handed.name;
     if (!name.starts_with(kPrefix)) continue;
-    // Keep() leaves one of each name; a second one is closed here.
+    // The store has one descriptor of each name; a second one is closed here.
     store.taken_.emplace(name.substr(kPrefix.size()), handed.fd);
   }
   store.to_forget_ = store.names();

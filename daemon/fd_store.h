@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Descriptors that outlive this process: the service manager keeps them for the next one.
+// Descriptors that outlive this process: the service manager stores them for the next one.
 #pragma once
 
 #include <chrono>
@@ -20,8 +20,9 @@
 
 namespace forebay::daemon {
 
-// Weights, states and step arena of a job, its record, and the next one; the gradient arena of a session and its process, and
-// those of one of the daemon before that has not come back; the ledger, and room. FileDescriptorStoreMax= of the unit is this sum.
+// Descriptors of a job: weights, states and step arena, its record, and the next record. Descriptors of a session: its gradient
+// arena and its process, and those of a session of the daemon before that was not continued. Descriptors of the node: the
+// ledger, and room for more. FileDescriptorStoreMax= of the unit is the sum.
 inline constexpr uint32_t kStoredFdsPerJob = 5;
 inline constexpr uint32_t kStoredFdsPerSession = 4;
 inline constexpr uint32_t kStoredFdsOfNode = 16;
@@ -37,8 +38,8 @@ struct FdStoreEnvironment {
   const char* listen_fdnames = nullptr;  // LISTEN_FDNAMES
 };
 
-// The part of the service manager's store that is ours. Ours are the names with kPrefix, which callers
-// leave out; descriptors of other names (sockets that it listens on for us) are left alone.
+// The descriptors of this service in the service manager's store. They have names with kPrefix, which callers omit. Descriptors
+// with other names (sockets that the service manager listens on for us) are not touched.
 //
 //   start  Take(); the caller decodes; Forget(), before it changes a byte; Release() each.
 //   then   Keep() and Drop(), as memory comes and goes.
@@ -54,21 +55,22 @@ class FdStore {
   // Without the prefix; systemd takes 255 with it.
   static constexpr size_t kNameBytesMax = 200;
 
-  // What was handed over at start: each close-on-exec, the variables LISTEN_* unset, so that no child takes them for its own.
+  // Takes the descriptors that were handed over at start. Sets close-on-exec on each, and unsets the variables LISTEN_*, so
+  // that no child uses them.
   static FdStore Take(const FdStoreEnvironment& environment);
 
-  // Whether the service manager keeps descriptors of this service.
+  // True if the service manager stores descriptors of this service.
   bool is_available() const { return fds_max_ > 0; }
-  // How many of them.
+  // Number of descriptors that it stores at most.
   uint64_t fds_max() const { return fds_max_; }
 
-  // Of the descriptors that were taken and not released, ascending.
+  // Names of the descriptors that were taken and not released, ascending.
   std::vector<std::string> names() const;
-  // The caller owns it; not valid: none of that name.
+  // Gives the descriptor to the caller. The result is not valid if there is none with that name.
   protocol::UniqueFd Release(std::string_view name);
 
-  // Removes from the store all that was taken but `kept`, and waits until they are: a process that starts after
-  // a crash of this one does not find them. Without any it does nothing.
+  // Removes from the store all descriptors that were taken, except `kept`, and waits until they are removed: a process that
+  // starts after a crash of this one does not find them. Does nothing if none were taken.
   //
   // Errors  as Flush; some may be in the store still.
   absl::Status Forget(std::chrono::microseconds timeout, const std::set<std::string>& kept = {});
@@ -82,12 +84,12 @@ class FdStore {
   //         E_INTERNAL     the name breaks its rule, or the message was not sent.
   absl::Status Keep(std::string_view name, int fd);
 
-  // Removes what Keep() has put there, or Forget() left; of another name nothing.
+  // Removes a descriptor that Keep() has added, or that Forget() has retained. Ignores other names.
   //
   // Errors  E_INTERNAL  the message was not sent.
   absl::Status Drop(std::string_view name);
 
-  // Waits until the service manager has done all of the above.
+  // Waits until the service manager has handled all messages above.
   //
   // Errors  E_UNSUPPORTED  there is none.
   //         E_TIMEOUT      it has not answered in time; it may still do so.
@@ -101,7 +103,7 @@ class FdStore {
   Notifier notifier_;
   uint64_t fds_max_ = 0;
   std::map<std::string, protocol::UniqueFd, std::less<>> taken_;
-  // Without prefix: what Forget() removes, what Keep() has put there.
+  // Names without prefix: descriptors that Forget() removes, and descriptors that Keep() has added.
   std::vector<std::string> to_forget_;
   std::set<std::string, std::less<>> kept_;
 };

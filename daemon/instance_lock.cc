@@ -64,7 +64,7 @@ absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Acquire(
   for (int i = 0; i < kTriesMax; ++i) {
     UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644));
     if (!fd.valid()) return Failed(absl::StrCat("open ", path));
-    // Of the open file, not the process: it also holds between two daemons of one process.
+    // The lock belongs to the open file, not to the process: it also holds between two daemons of one process.
     struct flock lock = {};
     lock.l_type = F_WRLCK;
     lock.l_whence = SEEK_SET;

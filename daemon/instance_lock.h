@@ -13,8 +13,8 @@
 
 namespace forebay::daemon {
 
-// Holds `PATH.lock`, which names the daemon's process id, until it dies; the kernel lets go of it
-// however the process ends.
+// Holds `PATH.lock`, which names the daemon's process id, until it is destroyed. The kernel releases the lock however the
+// process ends.
 class InstanceLock {
  public:
   // Errors  E_BUSY    another daemon holds it; its process id.
@@ -35,7 +35,7 @@ class InstanceLock {
 // A Unix socket in the file system.
 class ListeningSocket {
  public:
-  // Listens at `path` with these permission bits from the first moment; what lay there is replaced.
+  // Listens at `path` with these permission bits from the first moment. Replaces a file at `path`.
   //
   // Errors  E_CONFIG  the path is too long, or a call fails; errno.
   static absl::StatusOr<std::unique_ptr<ListeningSocket>> Create(const std::string& path,

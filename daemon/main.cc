@@ -49,10 +49,10 @@ using forebay::daemon::LogLevel;
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
 
-// Within TimeoutStopSec= of the unit, with what comes after.
+// Time limit of a hand-over; it fits into TimeoutStopSec= of the unit with the steps that follow.
 constexpr std::chrono::seconds kHandOverLimit(45);
 constexpr std::chrono::seconds kMakeDurableLimit(10);
-// By SIGINT, which comes from a person or from `forebay run`: a second one ends it.
+// Time limit of a stop by SIGINT, which comes from a person or from `forebay run`. A second SIGINT ends the wait.
 constexpr std::chrono::seconds kInterruptedLimit(3600);
 constexpr std::chrono::seconds kStoreLimit(5);
 
@@ -81,7 +81,7 @@ std::string KeysHelp() {
   return help;
 }
 
-// The exit status where there is nothing more to do.
+// Returns the exit status if there is nothing more to do.
 std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
   CLI::App app("Serves training jobs on this node", "forebayd");
   app.footer(KeysHelp());
@@ -132,7 +132,7 @@ absl::StatusOr<Config> ReadConfig(const CommandLine& line) {
   return config;
 }
 
-// Of a list with colons, as systemd gives it.
+// Returns the first folder of a list with colons, the form in which systemd gives folders.
 std::string FirstFolder(std::string_view folders) {
   return std::string(folders.substr(0, folders.find(':')));
 }
@@ -152,7 +152,7 @@ void SetUpLog(LogLevel level) {
   }
 }
 
-// On a terminal the person there says whether durable jobs may go; elsewhere --reclaim has said so.
+// On a terminal the person decides whether durable jobs may be given up; without a terminal --reclaim has decided.
 bool MayReclaim(const absl::StatusOr<std::string>& jobs) {
   if (jobs.ok() && jobs->empty()) return true;
   const std::string lost = jobs.ok() ? *jobs
@@ -180,17 +180,17 @@ int Print(const absl::StatusOr<forebay::daemon::ScrubReport>& report) {
   return report->is_clean() ? 0 : kExitError;
 }
 
-// What the service manager has said, and what hears from us.
+// Connection with the service manager: messages, watchdog and store of descriptors.
 struct Service {
   forebay::daemon::Notifier notifier;
   std::chrono::microseconds watchdog_limit;
   FdStore store;
 };
 
-// Until a signal asks for the end (true) or the daemon fails (false). Meanwhile the service manager
-// hears that both threads make progress.
+// Waits until a signal asks for the end (true) or the daemon fails (false). Tells the service manager meanwhile that both
+// threads make progress.
 bool WaitForEnd(Daemon& daemon, const Service& service, int signals_fd) {
-  // Twice within the limit.
+  // The watchdog is notified twice within the limit.
   const auto limit =
       std::chrono::duration_cast<std::chrono::milliseconds>(service.watchdog_limit / 2);
   const int period_ms = limit.count() == 0 ? -1 : std::max(1, static_cast<int>(limit.count()));
@@ -205,7 +205,8 @@ bool WaitForEnd(Daemon& daemon, const Service& service, int signals_fd) {
   }
 }
 
-// A service manager that takes its time has the request all the same.
+// Forgets the descriptors that are not in `kept`. A timeout is no error: the service manager has the request and will handle
+// it.
 absl::Status ForgetLeft(FdStore& store, const std::set<std::string>& kept) {
   const absl::Status status = store.Forget(kStoreLimit, kept);
   if (forebay::protocol::IdOf(status) != forebay::protocol::ErrorId::kTimeout) return status;
@@ -213,7 +214,7 @@ absl::Status ForgetLeft(FdStore& store, const std::set<std::string>& kept) {
   return absl::OkStatus();
 }
 
-// For the time that the daemon runs.
+// Functions of the store for the time that the daemon runs.
 forebay::daemon::DescriptorStore StoreOf(FdStore& store) {
   if (!store.is_available()) return {};
   return {.keep = [&store](const std::string& name, int fd) { return store.Keep(name, fd); },
@@ -224,14 +225,14 @@ forebay::daemon::DescriptorStore StoreOf(FdStore& store) {
               }};
 }
 
-// The next signal that has come; 0: none.
+// Returns the next signal that has arrived; 0: none.
 int ReadSignal(int signals_fd) {
   signalfd_siginfo info{};
   if (::read(signals_fd, &info, sizeof(info)) != sizeof(info)) return 0;
   return static_cast<int>(info.ssi_signo);
 }
 
-// While the daemon ends: the service manager hears that it makes progress, and a signal ends the wait.
+// Called while the daemon ends: tells the service manager that the daemon makes progress. A signal ends the wait.
 auto OnWait(Daemon& daemon, const Service& service, int signals_fd) {
   return [&daemon, &service, signals_fd] {
     if (daemon.MadeProgress()) service.notifier.Watchdog();
@@ -239,9 +240,9 @@ auto OnWait(Daemon& daemon, const Service& service, int signals_fd) {
   };
 }
 
-// The jobs stay in memory for the next daemon, where the service manager keeps descriptors for it. A second signal
-// ends the wait for jobs that are in the middle of a step. Where some of them do not come to rest, or the store has no room,
-// this does not return.
+// Retains the jobs in memory for the next daemon, if the service manager stores descriptors for it. A second signal ends the
+// wait for jobs that are in the middle of a step. Does not return if some jobs do not become quiescent, or if the store has no
+// room.
 void HandOver(Daemon& daemon, Service& service, int signals_fd) {
   const auto keep = [&store =
                          service.store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
@@ -255,12 +256,12 @@ void HandOver(Daemon& daemon, Service& service, int signals_fd) {
   if (status.ok()) return;
   spdlog::warn("the others go on as after a kill of this daemon: {}",
                forebay::protocol::FormatError(status));
-  // As a kill: what the store has of them, and what it says, stays true.
+  // Ends the process like a kill: the stored descriptors and records of the jobs stay valid.
   std::_Exit(0);
 }
 
-// Without a store of descriptors the next daemon reads jobs from swap: writes the newest step of each durable job there. A
-// second signal ends the wait.
+// Writes the newest step of each durable job to swap, from which the next daemon reads the jobs if there is no store of
+// descriptors. A second signal ends the wait.
 void MakeDurable(Daemon& daemon, const Service& service, std::chrono::seconds limit,
                  int signals_fd) {
   const absl::Status status = daemon.HandOver(nullptr, limit, OnWait(daemon, service, signals_fd));
@@ -276,7 +277,7 @@ int Serve(const Config& config, Service& service) {
   sigaddset(&signals, SIGINT);
   ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   ::signal(SIGPIPE, SIG_IGN);
-  ::signal(SIGIO, SIG_IGN);    // of leases on files, see pinned_mem
+  ::signal(SIGIO, SIG_IGN);    // signal of leases on files, see pinned_mem
   ::signal(SIGXFSZ, SIG_IGN);  // a write beyond the limit of a file's size fails with EFBIG
   const forebay::protocol::UniqueFd signals_fd(
       ::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
@@ -296,7 +297,7 @@ int Serve(const Config& config, Service& service) {
   service.notifier.Stopping();
   // The loop thread has ended: a clean stop would wait for it permanently.
   if (!asked) std::_Exit(kExitError);
-  // SIGINT ends the jobs that are in memory alone: nobody is to go on with them.
+  // SIGINT ends the jobs that are in memory alone: no daemon is to continue them.
   const int signal = ReadSignal(signals_fd.get());
   if (signal == SIGTERM && store.is_available()) {
     HandOver(**daemon, service, signals_fd.get());
@@ -312,8 +313,8 @@ int Serve(const Config& config, Service& service) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Fixed: by default glibc raises it to the largest piece that was ever freed, and keeps what a layout took that
-  // came with an attach: megabytes that dram.limit does not count.
+  // The threshold is fixed. By default glibc raises it to the largest piece that was ever freed, and then retains the memory of
+  // a layout that came with an attach: megabytes that dram.limit does not count.
   (void)::mallopt(M_MMAP_THRESHOLD, 128 << 10);
   CommandLine line;
   if (const std::optional<int> exit_status = Parse(argc, argv, line)) return *exit_status;

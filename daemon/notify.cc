@@ -52,7 +52,7 @@ int Notifier::Barrier(std::chrono::microseconds timeout) const {
   const UniqueFd read_end(ends[0]);
   UniqueFd write_end(ends[1]);
   if (const int error = Send("BARRIER=1", write_end.get()); error != 0) return error;
-  // The service manager's is the last one: when it closes that, all before is done.
+  // The service manager has the last write end: when it closes that one, it has handled all messages before.
   write_end.Reset();
   pollfd watched{.fd = read_end.get(), .events = 0, .revents = 0};
   using Clock = std::chrono::steady_clock;

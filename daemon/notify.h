@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages to the service manager; where it does not listen they are dropped.
+// Messages to the service manager. They are dropped if it does not listen.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ namespace forebay::daemon {
 class Notifier {
  public:
   Notifier() = default;
-  // The variable as main() has read it: a path, or '@' and an abstract name; null or empty: nobody listens.
+  // `socket`: the variable as main() has read it, a path, or '@' and an abstract name. Null or empty: nobody listens.
   explicit Notifier(const char* socket) : socket_(socket == nullptr ? "" : socket) {}
 
   bool HasListener() const { return !socket_.empty(); }
@@ -25,18 +25,18 @@ class Notifier {
   void Stopping() const { (void)Send("STOPPING=1"); }
   void Watchdog() const { (void)Send("WATCHDOG=1"); }
 
-  // One message, with a descriptor (-1: none), which the caller may close afterwards. An errno: not sent; 0 also
-  // without a listener.
+  // Sends one message with a descriptor (-1: none), which the caller may close afterwards. Returns an errno if the message was
+  // not sent; 0 if it was sent, or if nobody listens.
   int Send(std::string_view message, int fd = -1) const;
-  // Waits until all messages before were handled. ETIMEDOUT, or another errno.
+  // Waits until all earlier messages were handled. Returns 0, ETIMEDOUT or another errno.
   int Barrier(std::chrono::microseconds timeout) const;
 
  private:
   std::string socket_;
 };
 
-// How long the service manager waits for Watchdog() before it ends this process; 0: it does not. Of $WATCHDOG_USEC
-// and $WATCHDOG_PID; null: not set.
+// Returns the time that the service manager waits for Watchdog() before it ends this process; 0: it does not wait. Arguments:
+// $WATCHDOG_USEC and $WATCHDOG_PID; null: not set.
 std::chrono::microseconds WatchdogLimit(const char* usec, const char* pid);
 
 }  // namespace forebay::daemon

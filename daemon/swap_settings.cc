@@ -24,7 +24,7 @@ using protocol::MakeError;
 
 constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
 
-// Room for a block of AdamW in the default formats; others get blocks that fit (memory_plan.h).
+// Bytes for a block of AdamW in the default formats. Other jobs get blocks that fit (memory_plan.h).
 uint64_t StagingSlotBytes(uint64_t block_elems) {
   uint64_t slot_bytes = 0;
   for (const auto& [format, dtype] :
@@ -37,7 +37,7 @@ uint64_t StagingSlotBytes(uint64_t block_elems) {
   return slot_bytes;
 }
 
-// One size for all, or one a path; 0: none is given.
+// Returns the size for a path out of one size for all paths, or one for each path; 0: none is given.
 uint64_t SizeOfPath(const std::vector<uint64_t>& sizes, size_t path) {
   if (sizes.size() == 1) return sizes.front();
   return path < sizes.size() ? sizes[path] : 0;

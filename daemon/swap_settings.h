@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the configuration says of swap, and of jobs that outlive the daemon there.
+// Settings of swap, and of jobs that outlive the daemon there.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ namespace forebay::daemon {
 
 std::vector<nvme::PathOptions> SwapPathsOf(const Config& config);
 
-// Of a configuration that CheckConfig() accepts and that has swap paths; without rates.
+// Returns the options of the swap space without rates. `config` must pass CheckConfig() and have swap paths.
 //
 // Errors  E_CONFIG  swap.staging holds fewer blocks than a step needs.
 absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPolicy& arenas,
                                              uint32_t workers);
 
-// Why no job can be durable.
+// Returns the reason why no job can be durable, or OK.
 //
 // Errors  E_UNSUPPORTED  there is no swap, its files are unlinked, or a path is in memory.
 absl::Status WhyNotDurable(const Config& config);

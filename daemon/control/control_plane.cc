@@ -34,12 +34,14 @@
 namespace forebay::daemon {
 namespace {
 
-constexpr uint32_t kEventsPerTurn = 64;  // of kj, then the sockets are looked at: nobody starves
+// kj events in one turn; then sockets are polled, so that no client starves
+constexpr uint32_t kEventsPerTurn = 64;
 constexpr int kAcceptsPerTurn = 64;
-constexpr size_t kGroupsMax = 1024;  // of a peer; who has more is no operator
-// After a failed accept: no descriptor is left.
+// groups of a peer that are read; a peer with more is no operator
+constexpr size_t kGroupsMax = 1024;
+// Pause after a failed accept: no descriptor is left.
 constexpr auto kAcceptPause = 100 * kj::MILLISECONDS;
-// For relays at the end; one that is held is left to the end of the process.
+// Time that the end waits for relays. A relay that takes longer is left to the end of the process.
 constexpr std::chrono::milliseconds kRelaysEndLimit{1000};
 
 // Everything that dies with a connection, in the order in which it was made.
@@ -81,7 +83,7 @@ struct LiveConnection {
   kj::Own<kj::UnixEventPort::FdObserver> observer;
 };
 
-// The last to go: connections that were never accepted are closed with it.
+// Destroyed last: connections that were never accepted are closed with it.
 struct Listener {
   ~Listener() {
     CloseUnread(std::move(fd)).IgnoreError();
@@ -121,7 +123,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   }
 
  private:
-  // The observer is armed before the queue is emptied: what comes in between wakes it again.
+  // The observer is armed before the queue is emptied: an answer that arrives in between wakes the observer again.
   kj::Promise<void> DrainAnswers() {
     auto next = answers_.whenBecomesReadable();
     protocol::DrainDoorbell(context_.replies.fd());
@@ -129,7 +131,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     return next.then([this] { return DrainAnswers(); });
   }
 
-  // As in DrainAnswers: armed before the listener is emptied.
+  // The observer is armed before the listener is emptied: a client that arrives in between wakes the observer again.
   kj::Promise<void> AcceptNext() {
     auto next = listening_.whenBecomesReadable();
     for (int i = 0; i < kAcceptsPerTurn; ++i) {
@@ -154,10 +156,10 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     ::getsockopt(client.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length);
     protocol::UniqueFd pidfd = protocol::PeerPidfd(client.get(), peer.pid);
     const bool is_unwatched = serves_without_pidfds_ && errno == ENOSYS;
-    // pid 0: of another pid namespace.
+    // pid 0: the peer is in another pid namespace.
     if (!pidfd.valid() && peer.pid != 0 && !is_unwatched) {
       const bool at_limit = errno == EMFILE || errno == ENFILE || errno == ENOMEM;
-      // It has ended: ESRCH, or EINVAL where the kernel has no pidfd for a reaped process.
+      // The peer has ended: ESRCH, or EINVAL if the kernel has no pidfd for a reaped process.
       if (!at_limit) return refused_.Close(peer.uid, std::move(client));
       return Refuse(
           std::move(client), peer,

@@ -19,32 +19,32 @@
 
 namespace forebay::daemon {
 
-// Of a user other than root and the daemon's own. Each rank, reader and command takes one: 16 jobs of 16
-// ranks fit. Here it is a thread, up to kDescriptorsPerConnection, and 30 KiB of private memory, which
+// Connections of a user other than root and the daemon's own. Each rank, reader and command takes one: 16 jobs of 16 ranks fit.
+// A connection costs the daemon a thread, up to kDescriptorsPerConnection descriptors, and 30 KiB of private memory, which
 // dram.limit does not count.
 inline constexpr uint32_t kConnectionsPerUidMax = 256;
-// With a session: sockets, pidfd, grad arena, ring and doorbells, and what goes to the client of them.
+// Descriptors of a connection with a session: sockets, pidfd, grad arena, ring and doorbells, and those that the client gets.
 inline constexpr uint32_t kDescriptorsPerConnection = 24;
 inline constexpr uint32_t kSessionsMax = 1024;
 inline constexpr int kHelloSeconds = 5;  // a connection that has not said hello by then is closed
 
-// Calls into the loop that may be refused stay below this; ends of sessions, one each, always fit.
+// Calls into the loop that may be refused stay below this number. Ends of sessions, one for each session, always fit.
 inline constexpr size_t kCallsWaitingMax = 4096;
 inline constexpr size_t kInboxCapacity = kCallsWaitingMax + 2 * kSessionsMax;
 
-// Something the loop thread wants done on the control thread. kj has fulfillers for this, but no
-// race detector sees the lock inside its library; this queue's it sees.
+// A call that the loop thread wants done on the control thread. kj has fulfillers for this, but no race detector sees the lock
+// inside kj; race detectors see the lock of this queue.
 struct ControlContext;
 using ControlCall = absl::AnyInvocable<void(ControlContext&)>;
 using ControlQueue = LoopQueue<ControlCall>;
 
-// Answers: one for each call that waits (kCallsWaitingMax at most, taken or not), two a session.
+// Room for answers: one for each call that waits (kCallsWaitingMax at most, taken or not), and two for each session.
 inline constexpr size_t kControlQueueCapacity = 4 * kInboxCapacity;
 
-// Which daemon it is.
+// Socket and identity of the daemon.
 struct ServedAt {
   std::string socket_path;
-  std::string identity;  // no other daemon's
+  std::string identity;  // differs from the identity of every other daemon
 };
 
 struct ControlPlaneOptions {
@@ -53,15 +53,15 @@ struct ControlPlaneOptions {
   // Group that sees the jobs of all users.
   std::optional<gid_t> operators;
   uint32_t connections_per_uid_max = kConnectionsPerUidMax;
-  // A kernel without pidfd_open(2): whether it is served all the same. A session then lasts until its
-  // socket is closed, which a fork of the client's keeps open.
+  // True if clients are served on a kernel without pidfd_open(2). A session then lasts until its socket is closed, which a fork
+  // of the client keeps open.
   bool serves_without_pidfds = false;
-  // In the place of level memory, where an attach names that one.
+  // Durability of jobs whose attach asks for level memory.
   protocol::Durability least_durability = {};
 };
 
-// kConnectionsPerUidMax, or fewer where the daemon may have only `descriptors_max`: the connections of
-// one user take half of them at most.
+// Returns kConnectionsPerUidMax, or fewer if the daemon may have only `descriptors_max` descriptors: the connections of one
+// user take at most half of them.
 constexpr uint32_t ConnectionsPerUidMax(uint64_t descriptors_max) {
   return static_cast<uint32_t>(std::clamp<uint64_t>(
       descriptors_max / (2 * kDescriptorsPerConnection), 1, kConnectionsPerUidMax));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clients that are turned away before anything is made for them.
+// Clients that are refused before anything is made for them.
 #pragma once
 
 #include <kj/async.h>
@@ -16,9 +16,9 @@
 
 namespace forebay::daemon {
 
-// Aborts each connection with the reason, which the client's first call ends with. Nothing is read. The
-// socket stays open for a second or two: a client that writes to a closed one would see that alone.
-// Where no descriptor is left for others it is closed at once.
+// Aborts each connection with the reason, which the client's first call returns. Nothing is read. The socket stays open for a
+// second or two: a client that writes to a closed socket would see that error alone. If no descriptor is left for others, the
+// socket is closed at once.
 //
 // Threads  The control thread.
 // Limits   kHeldMax sockets, kHeldPerUidMax of one user; the oldest are closed before their time where
@@ -34,7 +34,7 @@ class RefusedClients final : private kj::TaskSet::ErrorHandler {
   ~RefusedClients() noexcept(false);
 
   void Refuse(uint32_t uid, protocol::UniqueFd client, const absl::Status& why);
-  // Without a word: nobody is there to hear it.
+  // Closes the socket without a reason: the client has ended.
   void Close(uint32_t uid, protocol::UniqueFd client);
 
  private:

@@ -45,9 +45,8 @@ absl::Status HandshakeMissing() {
   return MakeError(ErrorId::kProtocol, "the first call of a connection is hello");
 }
 
-// Asks the loop: `ask(executor, answer)` calls `answer(value)` at once or later. `refused` where the
-// loop takes no more. Values come as kj::Own: within a kj promise g++ 12 believes others
-// uninitialized.
+// Asks the loop: `ask(executor, answer)` calls `answer(value)` at once or later. The value is `refused` if the loop takes no
+// more calls. Values come as kj::Own: within a kj promise g++ 12 believes other values uninitialized.
 template <typename Value, typename Ask>
 kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask ask) {
   if (context.waiters.size() >= kCallsWaitingMax) return kj::heap<Value>(std::move(refused));
@@ -61,7 +60,7 @@ kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask 
   return kj::mv(reply.promise);
 }
 
-// The same for a call whose result is its outcome alone.
+// Asks the loop with a call whose result is its outcome alone.
 template <typename CallContext, typename Ask>
 kj::Promise<void> AskForOutcome(ControlContext& control, CallContext context, Ask ask) {
   return AskLoop<absl::Status>(control, Overloaded(), std::move(ask))
@@ -70,7 +69,7 @@ kj::Promise<void> AskForOutcome(ControlContext& control, CallContext context, As
       });
 }
 
-// All of it: a name is not cut at a zero byte.
+// Returns the whole text: a name is not cut at a zero byte.
 std::string TextOf(capnp::Text::Reader text) { return {text.begin(), text.size()}; }
 
 // Copies the layout's bytes. message_relay.h passes sealed memfds alone, so a read of `fd` cannot block
@@ -297,8 +296,8 @@ class SessionServer final : public schema::Session::Server {
             list.set(i, {reinterpret_cast<const kj::byte*>(one.data()), one.size()});
           }
         })
-        .attach(kj::defer([handle = handle_, call] {  // the client may have given up
-          if (handle->ended()) return;                // what all connections share may be gone
+        .attach(kj::defer([handle = handle_, call] {  // the client may have cancelled the call
+          if (handle->ended()) return;                // the ControlContext may be destroyed
           (void)handle->context.inbox.PushBelow(
               kCallsWaitingMax,
               [id = handle->id(), call](Executor& executor) { executor.CancelExchange(id, call); });
@@ -320,7 +319,7 @@ class SessionServer final : public schema::Session::Server {
     return kj::READY_NOW;
   }
 
-  // `closed`: the loop has let go of the session.
+  // `closed`: the loop has released the session.
   void SetClosed(kj::ForkedPromise<void> closed) { closed_ = kj::mv(closed); }
 
  private:
@@ -413,7 +412,7 @@ class AdminServer final : public schema::Admin::Server {
           SetOutcome(report->status(), results.initOutcome());
           if (report->ok()) FillScrubReport(**report, kAnswerLimits, results.initReport());
         })
-        .attach(kj::defer([&control, number = request.number] {  // the client may have given up
+        .attach(kj::defer([&control, number = request.number] {  // the client may have cancelled
           (void)control.inbox.PushBelow(
               kCallsWaitingMax, [number](Executor& executor) { executor.CancelScrub(number); });
         }));
@@ -440,7 +439,7 @@ class AdminServer final : public schema::Admin::Server {
                                    Executor& executor) { return executor.Plan(request, limits); });
   }
 
-  // Of a node that is not this one.
+  // Returns limits of another node, if the request names any; otherwise the plan is for this node.
   static std::optional<NodeState::Limits> LimitsOf(const auto& params) {
     if (params.getLimitBytes() == 0) return std::nullopt;
     return NodeState::Limits{.dram_bytes = params.getLimitBytes(),
@@ -524,7 +523,7 @@ class NodeServer final : public schema::Node::Server {
     return kj::READY_NOW;
   }
 
-  // For the rest of the connection.
+  // Holds for the rest of the connection.
   absl::Status ActAs(int64_t uid) {
     if (!connection_->may_act_for_others || connection_->handshake_done) {
       return MakeError(ErrorId::kPermission,
@@ -542,7 +541,7 @@ class NodeServer final : public schema::Node::Server {
   kj::Promise<void> AttachWith(AttachContext context, int layout_fd) {
     auto request = RequestOf(context.getParams().getRequest(), *connection_, layout_fd);
     if (!request.ok()) return Refuse(context, request.status());
-    // Here, after the last wait: a descriptor may have been promised and come late.
+    // Checked here, after the last wait: a descriptor may have been promised and come late.
     if (connection_->context->sessions >= kSessionsMax) {
       return Refuse(context,
                     MakeError(ErrorId::kLimit, absl::StrCat(kSessionsMax, " sessions are open"),
@@ -557,7 +556,7 @@ class NodeServer final : public schema::Node::Server {
 
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();
-    // Of whom a connection acts for, the process is not known: it may come back by another one.
+    // The process of a client on another node is unknown: it may return on another connection.
     const bool is_waited_for = connection_->session_wait.count() > 0;
     LoopCall call = [request = *std::move(request), answer = std::move(answered.answer),
                      close = std::move(closed.answer), wait = connection_->session_wait,
@@ -581,7 +580,7 @@ class NodeServer final : public schema::Node::Server {
     });
   }
 
-  // Lets go of the descriptors when the loop has; a client whose ring lied loses its connection
+  // Releases the descriptors when the loop has released the session. A client that wrote an invalid ring loses its connection
   // too.
   kj::ForkedPromise<void> WatchClosed(const std::shared_ptr<SessionHandle>& handle,
                                       uint64_t answer_waiter,
@@ -595,7 +594,7 @@ class NodeServer final : public schema::Node::Server {
               context->waiters.erase(answer_waiter);  // a session that ended before
               if (const auto here = weak.lock()) {
                 here->LetGo();
-                here->Forget();  // nothing more of it is said to the loop
+                here->Forget();  // the loop gets no more calls for it
               }
               if (protocol::IdOf(*reason) == ErrorId::kRing) connection->close->fulfill();
             })

@@ -48,26 +48,26 @@ class ValueWaiter final : public Waiter {
   kj::Own<kj::PromiseFulfiller<kj::Own<Value>>> fulfiller_;
 };
 
-// What all connections share.
+// State that all connections share.
 struct ControlContext {
   LoopInbox& inbox;
   ControlQueue& replies;
   kj::TaskSet& tasks;
   ServedAt served_at;
   kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
-  protocol::Durability least_durability;     // as ControlPlaneOptions has it
+  protocol::Durability least_durability;     // ControlPlaneOptions::least_durability
   SessionId next_session = 1;
   uint64_t next_scrub = 1;
   uint64_t next_exchange = 1;
-  uint32_t sessions = 0;  // whose end the loop has not confirmed
+  uint32_t sessions = 0;  // sessions whose end the loop has not confirmed
   std::map<uint64_t, std::unique_ptr<Waiter>> waiters = {};
   uint64_t next_waiter = 1;
 
-  // A promise, and what the loop thread calls once to fulfil it.
+  // A promise, and the function that the loop thread calls once to fulfil it.
   template <typename Value>
   struct Reply {
     kj::Promise<kj::Own<Value>> promise;
-    uint64_t waiter;  // its key, until it was answered
+    uint64_t waiter;  // key in `waiters` until the answer
     absl::AnyInvocable<void(Value)> answer;
   };
 
@@ -110,12 +110,12 @@ struct Connection {
   ControlContext* context = nullptr;
   Viewer viewer;
   int32_t pid = 0;
-  int pidfd = -1;  // of the process, while the connection is there; -1: it is not watched
+  int pidfd = -1;  // pidfd of the client, while the connection exists; -1: not watched
   bool may_act_for_others = false;  // the peer is root, or the daemon's own user
-  // Where this connection is lost, so long its ranks' sessions are kept for them to attach again.
+  // Time for which sessions of ranks are retained after this connection is lost, for the ranks to attach again.
   std::chrono::milliseconds session_wait{0};
   bool handshake_done = false;  // hello was called with a version that is served
-  uint32_t protocol_version = protocol::kProtocolVersion;  // of the client
+  uint32_t protocol_version = protocol::kProtocolVersion;  // version that the client speaks
   std::vector<std::weak_ptr<SessionHandle>> sessions;
   kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
 };
@@ -127,21 +127,22 @@ class SessionHandle {
   SessionHandle(ControlContext& context, SessionId id);
   SessionHandle(const SessionHandle&) = delete;
   SessionHandle& operator=(const SessionHandle&) = delete;
-  ~SessionHandle();  // its client has gone without a word, unless it has ended
+  ~SessionHandle();  // ends the session as disconnected, unless it has ended
 
   SessionId id() const { return id_; }
-  void End(EndCause cause);         // once; later calls do nothing
+  void End(EndCause cause);         // later calls do nothing
   void Forget() { ended_ = true; }  // the loop does not know it
   bool ended() const { return ended_; }
 
   ControlContext& context;
-  // The capability that carries a descriptor: one a kind, so that a client's asking again costs no
-  // descriptor. Nothing where the session has none or is over, or none could be copied.
+  // Returns the capability that carries a descriptor: one for each kind, so that a client that asks again costs no descriptor.
+  // Returns nothing if the session has no such descriptor or is over, or if the descriptor could not be copied.
   kj::Maybe<schema::Descriptor::Client> Descriptor(schema::Session::Kind kind);
-  void LetGo();  // of all descriptors
+  void LetGo();  // Releases all descriptors.
 
   SessionFds fds;
-  std::shared_ptr<std::atomic<uint64_t>> rpc_calls;  // of its job, from the answer to attach on
+  // calls of the job's sessions; set by the answer to attach
+  std::shared_ptr<std::atomic<uint64_t>> rpc_calls;
 
  private:
   SessionId id_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A report of what a scrub has found, as a message.
+// The report of a scrub as a message.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace forebay::daemon {
 
-// How much of the damage a message names; what is beyond it is counted.
+// Limits of the damage that a message names; damage beyond them is only counted.
 struct ScrubMessageLimits {
   size_t slots_per_job = SIZE_MAX;
   size_t params_per_slot = SIZE_MAX;
 };
 
-// Of an answer, which is short.
+// Limits of an answer to a call, which is short.
 inline constexpr ScrubMessageLimits kAnswerLimits = {.slots_per_job = 256, .params_per_slot = 16};
 
 void FillScrubReport(const ScrubReport& report, const ScrubMessageLimits& limits,

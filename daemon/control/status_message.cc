@@ -16,13 +16,13 @@
 namespace forebay::daemon {
 namespace {
 
-constexpr size_t kGroupNamesBytesMax = 128 << 10;  // in one status
+constexpr size_t kGroupNamesBytesMax = 128 << 10;  // bytes of all group names in one status
 constexpr size_t kEventNameBytesMax = 48;
 constexpr char kOfAnother[] = "(another user)";
 
 std::string Text(std::string_view text) { return std::string(text); }
 
-// Of the owner of an arena: empty for the node's own.
+// Name of the job that owns an arena; empty if no job owns it.
 std::string JobText(const JobName& job, const Viewer& viewer) {
   if (job.name.empty()) return {};
   return viewer.MaySee(job.uid) ? JobNameFor(viewer.uid, job) : kOfAnother;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How this node makes its arenas: on which NUMA nodes, locked or not, populated by how many threads.
+// Options of this node's arenas: NUMA nodes, locked or not, number of threads that populate them.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,18 @@ namespace forebay::daemon {
 struct ArenaPolicy {
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
   pinned_mem::NumaTopology topology = {};
-  // Of the threads that update.
+  // Groups of the threads that run updates.
   std::vector<cpu_adam::WorkerGroup> workers = {};
 
   // Options of a private arena of `bytes`, rounded up to a page, that workers of every node touch.
   pinned_mem::ArenaOptions Shared(std::string name, uint64_t bytes) const;
 
-  // Of one of which each stripe is touched by workers of its own node (GroupAt).
+  // Options of a private arena of `bytes`, rounded up to a page, in stripes of `stripe_bytes`. Only workers of a stripe's own
+  // NUMA node touch the stripe (GroupAt).
   pinned_mem::ArenaOptions ByStripe(std::string name, uint64_t bytes, uint64_t stripe_bytes) const;
 
-  // The group of workers for these bytes of an arena: that of the node in the middle, or any.
+  // Returns the group of workers on the NUMA node where the middle of these bytes is placed. Returns WorkerPool::kAnyGroup if
+  // no node was chosen, or if the node has no group of its own.
   int GroupAt(const pinned_mem::PinnedArena& arena, uint64_t offset_bytes, uint64_t bytes) const;
 
  private:

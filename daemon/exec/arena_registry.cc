@@ -55,7 +55,8 @@ const char* Name(ArenaKind kind) {
 }
 
 void ArenaRegistry::Register(ArenaOwner owner, const Arena& arena) {
-  // Here, because nobody may ever ask for the totals: there are no more than were alive at the last call, and this one.
+  // Destroyed arenas are removed here because nobody may ever ask for the totals. The list has at most the arenas that were
+  // alive at the last call, and this one.
   entries_.remove_if([](const Entry& entry) { return entry.arena.expired(); });
   entries_.push_back({.owner = std::move(owner), .arena = arena});
 }

@@ -28,10 +28,10 @@ enum class ArenaKind : uint8_t {
 // "weights", "state", ...
 const char* Name(ArenaKind kind);
 
-// What a segment is for.
+// Purpose of a segment.
 struct ArenaOwner {
   ArenaKind kind = ArenaKind::kStaging;
-  // Empty for the node's own.
+  // Empty if the segment belongs to no job.
   JobName job = {};
   // -1 if it belongs to no rank.
   int32_t rank = -1;
@@ -39,12 +39,12 @@ struct ArenaOwner {
 
 struct ArenaLine {
   ArenaOwner owner;
-  // Of the parts that have memory.
+  // Bytes of the parts that have memory.
   uint64_t size_bytes = 0;
-  // As the kernel counts the memfd.
+  // Bytes that the kernel has allocated to the memfd.
   uint64_t allocated_bytes = 0;
   uint64_t huge_bytes = 0;
-  // On which its pages are, ascending; empty: the kernel does not say.
+  // NUMA nodes that hold pages of the segment, ascending. Empty if the kernel does not say.
   std::vector<int> numa_nodes = {};
   bool locked = false;
 };
@@ -67,7 +67,7 @@ class ArenaRegistry {
 
   // The segment is listed until its last owner destroys it.
   void Register(ArenaOwner owner, const Arena& arena);
-  // The same segment is for something else now.
+  // Changes the kind of a registered segment. Ignores an arena that is null.
   void ChangeKind(const Arena& arena, ArenaKind kind);
 
   std::vector<ArenaLine> Lines() const;
@@ -81,7 +81,7 @@ class ArenaRegistry {
     std::weak_ptr<pinned_mem::PinnedArena> arena;
   };
 
-  // As MemoryTotals has them.
+  // Returns MemoryTotals::used_bytes for these `private_bytes`.
   uint64_t UsedBytes(uint64_t private_bytes) const;
 
   std::list<Entry> entries_;

@@ -56,7 +56,7 @@ void BlockMover::Evict(const EvictBlock& action, const ArenaRegistry::Arena& sta
        .place = action.place});
 }
 
-// Of an action on part of an arena, which keeps its memory.
+// Describes the move of the action's part of `arena`. The part retains its memory in the arena.
 template <typename Action>
 BlockMover::Moved BlockMover::PartOf(const Action& action, const ArenaRegistry::Arena& arena) {
   return {.task = action.task,
@@ -172,7 +172,7 @@ void BlockMover::Verify(const Moved& moved, const Transferred& read) {
     const bool is_freed = !verified.ok() && moved.leaves_memory;
     const absl::Status freed = is_freed ? moved.arena->FreePart(moved.part) : absl::OkStatus();
     return [this, task = moved.task, verified, freed, read] {
-      if (read.status.ok()) LogError(verified);  // a failed read is in the log
+      if (read.status.ok()) LogError(verified);  // a failed read is in the log already
       LogError(freed);
       raise_({.task = task, .status = verified, .begin_ns = read.begin_ns, .end_ns = read.end_ns});
     };

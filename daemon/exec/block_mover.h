@@ -17,9 +17,9 @@
 
 namespace forebay::daemon {
 
-// A block to be evicted is digested, written, then loses its memory; one to be promoted gets memory,
-// is read, then verified. Sums, and parts that are saved, are digested and written, read and verified. Each ends with
-// its TaskDone.
+// A block to be evicted is digested, written, then loses its memory. A block to be promoted gets memory, is read, then
+// verified. Gradient sums and saved parts are digested and written, or read and verified; they retain their memory. Each move
+// ends with its TaskDone.
 //
 // Threads  The loop thread. Workers of updates digest, verify, populate and free: a step may wait for the
 //          move, and the pool that may block is busy for minutes while a large job is made.
@@ -36,10 +36,10 @@ class BlockMover {
              std::pmr::memory_resource* memory = std::pmr::get_default_resource(),
              Evicted evicted = nullptr);
 
-  // `state`: of the action's job.
+  // `state`: state arena of the action's job.
   void Evict(const EvictBlock& action, const ArenaRegistry::Arena& state);
   void Promote(const PromoteBlock& action, const ArenaRegistry::Arena& state);
-  // `step`: its step arena.
+  // `step`: step arena of the action's job.
   void Spill(const SpillSums& action, const ArenaRegistry::Arena& step);
   void Load(const LoadSums& action, const ArenaRegistry::Arena& step);
 
@@ -47,7 +47,8 @@ class BlockMover {
   void Save(const SavePart& action, const ArenaRegistry::Arena& arena);
   void Restore(const RestorePart& action, const ArenaRegistry::Arena& arena);
 
-  // Goes on with the move that the transfer is part of, which ended at `end_ns`; false: it is part of none.
+  // Continues the move that the transfer is part of. `end_ns`: end of the transfer. Returns false if the transfer is part of no
+  // move.
   bool OnTransferred(const SwapDone& done, uint64_t end_ns);
 
  private:
@@ -56,7 +57,7 @@ class BlockMover {
     uint64_t begin_ns = 0;
     uint64_t end_ns = 0;
   };
-  // What is moved: bytes of an arena, and their slot.
+  // A part of an arena that moves to or from a swap slot.
   struct Moved {
     TaskId task = 0;
     BlockIdentity identity;
@@ -85,7 +86,7 @@ class BlockMover {
   EndTransfers end_transfers_;
   Raise raise_;
   Evicted evicted_;
-  // What follows a transfer, by task.
+  // Continuation of each transfer that has not ended, by task.
   std::pmr::map<TaskId, Next> next_;
 };
 

@@ -86,13 +86,13 @@ struct SegmentPart {
 
 // Consecutive elements of a block and of the weights.
 struct StateRange {
-  uint64_t block_elems = 0;  // of the block that has them; 0: it has weights alone
+  uint64_t block_elems = 0;  // of the block with these elements; 0: the elements have weights alone
   uint64_t block_elem = 0;
   uint64_t elems = 0;
   WeightsPlace weights;  // of block_elem
 };
 
-// Where a block's plane of weights begins.
+// Returns the offset in bytes of the plane of weights within a block of `block_elems` elements.
 uint64_t WeightsPlane(uint64_t block_elems, const StateMemory& memory) {
   return BlockBytes(protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype),
                     block_elems);
@@ -108,7 +108,8 @@ std::span<std::byte> WeightsOf(const StateRange& range, const StateMemory& memor
   return in.subspan(offset, range.elems * width);
 }
 
-// In the order of protocol::StatePlanes: remainder or master, moments, scales.
+// Returns the planes of a range. A block has its planes in the order of protocol::StatePlanes: remainder or master, moments,
+// scales.
 StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
   const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
   const auto at = [&](size_t plane) {
@@ -133,8 +134,8 @@ StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
   return state;
 }
 
-// What an update of a part reads and writes. Weights that are to stay are copied first: an update reads them
-// where it writes them.
+// Returns the planes that the update of a part reads and writes. If the new weights have a place of their own
+// (new_offset_bytes), copies the present weights there first: an update reads the weights where it writes them.
 StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
                      const UpdateMemory& update_memory) {
   const StateMemory& memory = update_memory.states;
@@ -157,7 +158,7 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
   return state;
 }
 
-// That have elements in it.
+// Returns the segments that have elements in `range`.
 std::span<const UpdateSegment> SegmentsIn(const UpdateBlock& action, ElemRange range) {
   const auto begin =
       std::ranges::partition_point(action.segments, [&](const UpdateSegment& segment) {
@@ -169,8 +170,8 @@ std::span<const UpdateSegment> SegmentsIn(const UpdateBlock& action, ElemRange r
   return {begin, end};
 }
 
-// The sums of a part. Where these are on two pages they are joined in memory of the thread, which holds until
-// it does this again.
+// Returns the gradient sums of a part. Sums on several pages are joined in memory of the thread, which stays valid until the
+// thread's next call.
 std::span<const std::byte> SumsOf(const UpdateBlock& action, const SegmentPart& part,
                                   const UpdateMemory& memory) {
   const uint64_t width = protocol::SizeBytes(action.sum_dtype);
@@ -257,7 +258,7 @@ uint64_t UpdatePart(const SegmentPart& part, const StateMemory& memory, const Gr
                           saved);
 }
 
-// As RunUpdate, of the elements of a part of the log that are not done.
+// Updates the elements of `range` that the log does not count as done, and records the progress in the log.
 void UpdateWithUndo(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory,
                     UndoLog::Part& log) {
   const uint64_t part_begin = range.begin / kPartElems * kPartElems;
@@ -284,7 +285,7 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
   if (memory.undo != nullptr) {
     UndoLog::Part part(*memory.undo, action.identity_after.block, range.begin / kPartElems,
                        action.identity_after.written_step);
-    // What another daemon has found in a part counts with its first elements.
+    // Overflows that a daemon before found in the part count with the first range of the part.
     const uint64_t before = range.begin % kPartElems == 0 ? 0 : part.overflows();
     UpdateWithUndo(action, range, memory, part);
     found.overflows = part.overflows() - before;
@@ -329,7 +330,7 @@ TaskDone JoinUpdate(std::span<const UpdateFound> found, std::pmr::memory_resourc
 
 namespace {
 
-// The pages that the elements of `range` complete, when those before it are done.
+// Digests the pages that the elements of `range` complete. All elements before `range` must be done.
 void AddPages(ElemRange range, const UpdateBlock& action, const StateMemory& memory,
               nvme::PageDigests& digests) {
   const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
@@ -352,7 +353,7 @@ void AddPages(ElemRange range, const UpdateBlock& action, const StateMemory& mem
               is_last ? digests.pages() : first + range.end * width / protocol::kPageBytes);
 }
 
-// What a block on a staging slot is known by once it is written.
+// Sets in `done` the checksum of a block on a staging slot, and the digests of its plane of weights if it has one.
 void SetDigests(const nvme::PageDigests& digests, const nvme::Identity& identity,
                 uint64_t states_elems, const StateMemory& memory, TaskDone& done) {
   done.checksum = digests.Checksum(identity);
@@ -424,7 +425,7 @@ absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
 
 namespace {
 
-constexpr uint64_t kPieceElems = 64 * kSumChunkElems;  // whose chunk sums are on the stack
+constexpr uint64_t kPieceElems = 64 * kSumChunkElems;  // elements whose chunk sums fit on the stack
 
 // 1 + the first source that is not finite in `range`.
 uint64_t FindCulprit(DType dtype, ElemRange range,
@@ -499,10 +500,10 @@ void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::s
 
 namespace {
 
-constexpr uint64_t kValuesAtOnce = uint64_t{1} << 16;  // whose copies a worker holds
+constexpr uint64_t kValuesAtOnce = uint64_t{1} << 16;  // elements that a worker copies at once
 static_assert(kValuesAtOnce % protocol::kScaleElems == 0);
 
-// Where elements of an action lie.
+// Returns the planes of the elements `part` of the action. Returns the weights alone if the elements have no states.
 StatePlanes PlanesOf(const SetState& action, ElemRange part, const StateMemory& memory) {
   StateRange range{.elems = part.end - part.begin, .weights = action.weights};
   range.weights.offset_bytes += part.begin * protocol::SizeBytes(memory.dtype);

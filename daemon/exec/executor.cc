@@ -23,7 +23,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Failed writes are tried again for as long as they fail: a line in the log so often at most.
+// Least time between two log lines about failed writes, which are retried for as long as they fail.
 constexpr uint64_t kWriteErrorLogNs = 10'000'000'000;
 
 std::string Text(const absl::Status& status) { return protocol::FormatError(status); }
@@ -45,8 +45,8 @@ absl::Status SessionOver() {
   return MakeError(ErrorId::kFenced, "the session is over", "attach again");
 }
 
-// Whether one launcher has started both. Process 1 adopts the processes of many launches, and 0 stands for a process of
-// another pid namespace.
+// True if one launcher has started both processes. Process 1 adopts the processes of many launches, and 0 stands for a process
+// of another pid namespace.
 bool IsSameLaunch(const protocol::ProcessInfo& one, const protocol::ProcessInfo& other) {
   constexpr pid_t kInit = 1;
   return (one.parent == other.parent && one.parent > kInit) ||
@@ -126,7 +126,7 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
   const SessionId id = request.session;
   Session session;
   session.request = request;
-  session.request.layout = nullptr;  // the job's is kept, not one a session
+  session.request.layout = nullptr;  // the job has the layout; a session needs no copy
   const auto job = ParseJobName(request.job, request.uid, OtherUsers::kAllowed);
   if (job.ok()) session.job = *job;
   session.callbacks = std::move(callbacks);
@@ -179,10 +179,10 @@ void Executor::End(SessionId number, EndCause cause) {
   Raise(SessionEnded{.session = id, .cause = cause});
 }
 
-// What an exchange knows of a session that is a rank now.
+// A session that has a rank of its job now.
 struct Executor::CurrentRank {
   RankExchange::Member member;
-  std::optional<uint32_t> detached_rank;  // of its job
+  std::optional<uint32_t> detached_rank;  // a rank of the job that has detached
 };
 
 std::map<SessionId, Executor::CurrentRank> Executor::CurrentRanks() const {

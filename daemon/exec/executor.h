@@ -41,17 +41,18 @@
 
 namespace forebay::daemon {
 
-// The answer to attach; `fds` and `rpc_calls` only if answer.status is OK.
+// Answer to attach. `fds` and `rpc_calls` are set only if answer.status is OK.
 struct AttachResult {
   AnswerAttach answer;
   SessionFds fds;
-  std::shared_ptr<std::atomic<uint64_t>> rpc_calls = {};  // of the job's sessions
+  std::shared_ptr<std::atomic<uint64_t>> rpc_calls = {};  // calls of the job's sessions
 };
 
 // Called on the loop thread, each exactly once where it is called at all.
 struct AttachCallbacks {
-  absl::AnyInvocable<void(AttachResult)> answered;       // not called where the session ends before
-  absl::AnyInvocable<void(const absl::Status&)> closed;  // the daemon has let go of everything
+  absl::AnyInvocable<void(AttachResult)> answered;  // not called if the session ends first
+  // Gets the reason once the session has ended, or once its connection is broken or lost.
+  absl::AnyInvocable<void(const absl::Status&)> closed;
 };
 
 struct ExecutorOptions {
@@ -68,7 +69,7 @@ class Executor {
   static constexpr size_t kEvictedKeptMax = 64;  // reasons of sessions that end
   static constexpr size_t kTraceEventsMax = 32768;
 
-  // `swap` may be null. All outlive the executor.
+  // `swap` may be null. The arguments outlive the executor.
   Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
            SwapSpace* swap);
   Executor(const Executor&) = delete;
@@ -76,9 +77,9 @@ class Executor {
 
   // --------------------------------------------------------------- what the control plane asks for
 
-  // `process`: the client's, readable once it has ended (protocol/os/pidfd.h); none where it cannot be watched.
-  // `wait`: how long a rank whose connection is lost may take to attach again. The one that does goes on with its session,
-  // which the calls below then know by the newer number alone.
+  // `process`: pidfd of the client, readable once the client has ended (protocol/os/pidfd.h); invalid if the client cannot be
+  // watched. `wait`: time in which a rank whose connection is lost may attach again. A rank that attaches again continues its
+  // session, which the calls below then know by the newer number alone.
   void Attach(AttachRequested request, AttachCallbacks callbacks, protocol::UniqueFd process,
               std::chrono::nanoseconds wait = {});
 
@@ -86,44 +87,47 @@ class Executor {
   // session is over.
   absl::Status Mapped(SessionId session);
   void End(SessionId session, EndCause cause);  // unknown ones are ignored
-  // Ends the sessions whose clients are away and should have been back by then (UINT64_MAX: all that are); returns
-  // when the next one should.
+  // Ends the disconnected sessions whose time to attach again ends at `until_ns` or before (UINT64_MAX: all of them). Returns
+  // the time at which the next one is due.
   uint64_t EndDisconnected(uint64_t until_ns);
-  // Of a session that was ended without its client's asking: why.
+  // Returns the error that the session retains for the command with this `tag`. If the session was ended without a request of
+  // its client, returns the reason.
   absl::Status Explain(SessionId session, uint64_t tag) const;
-  // Answers once every rank of the session's job has called it: with the bytes of all, or with E_RANK_LOST
-  // where one of them ends before. E_RANK for a reader, E_FENCED where the session is over. `call` is a
-  // number of the session's, for CancelExchange; `number` as RankExchange has it.
+  // Answers once every rank of the session's job has called Exchange(): with the bytes of all ranks, or with E_RANK_LOST if one
+  // of the ranks ends first. E_RANK for a reader, E_FENCED if the session is over. `call`: a number of the session's own, for
+  // CancelExchange(). `number`: RankExchange::Member::number.
   void Exchange(SessionId session, uint64_t call, uint64_t number, std::string bytes,
                 RankExchange::Answer answer);
   void CancelExchange(SessionId session, uint64_t call);
-  // Answers when the durable jobs that `request` means are verified. Errors: of Scrubber::Start.
+  // Answers when the durable jobs that `request` selects are verified. Errors: of Scrubber::Start.
   void Scrub(const ScrubRequest& request, Scrubber::Answer answer) {
     scrub_.Start(request, std::move(answer));
   }
   void CancelScrub(uint64_t number) { scrub_.Cancel(number); }
-  // The jobs come to rest, for the next daemon to go on with them. `keep` gets the descriptors that it finds them by,
-  // then, if it has kept them, clients hear that they are to attach again; `done` gets the outcome. Once.
+  // Makes the jobs quiescent, so that the next daemon can continue them. `keep` gets the descriptors by which the next daemon
+  // finds the jobs. If `keep` succeeds, clients are notified to attach again. `done` gets the outcome. Call it once.
   void HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done);
-  // Jobs that are in the middle of a step are waited for no longer.
+  // Stops waiting for jobs that are in the middle of a step.
   void HandOverDue();
-  // Of a node that keeps its jobs: before all that follows.
+  // Sets the store of descriptors on a node that retains its jobs over a restart. Call it before all functions below.
   void SetStore(DescriptorStore store) { store_ = std::move(store); }
-  // Of jobs that the state machine was made with: before the loop runs. Until OwnAdopted() all that is in them stays
-  // where the executor ends: another daemon finds it.
+  // Takes over the arenas of the jobs that the state machine was made with. Call it before the loop runs. If the executor ends
+  // before OwnAdopted(), the arenas retain their bytes for another daemon.
   void Adopt(std::vector<AdoptedArenas> all, const std::string& left_staging = {});
   void OwnAdopted();
-  // Then, on the loop's thread, before anything else: updates in which the daemon before was killed go on.
+  // Resumes updates in which the daemon before was killed. Call it after OwnAdopted(), on the loop thread, before anything
+  // else.
   void ResumeUpdates();
-  // What of it the store is to keep on: that of jobs whose records this daemon writes on.
+  // Names of the descriptors that the store must retain: arenas and processes of ranks that this daemon continues, its records,
+  // and the staging arena that the daemon before has left.
   std::set<std::string> StoredNames() const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
     return MakeSnapshot({start_ns_, state_, registry_, jobs_, swap_, runner_, engine_,
                          options_.io_engine_reason, scrub_.progress(), events_handled_});
   }
-  // Of the newest step: the daemon's events, then those of ranks that are attached and have seen it
-  // committed, as many as a message has room for. Errors: E_JOB_NAME.
+  // Returns events of the newest published step: first those of the daemon, then those of attached ranks that have seen the
+  // step committed, at most kTraceEventsMax with the ranks' events. Errors: E_JOB_NAME.
   absl::StatusOr<std::vector<ShownEvent>> Trace(const JobName& name) const;
   // NodeState::Plan.
   absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
@@ -143,8 +147,8 @@ class Executor {
   // SessionPoller::Poll.
   bool PollSessions() { return poller_.Poll(); }
 
-  // Does what is due by time: lease timers, paused writes, late requests, progress, freeing weights
-  // of deleted jobs. How long the loop may sleep until the next call.
+  // Does all work that is due by time: lease timers, paused writes, late requests, progress, freeing weights of deleted jobs.
+  // Returns how long the loop may sleep until the next call.
   std::chrono::nanoseconds Tick();
 
   // No session, no task, no transfer.
@@ -160,16 +164,16 @@ class Executor {
     AttachCallbacks callbacks;
     protocol::UniqueFd process;
     std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
-    // What the rank's extra_state was at attach.
+    // Copy of the extra_state of the rank and of rank 0, made at attach.
     ArenaRegistry::Arena extra_state;
-    uint64_t trace_bytes = 0;   // at the end of its arena
+    uint64_t trace_bytes = 0;   // at the end of the gradient arena
     bool has_detached = false;  // its client has asked for its end
     bool broken = false;        // its ring lied: nothing is read from it or written to it any more
-    bool is_handed_over = false;      // likewise; the next daemon goes on with it
-    std::chrono::nanoseconds wait{};  // of Attach
+    bool is_handed_over = false;      // likewise; the next daemon continues the session
+    std::chrono::nanoseconds wait{};  // `wait` of Attach()
     bool was_mapped = false;
-    JobId kept_of = 0;     // whose gradient arena of before it has; 0: it has a new one
-    SessionId number = 0;  // by which its client knows it
+    JobId kept_of = 0;     // job whose retained gradient arena the session has; 0: the arena is new
+    SessionId number = 0;  // the number by which the client knows the session
 
     bool IsOf(const JobName& of, uint32_t rank) const {
       return job == of && !request.reader && request.rank == rank;
@@ -187,7 +191,8 @@ class Executor {
 
   void Raise(Event event);
   void EndTransfers(std::vector<SwapDone>& done);
-  // What comes after the read of a LoadWeights; false: it was none, or it failed.
+  // Verifies and copies the weights that a LoadWeights has read. Returns false if the read was none of a LoadWeights, or
+  // failed.
   bool CopyLoaded(const SwapDone& read, uint64_t end_ns);
   void Done(TaskId task, absl::Status status) {
     Raise(TaskDone{.task = task, .status = std::move(status)});
@@ -282,43 +287,48 @@ class Executor {
 
   // Workers that are near the states of a block.
   int GroupOf(const JobMemory& memory, const BlockPlace& place, uint64_t bytes) const;
-  // The arena of the rank that the daemon before has left, where the session goes on with it; null: it makes one.
+  // Returns the gradient arena of the rank that the daemon before has left, if the session continues to use it; otherwise null.
   ArenaRegistry::Arena KeptGradientsFor(JobId job, const AttachRequested& request, uint64_t bytes);
-  // The session did not come to use it: its rank may try again.
+  // Retains a gradient arena that the session has not begun to use: its rank may try again.
   void KeepGradientsFurther(const Session& session, ArenaRegistry::Arena arena);
   void DropKeptGradients(JobId job);
-  // A job without a record is not concerned.
+  // Writes `record` into the job's record. Does nothing if the job has none.
   template <typename Record>
   void SetRecord(const Record& record) {
     const auto found = records_.find(record.job);
     if (found != records_.end()) found->second.record->Set(record);
   }
   void EndRecord(JobId job);
-  // Where the store of descriptors has it already, nothing is done.
+  // Puts the arena's descriptor into the store under `name`, unless the store already has this arena under that name.
   absl::Status Store(const std::string& name, const ArenaRegistry::Arena& arena);
   void DropStored(const std::string& name);
-  void DropStored(const std::string& name, const ArenaRegistry::Arena& arena);  // if it is that one
+  // Drops the descriptor only if it is that of `arena`.
+  void DropStored(const std::string& name, const ArenaRegistry::Arena& arena);
   absl::Status StoreArenas(JobId id);
-  // The process of each rank is in the store, as long as the rank is attached and beyond.
+  // Puts the process of the session's rank into the store. It stays there while the rank is attached, and after a
+  // disconnection.
   void KeepProcess(const Session& session, bool has_detached);
   void OnRankAttached(SessionId id, Session& session);
   void OnRankLeft(Session& session, bool is_of_old_generation);
-  // Whether another process has attached in the place of the one that comes back.
+  // True if another process has attached in the place of the one that returns.
   bool IsLeftBehind(const Session& session) const;
-  void DropAbsent(JobId job, std::optional<uint32_t> rank = std::nullopt);  // of all ranks
-  // Tells the state machine of absent ranks that have ended, of jobs that have others; returns when to look again.
+  // std::nullopt: all ranks
+  void DropAbsent(JobId job, std::optional<uint32_t> rank = std::nullopt);
+  // Tells the state machine of absent ranks that have ended, if their job has attached ranks. Returns the time of the next
+  // call.
   uint64_t LookForAbsent();
-  // How long a rank of another node may be away; 0: none is there.
+  // Longest time that a rank of another node may be disconnected; 0: no rank is attached.
   uint64_t RankWaitNs(JobId job) const;
-  bool HasRanks(JobId job) const;  // that are attached
+  bool HasRanks(JobId job) const;  // True if the job has attached ranks.
   bool HasSession(JobId job, uint32_t rank) const;
   std::map<SessionId, JobId> RanksOf(const DurableNode& node) const;
   absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
-  // The session by the number that its client has; 0: of none, or of a connection before.
+  // Returns the session by the number that its client has now; 0 if there is none, or if the number is of an earlier
+  // connection.
   SessionId Resolve(SessionId number) const;
-  // The session that the request is to go on with: of the same rank, run and gradient arena; 0: none.
+  // Returns the session that the request continues, of the same rank, run and gradient arena; 0 if there is none.
   SessionId SessionToGoOn(const AttachRequested& request, const JobName& job) const;
   bool MayDisconnect(const Session& session) const;
   void Disconnect(SessionId id);
@@ -326,9 +336,9 @@ class Executor {
   void EndReconnect(SessionReconnected event, SessionId number, absl::StatusOr<SessionMemory> made);
   SessionIo& session_io(SessionId id);
   struct CurrentRank;
-  // Of all jobs: the sessions that have a rank, and are neither fenced nor over.
+  // Returns the attached sessions of all jobs that have a rank and are not fenced.
   std::map<SessionId, CurrentRank> CurrentRanks() const;
-  // A session ends: the ranks that wait for its bytes wait no longer. Before the state machine hears of it.
+  // Ends the exchange of ranks that wait for bytes of a session that ends. Call it before the state machine gets the event.
   void LeaveExchange(SessionId id);
   void FailExchangeOfFenced(const std::map<SessionId, CurrentRank>& ranks);
 
@@ -346,10 +356,11 @@ class Executor {
   BlockMover mover_;
   Scrubber scrub_;
   std::pmr::map<TaskId, LoadWeights> loads_;  // being read
-  std::vector<SwapDone> transferred_;         // of the completion that is handled
+  std::vector<SwapDone> transferred_;         // transfers ended by the current completion
   std::map<SessionId, Session> sessions_;
-  std::map<SessionId, SessionId> reconnected_;  // by the newest number of their clients
-  std::map<SessionId, uint64_t> disconnected_;  // when they end, if their clients stay away
+  std::map<SessionId, SessionId> reconnected_;  // session by the newest number of its client
+  // MonotonicNs at which the session ends if its client does not return
+  std::map<SessionId, uint64_t> disconnected_;
   SessionPoller poller_;
   RankExchange exchange_;
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax
@@ -359,24 +370,24 @@ class Executor {
   std::vector<Event> events_;
   uint64_t events_handled_ = 0;
   std::vector<Action> actions_;
-  // Of a CommitLedger that pauses: when it goes on.
+  // A CommitLedger that pauses, with the MonotonicNs at which it resumes.
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
   std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;  // by job and rank
-  // Ranks that have no session any more, here or with the daemon before, and are in the store. Until a rank of the job
-  // attaches anew.
+  // Ranks that have no session any more, here or with the daemon before. The store has their processes. A rank of the job that
+  // attaches from scratch removes them.
   std::map<std::pair<JobId, uint32_t>, AbsentRank> absent_;
   uint64_t next_look_ns_ = 0;
-  // From which another daemon goes on where this one is killed, and their descriptors' names. Updates that run share
-  // them.
+  // Records from which another daemon resumes jobs if this daemon is killed, and the names of their descriptors. Updates that
+  // run share the records.
   struct Record {
     std::shared_ptr<KeptRecord> record;
-    std::string name;  // empty: nobody finds it
+    std::string name;  // empty: not in the store
   };
   std::map<JobId, Record> records_;
   std::vector<ArenaRegistry::Arena> adopted_;  // not owned yet
   bool resumes_updates_ = false;
-  std::string left_staging_;  // in the store, until this one's is
+  std::string left_staging_;  // name in the store until this daemon's staging arena is stored
   uint64_t last_record_ = 0;
   DescriptorStore store_;
   std::map<std::string, std::weak_ptr<pinned_mem::PinnedArena>> stored_;  // by name

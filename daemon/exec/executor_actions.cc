@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the executor does for each action of the state machine.
+// Runs the actions of the state machine (Executor::Run).
 
 #include <algorithm>
 #include <memory>
@@ -28,8 +28,7 @@ std::span<std::byte> Part(const ArenaRegistry::Arena& arena, uint64_t offset_byt
   return arena->bytes().subspan(offset_bytes, bytes);
 }
 
-// A block where it is, and its job's weights.
-// The job's weights and types, without a block.
+// Returns the job's weights and formats, without a block.
 StateMemory WeightsOf(const JobMemory& job) {
   const protocol::LayoutSpec& spec = job.layout->spec();
   return {.weights = job.weights->bytes(),
@@ -39,6 +38,7 @@ StateMemory WeightsOf(const JobMemory& job) {
           .dtype = spec.dtype};
 }
 
+// Returns the block in the state arena or in its staging slot, with the weights and formats of its job.
 StateMemory StatesAt(const JobMemory& job, const BlockPlace& place, uint64_t block_bytes,
                      SwapSpace* swap) {
   StateMemory memory = WeightsOf(job);
@@ -91,7 +91,7 @@ void Executor::PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
     uint64_t end_ns = 0;
   };
   const uint64_t count = std::max<uint64_t>(1, (elems + kPartElems - 1) / kPartElems);
-  // Each part writes its own element; they live until the outcome.
+  // Each part writes its own element. The elements live until the outcome has run.
   std::pmr::vector<Found> found(count, &memory_);
   std::pmr::vector<Times> times(count, &memory_);
   Found* const found_by_part = found.data();
@@ -123,7 +123,7 @@ void Executor::Run(CreateJobMemory& action) {
     if (view.id != action.job) continue;
     if (!action.keeps_gradients) DropKeptGradients(action.job);
     const bool has_step = jobs_.Create(action, {.uid = view.uid, .name = view.name}, view.layout);
-    if (!has_step) EndRecord(action.job);  // what it says of extra_state is gone
+    if (!has_step) EndRecord(action.job);  // the extra_state that it describes is lost
     return;
   }
   FOREBAY_CHECK(false);
@@ -223,7 +223,7 @@ void Executor::Run(AnswerAttach& action) {
         events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
       }
     }
-  } else if (session.was_mapped) {  // it cannot go on
+  } else if (session.was_mapped) {  // the session cannot continue
     events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
   }
   result.answer.session = session.number;
@@ -292,7 +292,7 @@ void Executor::Run(AnswerDelete& action) {
 // ------------------------------------------------------------------------------------ small copies
 
 void Executor::Run(CopyStepRequest& action) {
-  // The answer comes before anything else: at once, its actions behind those that are being run.
+  // The answer comes before any other event. Its actions run after those that run now.
   state_.Handle(session_io(action.session).CopyRequest(action, &memory_), actions_);
 }
 
@@ -326,7 +326,7 @@ void Executor::Run(CopyToStepArena& action) {
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
   const auto to = Part(jobs_.at(action.job).step, action.step_offset_bytes, action.bytes);
   PostTask(action.task, [grad, from, to] {
-    protocol::CopyChanged(from, to);  // most of extra_state is there from an older step
+    protocol::CopyChanged(from, to);  // most of extra_state is equal to that of an older step
     return TaskDone{};
   });
 }
@@ -695,7 +695,8 @@ void Executor::Run(SwapPathMarked& action) {
 }
 
 void Executor::Run(StepPublished& action) {
-  if (!store_.keep) EndRecord(action.job);  // of an update that the daemon before did not end
+  // record of an update that the daemon before has not ended
+  if (!store_.keep) EndRecord(action.job);
   jobs_.at(action.job).timeline.StepPublished(action.step, MonotonicNs());
   registry_.UpdatePeak();
 }

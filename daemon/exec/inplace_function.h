@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A callable that is stored where it stands: making, moving and calling one takes no heap.
+// A callable that stores its captures in itself: making, moving and calling one allocates no heap memory.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace forebay::daemon {
 template <typename Signature, size_t kBytes>
 class InplaceFunction;
 
-// As absl::AnyInvocable, with room for captures of `kBytes`; more does not compile. Move-only.
+// Move-only callable like absl::AnyInvocable, with room for captures of `kBytes` bytes. Larger captures do not compile.
 //
 // Threads  Calls may run at once where the callable's own may.
 template <typename Result, typename... Args, size_t kBytes>
@@ -24,7 +24,7 @@ class InplaceFunction<Result(Args...), kBytes> {
 
   template <typename Callable, typename = std::enable_if_t<
                                    !std::is_same_v<std::remove_cvref_t<Callable>, InplaceFunction>>>
-  InplaceFunction(Callable&& callable) {  // without explicit, as std::function
+  InplaceFunction(Callable&& callable) {  // not explicit, like std::function
     using Stored = std::decay_t<Callable>;
     static_assert(sizeof(Stored) <= kBytes, "its captures have no room");
     static_assert(alignof(Stored) <= alignof(std::max_align_t));
@@ -68,7 +68,7 @@ class InplaceFunction<Result(Args...), kBytes> {
     call_ = std::exchange(other.call_, nullptr);
   }
 
-  Result (*call_)(std::byte* bytes, Args... args) = nullptr;  // null: there is none
+  Result (*call_)(std::byte* bytes, Args... args) = nullptr;  // null: empty
   void (*move_)(std::byte* from, std::byte* to) = nullptr;    // `to` null: destroys it
   alignas(std::max_align_t) std::byte bytes_[kBytes];
 };

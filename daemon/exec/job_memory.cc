@@ -23,7 +23,8 @@ constexpr uint64_t kWeightsRetryMaxNs = 500'000'000;
 
 std::string SuffixOf(const JobName& job) { return job.name.substr(0, 100); }
 
-// One that was kept, as it would be made. What is in it does not matter: sums are written before they are read.
+// True if the job has a step arena with the capacity and the populated bytes of `wanted`. Its contents do not matter: sums are
+// written before they are read.
 bool HasStepArena(const JobMemory& job, const pinned_mem::ArenaOptions& wanted) {
   if (job.step == nullptr || job.step->capacity_bytes() != wanted.capacity_bytes) return false;
   uint64_t bytes = 0;
@@ -88,7 +89,7 @@ bool JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
   job.is_making = true;
   job.making_bytes = action.step_bytes + (action.is_kept ? 0 : action.weights_bytes);
   job.next_log_ns = MonotonicNs() + kMakingLogNs;
-  // Weights, states, step; without options: it is there.
+  // Weights, states, step. Without options the arena exists already.
   std::array<std::optional<pinned_mem::ArenaOptions>, 3> to_make;
   if (!action.is_kept) {
     to_make[0] = WeightsOptions(policy_, job.name, action.weights_bytes);

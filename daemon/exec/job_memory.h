@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arenas of jobs: made while the job is created, freed when nobody uses them any more.
+// Arenas of jobs: made while the job is created, freed when nobody uses them any more.
 #pragma once
 
 #include <atomic>
@@ -22,27 +22,28 @@
 
 namespace forebay::daemon {
 
-// How a job's arenas are made, and how those are taken over that a daemon before this one has made.
+// Options with which a job's arenas are made, and with which arenas of an earlier daemon are taken over.
 pinned_mem::ArenaOptions WeightsOptions(const ArenaPolicy& policy, const JobName& job,
                                         uint64_t bytes);
 // `resident`: the parts that have memory.
 pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
                                       uint64_t block_bytes, const std::vector<StatePart>& resident);
 
-// The first `bytes` have memory, and `float_sums`.
+// The first `bytes` have memory, and so has the part `float_sums`.
 pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
                                      const StatePart& float_sums, uint64_t capacity_bytes);
 
-// A rank that had a session, and has none.
+// A rank that had a session and has none now.
 struct AbsentRank {
-  protocol::UniqueFd process;  // a pidfd; none of a rank of another node
+  protocol::UniqueFd process;  // a pidfd; invalid for a rank of another node
   bool has_detached = false;
   bool is_of_before = true;  // its session was with another daemon
-  // MonotonicNs, of one of another node: it is waited for until then; 0: nobody is there who waits.
+  // MonotonicNs until which the job waits for a rank of another node; 0: no attached rank waits for it.
   uint64_t ends_ns = 0;
 };
 
-// Of a job, as the daemon before has left it. `state` is null where there are no states, `step` where it has to be made.
+// Arenas of a job that the daemon before has left. `state` is null if the job has no state arena, `step` if the step arena has
+// to be made.
 struct AdoptedArenas {
   JobId id = 0;
   JobName name;
@@ -52,21 +53,22 @@ struct AdoptedArenas {
   ArenaRegistry::Arena step;
   std::map<uint32_t, ArenaRegistry::Arena> gradients = {};  // by rank
   std::map<uint32_t, AbsentRank> ranks = {};
-  // Of a daemon that was killed: it holds on, and all of these are in the store of descriptors; its number there.
+  // Record of the job that the daemon before wrote and that this daemon continues; null if there is none. If it is set, the
+  // store of descriptors has all arenas above. `record_number`: number in the record's name (RecordDescriptor).
   std::unique_ptr<KeptRecord> record = {};
   uint64_t record_number = 0;
 };
 
-// What the executor keeps of a job.
+// Arenas, layout, timeline and counters of a job.
 struct JobMemory {
   JobName name;
   std::shared_ptr<const protocol::Layout> layout;
   ArenaRegistry::Arena weights;
   ArenaRegistry::Arena state;
   ArenaRegistry::Arena step;
-  // Of an old step arena, by rank, while there is none.
+  // extra_state by rank, saved from a step arena that was freed when its replacement could not be made.
   std::vector<std::vector<std::byte>> extra_state;
-  // A worker populates the arenas: so many bytes so far of so many.
+  // True while a worker populates the arenas: `made_bytes` so far of `making_bytes`.
   bool is_making = true;
   std::shared_ptr<std::atomic<uint64_t>> made_bytes = std::make_shared<std::atomic<uint64_t>>(0);
   uint64_t making_bytes = 0;
@@ -86,19 +88,20 @@ class JobMemoryTable {
   JobMemoryTable(const ArenaPolicy& policy, ArenaRegistry& registry, TaskRunner& runner,
                  Raise raise);
 
-  // Arenas that are there before the job is. Create() finds them.
+  // Takes over arenas that exist before the job is created. Create() finds them.
   void Adopt(AdoptedArenas arenas);
-  // Ends with TaskDone. Whether the step arena stays that was there.
+  // Ends with TaskDone. Returns true if the job retains the step arena that it has.
   bool Create(const CreateJobMemory& action, JobName name,
               std::shared_ptr<const protocol::Layout> layout);
-  // Ends with TaskDone. No task uses the step arena.
+  // Ends with TaskDone. Call it while no task uses the step arena.
   void Replace(const ReplaceStepArena& action);
   // Ends with TaskDone.
   void Populate(const PopulateStepArena& action);
-  // Weights are freed when no process has them open or mapped any more; JobFreed says whether.
+  // Frees the arenas of the job (with keeps_arenas the step arena alone). Weights are freed once no process has them open or
+  // mapped any more; JobFreed says whether they are in use.
   void Free(const FreeJob& action);
 
-  // Null where there is none.
+  // Returns null if there is no such job.
   const JobMemory* Find(JobId id) const;
   JobMemory& at(JobId id);
   const std::map<JobId, JobMemory>& all() const { return jobs_; }
@@ -116,10 +119,10 @@ class JobMemoryTable {
     bool trying = false;
   };
 
-  // Those that are not null take the places of the job's.
+  // Registers the arenas that are not null and puts them in the place of the job's.
   void SetArenas(JobMemory& job, ArenaRegistry::Arena weights, ArenaRegistry::Arena state,
                  ArenaRegistry::Arena step);
-  // Frees them on a worker if nobody uses them; `rest` is destroyed there.
+  // Frees the weights on a worker if nobody uses them; `rest` is destroyed there.
   void TryFreeWeights(JobId id, JobMemory rest);
 
   const ArenaPolicy policy_;

@@ -28,8 +28,7 @@ class LoopQueue {
 
   [[nodiscard]] bool Push(Item&& item) { return PushBelow(capacity_, std::move(item)); }
 
-  // As Push(), refused already where `limit` items wait: keeps room for items that must not be
-  // refused.
+  // Push() that refuses the item if `limit` items or more wait. The rest of the capacity is for items that must not be refused.
   [[nodiscard]] bool PushBelow(size_t limit, Item&& item) {
     {
       protocol::MutexLock lock(mutex_);
@@ -40,7 +39,7 @@ class LoopQueue {
     return true;
   }
 
-  // take(item) for each that waits, in the order of their arrival; those pushed meanwhile wait for the next call.
+  // Calls take(item) for each item that waits, in the order of arrival. Items that are pushed meanwhile wait for the next call.
   template <typename Take>
   void DrainAll(Take take) {
     {
@@ -60,7 +59,7 @@ class LoopQueue {
   const protocol::UniqueFd fd_;
   protocol::Mutex mutex_;
   std::vector<Item> items_ ABSL_GUARDED_BY(mutex_);
-  std::vector<Item> drained_;  // of the loop thread; keeps its room
+  std::vector<Item> drained_;  // used by the loop thread; retains its capacity
 };
 
 }  // namespace forebay::daemon

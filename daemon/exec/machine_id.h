@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which machine this is, for volumes that may be carried to another one.
+// Identity of this machine, for volumes that may be carried to another machine.
 #pragma once
 
 #include <string_view>
@@ -8,7 +8,8 @@
 
 namespace forebay::daemon {
 
-// Of the 32 digits in a machine-id; others are not known. ThisMachine() is that of /etc/machine-id.
+// Returns the id of the machine whose machine-id has these 32 hexadecimal digits. Returns all zeros for other digits.
+// ThisMachine() calls MachineOf() with the contents of /etc/machine-id.
 //
 // Source  machine-id(5), sd_id128_get_machine_app_specific(3), which it is the same as.
 MachineId MachineOf(std::string_view digits);

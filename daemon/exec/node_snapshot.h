@@ -27,7 +27,7 @@ struct SwapPathSnapshot {
   SwapPathView view;
   PathWear wear;
   std::optional<nvme::PathRates> rates = {};
-  // That the device has not answered in time, and how long the longest waits.
+  // Requests that the device has not answered in time, and the wait of the oldest.
   uint32_t late_requests = 0;
   double late_seconds = 0;
 };
@@ -59,7 +59,7 @@ struct NodeSnapshot {
 };
 
 struct SnapshotSources {
-  uint64_t start_ns;  // of the daemon, MonotonicNs
+  uint64_t start_ns;  // MonotonicNs of the daemon's start
   const NodeState& state;
   ArenaRegistry& registry;
   const JobMemoryTable& jobs;

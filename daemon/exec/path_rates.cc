@@ -83,7 +83,7 @@ std::vector<std::optional<PathRates>> RatesOf(const SwapSpaceOptions& options,
                                         .ledger_bytes_max = options.ledger_bytes_max},
                                        engine, probe_limit);
   if (!probed.ok()) {
-    // Where the paths cannot be opened, the start will say so.
+    // Paths that cannot be opened are no warning here: the start of the daemon reports them.
     const bool is_io = protocol::IdOf(probed.status()) == protocol::ErrorId::kSwapIo;
     spdlog::log(is_io ? spdlog::level::warn : spdlog::level::debug, "swap: not measured: {}",
                 std::string(probed.status().message()));

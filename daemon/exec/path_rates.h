@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The measured rates of swap paths, kept beside their data.
+// Measured rates of swap paths, recorded beside their data.
 #pragma once
 
 #include <chrono>
@@ -13,15 +13,16 @@
 
 namespace forebay::daemon {
 
-// What is kept of the path: a directory's in its forebay.rates.toml, a block device's in `state_folder`. Nothing where
-// there is none, of another device, or unreadable (logged).
+// Returns the recorded rates of the path: a directory has the record in its forebay.rates.toml, a block device in
+// `state_folder`. Returns nothing if there is no record, if it is of another version or device, or if it is unreadable
+// (logged).
 std::optional<nvme::PathRates> LoadRates(const std::string& path,
                                          const std::string& state_folder = {});
 
-// Of each path: what it keeps; else what a probe of all paths finds now within `probe_limit` (0: no probe),
-// which is kept. Without a state folder nothing is kept of a block device: it is measured at each start. A probe that
-// fails is logged. Paths that may have durable jobs, which `options.mode` is to bring back, are not measured.
-// Blocks.
+// Returns the rates of each path. If every path has a record, these are the recorded rates. Otherwise a probe measures all
+// paths within `probe_limit` (0: no probe), and its rates are recorded. The rates of a block device cannot be recorded without
+// a state folder: the device is measured at each start. A probe that fails is logged. Paths that may have durable jobs, which
+// `options.mode` would recover, are not measured. Blocks.
 std::vector<std::optional<nvme::PathRates>> RatesOf(const SwapSpaceOptions& options,
                                                     const nvme::EngineOptions& engine,
                                                     std::chrono::nanoseconds probe_limit);

@@ -33,7 +33,7 @@ std::string FileNameOf(std::string identity) {
   return identity.substr(0, kNameBytesMax);
 }
 
-// The size of a block device; 0: not known.
+// Returns the size of a block device in sectors; 0: not known.
 int64_t SectorsOf(dev_t device) {
   std::ifstream file(absl::StrFormat("/sys/dev/block/%d:%d/size", major(device), minor(device)));
   int64_t sectors = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small TOML files about swap paths that outlive the daemon: private to what keeps them.
+// Small TOML files about swap paths that outlive the daemon. Their contents are private to the callers.
 #pragma once
 
 #include <toml++/toml.h>
@@ -11,7 +11,7 @@
 
 namespace forebay::daemon {
 
-// Where the records of one swap path are, and of which device they are.
+// Place of the records of one swap path, and the device that they describe.
 struct RecordPlace {
   std::string prefix;  // "/swap/forebay."
   int64_t device = 0;
@@ -19,14 +19,17 @@ struct RecordPlace {
   std::string File(std::string_view name) const;  // "/swap/forebay.rates.toml"
 };
 
-// Of a directory: beside its data. Of a block device: in `state_folder`, by what the disk says of itself, or by its
-// name and size where it says nothing. Nothing: there is no such path, or no state folder ("").
+// Returns the place of a path's records. For a directory it is beside the data. For a block device it is in `state_folder`,
+// under the identity of the disk, or under the device's name if the disk states no identity; `device` is then the size in
+// sectors. Returns nothing if the path is neither, or if a block device has no state folder ("").
 std::optional<RecordPlace> RecordPlaceOf(const std::string& path, const std::string& state_folder);
 
-// Nothing where there is none, or it is of another version or device; one that is broken is logged.
+// Returns the record `name`. Returns nothing if there is none, if it is of another version or device, or if it cannot be parsed
+// (logged).
 std::optional<toml::table> LoadRecord(const RecordPlace& place, std::string_view name);
 
-// Replaces it: lines of `comment`, then of `values`. What fails is logged. Blocks, but does not wait for the disk.
+// Replaces the record `name` by the lines of `comment`, then of `values`. Failures are logged. Blocks, but does not wait for
+// the disk.
 void SaveRecord(const RecordPlace& place, std::string_view name, std::string_view comment,
                 std::string_view values);
 

@@ -17,7 +17,7 @@ struct PathWear {
 // `state_folder`. Returns 0 if there is no record, or it is of another device. Blocks.
 uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_folder);
 
-// Blocks, but does not wait for the disk. What fails is logged.
+// Blocks, but does not wait for the disk. Failures are logged.
 void SaveWear(const std::vector<PathWear>& paths, const std::string& state_folder);
 
 }  // namespace forebay::daemon

@@ -23,31 +23,31 @@ class RankExchange {
   struct Member {
     SessionId session = 0;
     uint64_t call = 0;
-    uint64_t number = 0;  // of exchanges that the session has had the answer of
+    uint64_t number = 0;  // exchanges that were answered to the session before
     JobId job = 0;
     uint32_t rank = 0;
     uint32_t world_size = 0;
-    bool is_back = false;  // of a session of before
+    bool is_back = false;  // its session continues one of an earlier connection or daemon
   };
-  // Of every rank, in the order of ranks.
+  // Gets the bytes of every rank, in the order of ranks.
   using Answer = absl::AnyInvocable<void(absl::StatusOr<std::vector<std::string>>)>;
 
-  // Answers all of a job's ranks once each of them is here. A rank's newer call replaces an older one, which
-  // gets E_LIMIT. A call that gave up after the others had their answer, and comes again with its number,
-  // gets that answer.
+  // Answers all ranks of a job once each of them has called Add(). A newer call of a rank replaces its older one, which gets
+  // E_LIMIT. If a call was given up after the exchange was answered, and the rank repeats it with its number, it gets the same
+  // answer.
   //
   // Errors  E_RANGE  more than kExchangeBytesMax.
   void Add(const Member& member, std::string bytes, Answer answer);
 
-  // A daemon before this one has given `member` this answer, of its number: others of the job, which have not had it, get
-  // it for the same number, of which all ranks that go on have made as many.
+  // Adds the newest answer that a daemon before this one has given to `member`, for the number of `member`. Ranks of the job
+  // that have not had the answer get it for the same number: all ranks that continue have made equally many exchanges.
   void SetMade(const Member& member, std::vector<std::string> all);
 
-  // Those of which `which` is true get `reason` and wait no longer.
+  // Answers the calls for which `which` is true with `reason` and removes them.
   void Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason);
 
-  void Forget(SessionId session);  // that is over
-  void ForgetMade(JobId job);      // a rank begins anew, and its numbers with it
+  void Forget(SessionId session);  // Call it for a session that is over.
+  void ForgetMade(JobId job);      // Call it if a rank begins from scratch: its numbers do so too.
 
   bool empty() const { return waiting_.empty(); }
 
@@ -57,13 +57,13 @@ class RankExchange {
     std::string bytes;
     Answer answer;
   };
-  // The newest that a job's ranks have made.
+  // The newest complete exchange of a job's ranks.
   struct Made {
-    std::map<SessionId, uint64_t> numbers;  // of those that are not over
+    std::map<SessionId, uint64_t> numbers;  // `number` by session that is not over
     std::vector<std::string> all;
-    std::optional<uint64_t> number_before = {};  // of one that a daemon before this one has made
+    std::optional<uint64_t> number_before = {};  // its number if a daemon before this one made it
 
-    // Whether it is what the member asks for, with these bytes.
+    // True if the member asks for this exchange, with these bytes.
     bool IsOf(const Member& member, const std::string& bytes) const;
   };
   std::map<JobId, std::map<uint32_t, Waiting>> waiting_;  // by rank

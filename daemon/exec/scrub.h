@@ -27,8 +27,8 @@ namespace forebay::daemon {
 struct DamagedSlot {
   std::string what;  // DurableContent::Name
   nvme::Slot slot;
-  std::string path;                 // of its file or device
-  std::vector<std::string> params;  // that have elements in it
+  std::string path;                 // name of the slot's file or device
+  std::vector<std::string> params;  // parameters with elements in the slot
   absl::Status status;
 };
 
@@ -41,17 +41,17 @@ struct ScrubbedJob {
 };
 
 struct ScrubReport {
-  // Of the ledger that was read; 0: nothing was ever committed.
+  // Findings about the ledger that was read; its sequence is 0 if nothing was ever committed.
   nvme::RecoveryReport recovery;
   std::vector<ScrubbedJob> jobs;
 
-  // Every job comes back as its newest durable step left it. A copy that is damaged where another one is whole
-  // changes nothing in that.
+  // True if every job can be recovered as its newest durable step left it. A damaged copy does not count if another copy is
+  // whole.
   bool is_clean() const;
 };
 
 struct ScrubRequest {
-  uint64_t number = 0;       // of the caller's, for Cancel()
+  uint64_t number = 0;       // chosen by the caller, for Cancel()
   uint64_t bytes_per_s = 0;  // 0: kScrubShare of what the paths were measured with
   // The owner of the jobs; empty: the jobs of all users.
   std::optional<uint32_t> uid = {};
@@ -96,10 +96,10 @@ class Scrubber {
   // Errors  E_BUSY         a scrub runs.
   //         E_INTERRUPTED  it was cancelled.
   void Start(const ScrubRequest& request, Answer answer);
-  // Unknown ones are ignored.
+  // Cancels the scrub with this number. Ignores unknown numbers.
   void Cancel(uint64_t number);
 
-  // False: it is not of a scrub.
+  // Takes a transfer that has ended. Returns false if the transfer is not of a scrub.
   bool OnTransferred(const SwapDone& read);
   // Reads the next pieces if their time has come. Returns when to call it again: MonotonicNs, UINT64_MAX: not for a time.
   uint64_t Tick();
@@ -122,7 +122,7 @@ class Scrubber {
     ScrubRequest request;
     Answer answer;
     uint64_t bytes_per_s = 0;
-    std::vector<std::shared_ptr<const DurableJob>> jobs;  // as they were at first
+    std::vector<std::shared_ptr<const DurableJob>> jobs;  // in their state at the start
     size_t next_job = 0;
     uint64_t scrubbed_bytes = 0;
     uint64_t total_bytes = 0;
@@ -136,10 +136,11 @@ class Scrubber {
 
   std::shared_ptr<const DurableJob> JobNow(JobId id) const;
   uint64_t RateOf(const ScrubRequest& request) const;
-  // A slot's next piece goes first; null: all are at work.
+  // Returns a read that is idle, one with a next piece of its slot first; null if all are at work.
   Read* FindIdle();
   bool is_working() const;
-  // The next piece is chosen; false: there is none for it. Then the scrub has ended, or waits for other slots of the job.
+  // Chooses the next piece for `read`. Returns false if there is none: the scrub has ended, or waits for other slots of the
+  // job.
   bool Choose(Read& read);
   bool ChooseJob();
   void EndJob();

@@ -37,7 +37,8 @@ struct SessionMemoryOptions {
   std::string job;
   int32_t rank = 0;  // -1: a reader
   uint64_t grad_bytes = 0;
-  ArenaRegistry::Arena grad = {};  // that it goes on with; null: a new one is made
+  // arena that the session continues to use; null: a new one is made
+  ArenaRegistry::Arena grad = {};
   ArenaPolicy arenas = {};
 };
 

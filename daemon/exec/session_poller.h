@@ -17,8 +17,8 @@ namespace forebay::daemon {
 // Threads  The loop thread. A callback may add and remove sessions.
 class SessionPoller {
  public:
-  static constexpr uint64_t kTokenTag = uint64_t{0x5E} << 56;  // of doorbell watches
-  static constexpr int kCommandsPerTurn = 64;                  // of one session
+  static constexpr uint64_t kTokenTag = uint64_t{0x5E} << 56;  // token of doorbell watches
+  static constexpr int kCommandsPerTurn = 64;                  // commands of one session
 
   struct Callbacks {
     absl::AnyInvocable<void(CommandArrived)> arrived;

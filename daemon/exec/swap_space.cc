@@ -28,12 +28,14 @@ constexpr uint64_t kZerosBytes = protocol::kMiB;  // one write of new slots
 constexpr uint64_t kSecondNs = 1'000'000'000;
 constexpr uint64_t kCheckNs = kSecondNs;
 constexpr uint64_t kProgressNs = 10 * kSecondNs;
-constexpr uint64_t kWarningNs = 30 * kSecondNs;  // of one path
-// Of a path that was not measured: blocks in flight.
+// between two warnings about late requests of one path
+constexpr uint64_t kWarningNs = 30 * kSecondNs;
+// Blocks that may be in flight on a path that was not measured; a measured path may have more.
 constexpr uint64_t kWindowBlocks = 4;
-constexpr uint64_t kSlotEntryBytes = 24;  // of the volume, beside the ledger
+// bytes that the volume needs for each slot that the ledger names
+constexpr uint64_t kSlotEntryBytes = 24;
 
-// Twice what keeps the path busy, so that what follows is there when one ends.
+// Returns twice the bytes that keep the path busy, so that the next transfer is in flight when one ends.
 TransferWindow WindowOf(const SwapSpaceOptions& options, size_t path) {
   TransferWindow window{
       .bytes = kWindowBlocks * options.staging_slot_bytes,
@@ -63,7 +65,7 @@ void LogDamage(const nvme::Volume& volume) {
 
 constexpr nvme::EngineOptions kThreadOnce{.choice = nvme::EngineChoice::kThreads, .threads = 1};
 
-// To the end of the commit.
+// Commits the ledger and waits for the end of the commit.
 absl::Status CommitAndWait(nvme::Volume& volume, nvme::IoEngine& engine,
                            std::span<const std::byte> ledger, std::span<const nvme::Slot> slots) {
   RETURN_IF_ERROR(volume.CommitLedger(ledger, slots, /*token=*/1));
@@ -102,12 +104,12 @@ SwapSpace::~SwapSpace() {
 absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOptions& options,
                                                            nvme::IoEngine& engine) {
   std::unique_ptr<SwapSpace> space(new SwapSpace(options, engine));
-  // Memory first: where there is not enough, no space was reserved on a disk.
+  // Memory is allocated first: if there is not enough, no space is reserved on a disk.
   ASSIGN_OR_RETURN(space->staging_,
                    pinned_mem::PinnedArena::Create(options.arenas.ByStripe(
                        "forebay-staging", StagingBytes(options), options.staging_slot_bytes)));
   RETURN_IF_ERROR(space->OpenVolume());
-  (void)engine.RegisterBuffer(space->staging_->bytes());  // speed alone
+  (void)engine.RegisterBuffer(space->staging_->bytes());  // for speed; a failure is harmless
   return space;
 }
 
@@ -156,10 +158,9 @@ absl::Status SwapSpace::OpenVolume() {
   return absl::OkStatus();
 }
 
-// The ledger that recovery finds becomes that of the last two commits, so that no other one pins slots, and no copy
-// of it is damaged. Twice: where the daemon died between the copies of a commit, the other copy is still an older
-// one, in the place that the second of these writes to. Not by the engine of the daemon, which belongs to the loop
-// thread.
+// Commits the ledger that recovery finds twice, so that no other ledger pins slots, and no copy of it is damaged. If the daemon
+// died between the copies of a commit, the other copy is still an older one: the second commit writes to its place. The engine
+// is not the daemon's, which belongs to the loop thread.
 absl::Status SwapSpace::CommitAgain(const nvme::VolumeOptions& options) {
   ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
   ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
@@ -175,7 +176,7 @@ absl::Status SwapSpace::CommitAgain(const nvme::VolumeOptions& options) {
     ASSIGN_OR_RETURN(std::vector<std::byte> placed, EncodeLedger(found.node, found.nonce, place_));
     const uint64_t room = options_.ledger_bytes_max;
     if (found.place.paths.empty() && placed.size() + slots.size() * kSlotEntryBytes > room) {
-      place_ = {};  // a full ledger of an older program stays as it is
+      place_ = {};  // a full ledger of an older program has no room for the place
     } else {
       ledger = std::move(placed);
     }
@@ -186,11 +187,12 @@ absl::Status SwapSpace::CommitAgain(const nvme::VolumeOptions& options) {
   return absl::OkStatus();
 }
 
-// Where there are no jobs there is nothing to lose: such a volume goes where its paths go.
+// Checks that the volume was last used in this place, or adopts it. A volume without jobs may be used in any place: there is
+// nothing to lose.
 absl::Status SwapSpace::CheckPlace(const VolumePlace& before, const DurableNode& node) {
   std::string move = DescribeMove(before, place_);
   if (move.empty()) {
-    // A start without a machine-id does not free the volume of its machine.
+    // A start without a machine-id does not release the volume from its machine.
     if (place_.machine == MachineId{}) place_.machine = before.machine;
     return absl::OkStatus();
   }
@@ -303,7 +305,7 @@ absl::Status SwapSpace::StartAtVolume(const Pending& pending) {
   return volume_->Read(transfer.slot, transfer.slot_offset_bytes, transfer.bytes, transfer.task);
 }
 
-// As many on each path as its window has room for.
+// Queues the transfers whose pause has ended. Then starts as many transfers on each path as its window has room for.
 void SwapSpace::StartWaiting(std::vector<SwapDone>& done) {
   const uint64_t now = MonotonicNs();
   while (!paused_.empty() && paused_.front().due_ns <= now) {
@@ -314,7 +316,7 @@ void SwapSpace::StartWaiting(std::vector<SwapDone>& done) {
     while (const std::optional<TaskId> task = queue.Next()) {
       Pending& pending = pending_.at(*task);
       absl::Status status = StartAtVolume(pending);
-      if (absl::IsResourceExhausted(status)) {  // goes on at the next completion
+      if (absl::IsResourceExhausted(status)) {  // continues at the next completion
         queue.PutBack(EntryOf(pending.transfer));
         break;
       }
@@ -391,7 +393,7 @@ void SwapSpace::Finish(std::vector<nvme::Finished>& finished, std::vector<SwapDo
   }
 }
 
-// Reads into other memory than staging's are waited for.
+// Gives up requests that are older than the deadline, but for reads into memory other than staging slots.
 void SwapSpace::GiveUpLate(std::vector<SwapDone>& done) {
   std::vector<nvme::Finished> finished;
   volume_->GiveUp(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Swap as the state machine's actions see it: slots of jobs, staging slots, one volume below.
+// Swap for the actions of the state machine: slots of jobs and staging slots on one volume.
 #pragma once
 
 #include <cstddef>
@@ -38,34 +38,37 @@ inline constexpr uint64_t kKeepWearNs = 60'000'000'000;
 
 struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
-  // Where records of block devices are; empty: nowhere.
+  // Folder with the records of block devices; empty: there are no such records.
   std::string state_folder = {};
-  // By path: what was written to its drive before, as kept; empty: nothing.
+  // By path: bytes that were written to its drive before, as recorded; empty: none.
   std::vector<uint64_t> written_before = {};
-  // By path, as measured; empty: none is known.
+  // By path: measured rates; empty: no rate is known.
   std::vector<std::optional<nvme::PathRates>> rates = {};
   nvme::FileLife life = nvme::FileLife::kKept;
-  // kRecover: a volume with a durable ledger comes back with its jobs; one without is made anew.
+  // kRecover: a volume with a durable ledger is recovered with its jobs; a volume without one is created.
   nvme::OpenMode mode = nvme::OpenMode::kReclaim;
-  // The daemon before has handed jobs over, whose slots the volume holds: it is recovered without a durable job too.
+  // True if the daemon before has left jobs in memory whose slots the volume holds: the volume is recovered even without a
+  // durable job.
   bool keeps_slots = false;
-  // Where this is not known, or was not when the volume was last used, only its paths tell whose it is.
+  // Identity of this machine. If it is unknown now, or was unknown when the volume was last used, only the paths tell whose
+  // volume it is.
   MachineId machine = {};
-  // kAdopted: durable jobs of a volume that was last used elsewhere come back, and from then on it belongs here.
+  // kAdopted: durable jobs of a volume that was last used elsewhere are recovered, and the volume belongs to this place from
+  // then on.
   OtherPlace other_place = OtherPlace::kRefused;
-  // Of a volume that is made anew.
+  // Bytes of the ledger of a volume that is created. A recovered volume retains its own.
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
-  // How long the disk may take for a transfer before nobody waits for it any longer.
+  // Time that the disk may take for a transfer before the transfer is given up.
   uint64_t deadline_ns = kSwapDeadlineNs;
-  // How long after a transfer what was written is to be kept (DueWear).
+  // Time after a transfer at which the written bytes are due to be recorded (DueWear).
   uint64_t keep_wear_ns = kKeepWearNs;
-  // >= 3.
+  // At least 3.
   uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
   ArenaPolicy arenas = {};
 };
 
-// Between a slot of a job and memory that lives until it has ended.
+// Transfer between a slot of a job and memory that lives until the transfer has ended.
 struct SwapTransfer {
   TaskId task = 0;
   JobId job = 0;
@@ -73,7 +76,7 @@ struct SwapTransfer {
   BlockPart part = BlockPart::kStates;
   nvme::Slot slot;
   std::span<std::byte> bytes;
-  uint64_t slot_offset_bytes = 0;  // of a read: where it begins
+  uint64_t slot_offset_bytes = 0;  // offset at which a read begins
   TransferQueue::Order order = TransferQueue::Order::kNormal;
 };
 
@@ -84,7 +87,7 @@ struct SwapDone {
     kRead,
     kWritten,
     kReturned,   // a read that was given up has ended
-    kCommitted,  // a ledger, of no job
+    kCommitted,  // a ledger, which belongs to no job
   };
 
   TaskId task = 0;
@@ -95,7 +98,7 @@ struct SwapDone {
   uint64_t bytes = 0;
   uint64_t start_ns = 0;
   absl::Status status = {};
-  // Of a read that was given up, and of kReturned: the disk may write to it until kReturned.
+  // Staging slot of a read that was given up: the disk may write to the slot until the kReturned of the same slot.
   std::optional<uint32_t> staging_slot = {};
 };
 
@@ -104,7 +107,7 @@ struct ZeroingProgress {
   uint64_t total_bytes = 0;
 };
 
-// Requests of one path that the disk has not answered in time.
+// Requests of one path that the disk has not answered for kLateNs, or for the deadline if that is shorter.
 struct LatePath {
   uint32_t requests = 0;
   uint64_t oldest_ns = 0;
@@ -122,7 +125,7 @@ struct LatePath {
 class SwapSpace {
  public:
   static constexpr uint64_t kLateNs = 10'000'000'000;
-  // How long a write pauses after one on the same path has failed.
+  // Time that a write pauses after a write on the same path has failed.
   static constexpr uint64_t kPauseNs = 1'000'000'000;
   static constexpr uint64_t kScrubBytes = uint64_t{256} << 10;
 
@@ -157,37 +160,40 @@ class SwapSpace {
   // the first call on.
   std::span<std::byte> scrub_memory(uint32_t reads);
 
-  // Each ends with a SwapDone: of this call where it is refused, of an OnCompletion() or a Tick().
+  // Each ends with a SwapDone: in this call if it is refused, otherwise in an OnCompletion() or a Tick().
   void StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done);
   void StartRead(const SwapTransfer& transfer, std::vector<SwapDone>& done);
-  // `pause`: kPauseNs from now.
+  // `pause`: starts the write kPauseNs from now.
   void StartWrite(const SwapTransfer& transfer, bool pause, std::vector<SwapDone>& done);
 
   // Volume::CommitLedger; one at a time.
   void CommitLedger(TaskId task, std::span<const std::byte> ledger,
                     std::span<const nvme::Slot> slots, std::vector<SwapDone>& done);
 
-  // What VerifyBlock() needs for a slot that was read; nothing for zeros that were never written.
+  // Returns the content that VerifyBlock() expects in a slot that was read. Returns nothing if the place has no slot: its bytes
+  // are zeros that were never written.
   std::optional<nvme::ExpectedContent> Expected(const BlockPlace& place,
                                                 const BlockIdentity& identity,
                                                 uint64_t checksum) const;
 
-  // Of the volume since it was made anew, part of every identity. A copy that is adopted keeps it: its slots are
-  // verified with it. That mixes nothing. The two have no file in common, and a checksum covers the bytes too: a file
-  // of one among those of the other holds either what the ledger names or is E_CORRUPT.
+  // Nonce of the volume, drawn when the volume was created; part of every identity. An adopted copy of a volume has the nonce
+  // of the original, because its slots are verified with it. That mixes nothing: the two volumes have no file in common, and a
+  // checksum covers the bytes too. A file of one among files of the other holds either the bytes that the ledger names or is
+  // E_CORRUPT.
   uint64_t nonce() const { return nonce_; }
-  // Part of every ledger; nothing where the paths are unlinked.
+  // Place of the volume, part of every ledger. Empty if the paths are unlinked, or if a full ledger of an older program has no
+  // room for it.
   const VolumePlace& place() const { return place_; }
-  // What is different from where the volume was last used; empty: nothing was adopted.
+  // Differences from the place where the volume was last used; empty if nothing was adopted.
   const std::string& adopted() const { return adopted_; }
-  // What the ledger said that was found; nothing where there was none.
+  // Contents of the ledger that Open() or Inspect() found; no jobs if there was none.
   const DurableNode& recovered() const { return recovered_; }
-  // Room for the jobs of a ledger and 24 bytes for each slot that it names.
+  // Bytes that a ledger may have for its jobs and 24 bytes for each slot that it names.
   uint64_t ledger_bytes_max() const;
 
-  // Of the durable ledger that Open() found; 0: there was none.
+  // Sequence of the durable ledger that Open() found; 0 if there was none.
   uint64_t found_sequence() const { return found_sequence_; }
-  // Of the last durable ledger; 0: there is none.
+  // Sequence of the last durable ledger; 0 if there is none.
   uint64_t durable_sequence() const { return volume_->durable_sequence(); }
   // Returns the findings of Open() or Inspect().
   const nvme::RecoveryReport& recovery() const { return volume_->recovery(); }
@@ -199,26 +205,27 @@ class SwapSpace {
   // For completions that Volume::Owns.
   void OnCompletion(const nvme::Completion& completion, std::vector<SwapDone>& done);
 
-  // Starts what has paused long enough, looks for late requests, logs progress. To be called at
-  // next_tick_ns() at the latest.
+  // Starts writes that have paused long enough, looks for late requests, logs progress. Call it at next_tick_ns() at the
+  // latest.
   void Tick(std::vector<SwapDone>& done);
-  // UINT64_MAX: nothing waits for time.
+  // MonotonicNs of the next Tick(). UINT64_MAX: nothing waits for time.
   uint64_t next_tick_ns() const;
 
-  // In flight at the volume; what waits or pauses here is not counted.
+  // Requests in flight at the volume, without transfers that wait or pause here.
   uint32_t in_flight() const { return volume_->requests_in_flight(); }
   nvme::VolumeStats stats() const { return volume_->stats(); }
-  // By path.
+  // By path: bytes written over all starts of the daemon.
   std::vector<PathWear> wear() const;
   const std::string& state_folder() const { return options_.state_folder; }
-  // It outlives the daemon, as the files do.
+  // True if the record of written bytes outlives the daemon, as the files of the paths do.
   bool keeps_wear() const { return options_.life == nvme::FileLife::kKept; }
-  // What is to be kept now; nothing, but for once every keep_wear_ns while there are transfers.
+  // Returns the written bytes that are to be recorded now. Returns nothing except once every keep_wear_ns while there are
+  // transfers.
   std::vector<PathWear> DueWear();
   std::optional<nvme::PathRates> rates(size_t path) const {
     return options_.rates.empty() ? std::nullopt : options_.rates[path];
   }
-  // Of the job's slots, while they are zero-written.
+  // Progress of zeroing the job's slots; nothing if they are not being zeroed.
   std::optional<ZeroingProgress> Zeroing(JobId job) const;
   const std::vector<nvme::PathOptions>& paths() const { return options_.paths; }
   // By path; as of the last Tick().
@@ -227,7 +234,7 @@ class SwapSpace {
  private:
   struct Pending {
     SwapDone done;
-    SwapTransfer transfer = {};  // not of zeroing, nor of a commit
+    SwapTransfer transfer = {};  // empty for zeroing and commits
   };
   struct Paused {
     TaskId task = 0;
@@ -266,7 +273,7 @@ class SwapSpace {
   std::unique_ptr<nvme::Volume> volume_;
   std::pmr::unsynchronized_pool_resource memory_{
       kStepMemoryOptions};  // for nodes that come and go within a step
-  // By task; what the volume works on, and what waits here.
+  // By task: requests in flight at the volume, and transfers that wait here.
   std::pmr::map<TaskId, Pending> pending_;
   std::vector<nvme::Finished> finished_;  // by the completion that is handled
   std::map<TaskId, uint32_t> kept_;       // staging slots of reads that were given up
@@ -281,7 +288,7 @@ class SwapSpace {
   std::vector<uint64_t> next_warning_ns_;
 };
 
-// What a ledger on these paths says; nothing where there is none. Blocks; changes nothing.
+// Returns the contents of the ledger on these paths; no jobs if there is none. Blocks; changes nothing.
 //
 // Errors  of FindVolume, Volume::Open and DecodeLedger.
 absl::StatusOr<DurableNode> FindDurableJobs(const std::vector<nvme::PathOptions>& paths);

@@ -33,7 +33,7 @@ TaskRunner::Task& TaskRunner::AllocateTask() {
     free_.pop_back();
     return task;
   }
-  free_.reserve(std::bit_ceil(tasks_.size() + 1));  // each of them comes back
+  free_.reserve(std::bit_ceil(tasks_.size() + 1));  // each of them returns to the list
   return tasks_.emplace_back();
 }
 
@@ -61,7 +61,7 @@ void TaskRunner::RunParts(Task& task) {
     return;
   }
   task.runs.fetch_sub(1, std::memory_order_release);
-  // Else nothing would wake the loop when the pool's queue has room again.
+  // The null entry wakes the loop when the pool's queue has room again.
   if (starved_.load()) FOREBAY_CHECK(finished_->Push(nullptr));
 }
 
@@ -72,8 +72,8 @@ void TaskRunner::Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task run) {
   PostWaiting();
 }
 
-// A refused task finds a full queue; its tasks end after starved_ was set, and whichever ends next
-// wakes the loop, which calls this again.
+// Posts tasks that wait while the pools have room. A task is refused because the pool's queue is full. The tasks in that queue
+// end after starved_ was set; the one that ends next wakes the loop, which calls PostWaiting() again.
 void TaskRunner::PostWaiting() {
   starved_.store(true);
   while (!waiting_.empty() &&
@@ -96,7 +96,7 @@ void TaskRunner::RunFinished() {
   finished_->DrainAll([this](Task* task) {
     if (task == nullptr) return;
     --in_flight_;
-    // What the work owned is destroyed before its outcome is known.
+    // Objects that the work owned are destroyed before its outcome runs.
     task->work = nullptr;
     if (task->then != nullptr) task->then();
     task->then = nullptr;

@@ -19,14 +19,14 @@ namespace forebay::daemon {
 
 enum class PoolId : uint8_t {
   kUpdate,  // arithmetic and copies: the update's workers
-  kSetup,   // one thread for what blocks long: making and freeing arenas
+  kSetup,   // one thread for work that blocks long
 };
 
 struct TaskRunnerOptions {
   cpu_adam::WorkerPoolOptions update = {};
 };
 
-// What the work and its outcome capture lies in a table of tasks; it is destroyed on the loop thread.
+// Stores work, outcomes and their captures in a table of tasks, and destroys them on the loop thread.
 //
 // Threads  Everything on the loop thread; work runs elsewhere.
 // Limits   Post() never blocks; tasks for which the pool's queue has no room wait here, at most as
@@ -34,7 +34,7 @@ struct TaskRunnerOptions {
 //          allocation where as many tasks have been under way before.
 class TaskRunner {
  public:
-  // Of captures: of work, and of what follows it on the loop thread.
+  // Bytes of captures: of work, and of its outcome on the loop thread.
   static constexpr size_t kWorkBytes = 768;
   static constexpr size_t kThenBytes = 512;
   using Then = InplaceFunction<void(), kThenBytes>;
@@ -49,8 +49,8 @@ class TaskRunner {
   // Waits for the work in flight; its outcomes are dropped.
   ~TaskRunner();
 
-  // Runs `work`, a function of nothing, on a worker, and the Then that it returns on the loop thread.
-  // `group`: of the update workers, see WorkerPool.
+  // Runs `work`, a function without arguments, on a worker, and the Then that it returns on the loop thread. `group`: group of
+  // the update workers, see WorkerPool.
   template <typename Work>
   void Post(PoolId pool, Work work, int group = cpu_adam::WorkerPool::kAnyGroup) {
     Task& task = AllocateTask();
@@ -58,8 +58,8 @@ class TaskRunner {
     Start(pool, /*parts=*/1, group, task);
   }
 
-  // Runs `work(part)` once for each part in [0, parts), on the workers that are free, several at once, and
-  // `then` when all have ended: it sees what they wrote.
+  // Runs `work(part)` once for each part in [0, parts), several at once on the workers that are free. Runs `then` when all
+  // parts have ended: it sees what they wrote.
   template <typename PartWork>
   void PostParts(PoolId pool, size_t parts, PartWork work, Then then,
                  int group = cpu_adam::WorkerPool::kAnyGroup) {
@@ -86,7 +86,7 @@ class TaskRunner {
     size_t parts = 0;
     std::atomic<size_t> next_part = 0;
     std::atomic<size_t> parts_left = 0;
-    // Of its entries in the pool's queue, those that have not ended: the last ones find no part left.
+    // Entries in the pool's queue that have not ended. The last entries may find no part left.
     std::atomic<size_t> runs = 0;
   };
   struct Waiting {
@@ -106,7 +106,7 @@ class TaskRunner {
   // Tasks that have ended; null: the pool's queue has room again.
   std::unique_ptr<LoopQueue<Task*>> finished_;
   std::deque<Task> tasks_;
-  std::vector<Task*> free_;  // of these, but for runs that have not ended
+  std::vector<Task*> free_;  // tasks to use again, once their runs have ended
   std::deque<Waiting> waiting_;
   // Tasks wait, or are about to.
   std::atomic<bool> starved_ = false;

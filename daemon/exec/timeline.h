@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happened when in the newest published step of a job.
+// Timed events of the newest published step of a job.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ enum class Lane : uint8_t { kGradient, kSwapRead, kUpdate, kSwapWrite, kStep };
 
 const char* Name(Lane lane);  // "gradient", "swap read", "update", "swap write", "step"
 
-// What an event is of, with its number.
+// Subject of an event. TimedEvent::index is its number.
 enum class TimedSubject : uint8_t {
   kPartition,
   kBlock,
@@ -34,10 +34,10 @@ struct TimedEvent {
   uint64_t bytes = 0;
 };
 
-// "block 12"; of a partition, its name in the layout.
+// "block 12"; for a partition its name in the layout.
 std::string NameOf(const TimedEvent& event, const protocol::Layout& layout);
 
-// The same as people see it, or an event of a rank's.
+// An event in the form that people see, of the daemon or of a rank.
 struct ShownEvent {
   std::string process;  // "forebayd", "rank 0"
   std::string lane;
@@ -59,12 +59,12 @@ class Timeline {
   void StepCalled(uint64_t now_ns) { step_called_ns_ = now_ns; }
   // The next step may be called before this one is published.
   void StepCommitted(uint64_t now_ns);
-  // What was added since the last publication becomes newest().
+  // Makes the events that were added since the last publication newest().
   void StepPublished(uint64_t step, uint64_t now_ns);
 
   const std::vector<TimedEvent>& newest() const { return newest_; }
   uint64_t newest_step() const { return newest_step_; }  // 0: none
-  // From the last rank's call on: to its publication, and to the decision.
+  // Seconds from the last rank's call of step to the publication, and to the decision.
   double newest_seconds() const { return newest_seconds_; }
   double newest_decision_seconds() const { return newest_decision_seconds_; }
 
@@ -72,8 +72,8 @@ class Timeline {
   std::vector<TimedEvent> current_;
   std::vector<TimedEvent> newest_;
   uint64_t step_called_ns_ = 0;
-  uint64_t committed_step_called_ns_ = 0;  // 0: none is committed and not published
-  double decision_seconds_ = 0;            // of that one
+  uint64_t committed_step_called_ns_ = 0;  // 0: no committed step waits to be published
+  double decision_seconds_ = 0;            // of that committed step
   uint64_t newest_step_ = 0;
   double newest_seconds_ = 0;
   double newest_decision_seconds_ = 0;

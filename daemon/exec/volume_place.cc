@@ -28,7 +28,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// What a block device may say of itself, below its folder in /sys; the first one counts.
+// Files below a block device's folder in /sys that may identify the disk; the first that is not empty counts.
 constexpr std::array kDiskNames{"wwid", "device/wwid", "serial", "dm/uuid", "md/uuid"};
 
 std::string FirstLine(const std::string& file) {
@@ -73,7 +73,7 @@ absl::StatusOr<PathPlace> PlaceOfPath(size_t index, const nvme::PathOptions& pat
   return PathPlace{.name = canonical.data(), .inode = status.st_ino};
 }
 
-// After "swap path 0 (NAME)"; empty: nothing.
+// Text behind "swap path 0 (NAME)"; empty if the path has not moved.
 std::string DescribeMoveOfPath(const PathPlace& before, const PathPlace& now) {
   if (!before.disk.empty() && !now.disk.empty()) {
     if (before.disk == now.disk) return {};
@@ -119,7 +119,8 @@ std::string DescribeMove(const VolumePlace& before, const VolumePlace& now) {
 
 uint64_t LedgerBytes(const VolumePlace& place) {
   constexpr uint64_t kWord = sizeof(uint64_t);
-  constexpr uint64_t kPathBytes = 3 * kWord + 2 * kWord;  // of the message; ends of its two texts
+  // struct in the message, ends of its two texts
+  constexpr uint64_t kPathBytes = 3 * kWord + 2 * kWord;
   uint64_t bytes = sizeof(MachineId) + kWord;
   for (const PathPlace& path : place.paths) {
     bytes += kPathBytes + protocol::RoundUp(path.name.size(), kWord) +

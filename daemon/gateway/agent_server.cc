@@ -84,18 +84,18 @@ struct GatewayLink {
   schema::Gateway::Client gateway;
 };
 
-// What a session of the trainer's is made of here.
+// State of a session of the trainer in the agent.
 struct AgentSessionState {
   kj::Maybe<schema::Session::Client> remote;
   uint64_t number = 0;
   bool is_shared = false;
   bool has_rank = false;
-  bool is_back = false;  // of a rank that has its arenas from before
+  bool is_back = false;  // the rank continues to use its arenas
   bool is_mapped = false;
   bool is_detached = false;
   bool has_left = false;
-  absl::Status reason;  // why it is over, where this side knows
-  UniqueFd weights;     // as the trainer gets it
+  absl::Status reason;  // reason of the end, if the agent knows it
+  UniqueFd weights;     // the descriptor that the trainer gets
   std::shared_ptr<SharedMemory> grad_arena;
   std::shared_ptr<SharedMemory> ring;
   UniqueFd command_doorbell;
@@ -103,7 +103,7 @@ struct AgentSessionState {
   UniqueFd extra_state;
 };
 
-// Everything of the agent that lives on the control thread.
+// State of the agent on the control thread.
 class Agent final : private kj::TaskSet::ErrorHandler {
  public:
   Agent(kj::AsyncIoContext& async_io, const AgentOptions& agent_options,
@@ -138,34 +138,34 @@ class Agent final : private kj::TaskSet::ErrorHandler {
               });
   }
 
-  // The way to the gateway is broken: all sessions are over.
+  // Ends all sessions because the connection to the gateway is broken.
   void Fail(const absl::Status& why) {
     if (!reason.ok()) return;
     reason = why;
     for (const auto& weak : sessions) {
       if (const auto session = weak.lock()) EndSession(*session, why);
     }
-    // Calls that wait end too: nobody waits for a link that is down.
+    // Calls that wait end too: they must not wait for a link that is broken.
     (void)kj::runCatchingExceptions([this] { link->stream->abortRead(); });
   }
 
-  // The trainer has let go of the session, or is no more: the daemon hears of it, where a lost link would have to be waited
-  // for. A call that was under way may hold the session for longer than the agent lives.
+  // Ends a session that the trainer has released, or whose trainer has ended. The gateway is notified, because it would wait
+  // for a lost link. A call in progress may hold the session for longer than the agent exists.
   void Leave(AgentSessionState& session) {
     if (std::exchange(session.has_left, true)) return;
-    // A try to come back that is given up is not the trainer's end.
+    // A cancelled attempt to attach again is not the trainer's end.
     const bool is_tried = session.is_back && !session.is_mapped;
     const auto remove = [thread = data.get(), number = session.number] {
       thread->Post([thread, number] { thread->Remove(number); });
     };
     if (!session.is_detached && !is_tried && session.reason.ok() && reason.ok()) {
-      // First: a gateway that sees the data plane gone gives the daemon's session back, to be waited for.
+      // The end request goes first: a gateway that loses the data plane alone lets the daemon wait for the rank.
       auto heard = KJ_ASSERT_NONNULL(session.remote).endRequest().send().ignoreResult();
       endings.add(heard.then(remove, [remove](kj::Exception&&) { remove(); }));
     } else {
       remove();
     }
-    // It is of this thread, and the data thread may be the last to hold the session.
+    // The capability belongs to this thread, and the data thread may be the last to hold the session.
     session.remote = nullptr;
   }
 
@@ -285,7 +285,7 @@ class AgentSessionServer final : public schema::Session::Server {
   AgentSessionServer(Agent& agent, std::shared_ptr<AgentSessionState> state)
       : agent_(agent), state_(std::move(state)) {}
   ~AgentSessionServer() noexcept(false) {
-    if (!state_->has_left) agent_.Leave(*state_);  // where it has, the agent may be no more
+    if (!state_->has_left) agent_.Leave(*state_);  // otherwise the agent may be destroyed already
   }
 
   kj::Promise<void> descriptor(DescriptorContext context) override {
@@ -309,7 +309,7 @@ class AgentSessionServer final : public schema::Session::Server {
         [this, context](auto&& response) mutable -> kj::Promise<void> {
           context.getResults().setOutcome(response.getOutcome());
           state_->is_mapped = state_->is_mapped || response.getOutcome().getError() == 0;
-          // One that comes back has what it had.
+          // A session that was continued has its weights already.
           if (response.getOutcome().getError() != 0 || !is_synced() || state_->is_back) {
             return kj::READY_NOW;
           }
@@ -329,7 +329,7 @@ class AgentSessionServer final : public schema::Session::Server {
     context.allowCancellation();
     if (!state_->reason.ok()) return Refuse(context);
     return ForwardExchange(context, Remote()).then([this, context]() mutable -> kj::Promise<void> {
-      // What other ranks have written before is what this one sees behind it.
+      // After an exchange this rank must see the weights that other ranks have written before it.
       if (!is_synced()) return kj::READY_NOW;
       return Synced(context);
     });
@@ -376,13 +376,13 @@ class AgentSessionServer final : public schema::Session::Server {
     return kj::READY_NOW;
   }
 
-  // Waits until all weights are here. Where the session ends meanwhile, the outcome says so.
+  // Waits until all weights have arrived. If the session ends first, the outcome says so.
   template <typename Context>
   kj::Promise<void> Synced(Context context) {
     auto paf = kj::newPromiseAndFulfiller<void>();
     auto fulfiller = std::make_shared<kj::Own<kj::PromiseFulfiller<void>>>(kj::mv(paf.fulfiller));
     waiting_.push_back(fulfiller);
-    // The fulfiller is kj's: it is used on this thread alone.
+    // A fulfiller of kj is used on this thread alone.
     agent_.data->Post([thread = agent_.data.get(), number = state_->number,
                        &control = agent_.control, weak = std::weak_ptr(fulfiller)] {
       auto* const session = static_cast<AgentSession*>(thread->Find(number));
@@ -486,7 +486,7 @@ class AgentNode final : public schema::Node::Server {
       if (!sent.ok()) return Refuse(context, sent);
       auto request = KJ_ASSERT_NONNULL(agent_.node).attachRequest();
       request.setRequest(context.getParams().getRequest());
-      // Activations stay where they are made: the daemon's node takes no memory for them.
+      // The daemon's node takes no memory for activations: they stay on the trainer's node.
       request.getRequest().setActivationBytes(0);
       request.setWorker(DataOf(agent_.data->address()));
       return request.send().then([this, context, shared](auto&& response) mutable {
@@ -516,7 +516,7 @@ class AgentNode final : public schema::Node::Server {
     return attaching;
   }
 
-  // From `begin` on, piece by piece.
+  // Sends the layout from `begin` on, piece by piece.
   kj::Promise<absl::Status> SendLayout(const std::shared_ptr<const Attaching>& attaching,
                                        size_t begin) {
     if (begin >= attaching->encoded.size()) return absl::Status();
@@ -608,7 +608,7 @@ class AgentNode final : public schema::Node::Server {
     return absl::OkStatus();
   }
 
-  // `before`: of a session that comes back, which the trainer has mapped.
+  // `before`: arena of a session that is continued, which the trainer has mapped.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> MakeOrReuse(const UniqueFd& before,
                                                                    const char* name,
                                                                    uint64_t size_bytes,
@@ -620,7 +620,7 @@ class AgentNode final : public schema::Node::Server {
                      absl::StrCat("a rank comes back without its arena ", name));
   }
 
-  // A descriptor of its own that cannot be written, as the daemon's cannot.
+  // Opens a descriptor of its own. It cannot be written unless `is_writable`, like the daemon's.
   static absl::StatusOr<UniqueFd> WeightsFd(const SharedMemory& weights, bool is_writable) {
     UniqueFd fd = is_writable
                       ? protocol::DuplicateFd(weights.fd())
@@ -654,7 +654,7 @@ absl::Status ServeAgent(AgentOptions options) {
     capnp::TwoPartyVatNetwork network(*stream, protocol::kFdsPerMessageMax,
                                       capnp::rpc::twoparty::Side::SERVER, protocol::AnswerLimits());
     auto serving = kj::heap(capnp::makeRpcServer(network, kj::heap<AgentNode>(agent)));
-    // With an error where the trainer was killed before it had read all.
+    // The promise has an error if the trainer was killed before it had read all messages.
     kj::Promise<void> over = network.onDisconnect().then([] {}, [](kj::Exception&&) {});
     kj::Own<kj::UnixEventPort::FdObserver> observer;
     if (options.lifetime.valid()) {
@@ -664,7 +664,7 @@ absl::Status ServeAgent(AgentOptions options) {
     }
     over.wait(io.waitScope);
     serving = nullptr;
-    agent.LeaveAll();  // those that have not detached end
+    agent.LeaveAll();  // ends sessions that have not detached
     agent.OnEndingsHeard().wait(io.waitScope);
   });
   KJ_IF_MAYBE (e, exception) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The agent: serves one trainer on its socket as a daemon would, from a gateway on another node.
+// The agent: serves one trainer on its socket like a daemon, with the help of a gateway on another node.
 #pragma once
 
 #include <string>
@@ -11,17 +11,17 @@ namespace forebay::gateway {
 
 struct AgentOptions {
   std::string address;         // "host:port", "[fd00::1]:port"
-  std::string folder;          // of LoadCredentials()
+  std::string folder;          // folder for LoadCredentials()
   protocol::UniqueFd trainer;  // a connected Unix socket
-  // A pidfd of the trainer; not valid: the socket alone says when it ends.
+  // A pidfd of the trainer. If it is not valid, only the socket shows when the trainer ends.
   protocol::UniqueFd lifetime;
-  // Of a rank that comes back: the window and the gradient arena that an agent before this one has made. Not valid: they are
-  // made.
+  // Memfds of a rank that attaches again: the window and the gradient arena that an agent before this one has made. If they are
+  // not valid, the agent makes both.
   protocol::UniqueFd weights;
   protocol::UniqueFd grad_arena;
 };
 
-// Until the trainer has closed its socket or has ended. What goes wrong with the gateway is what the trainer's calls get.
+// Serves until the trainer has closed its socket or has ended. Failures of the gateway are returned by the trainer's calls.
 absl::Status ServeAgent(AgentOptions options);
 
 }  // namespace forebay::gateway

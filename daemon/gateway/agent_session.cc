@@ -81,7 +81,7 @@ bool AgentSession::ReceiveFromTrainer() {
       ahead_from_ = next_number_ + 1;
     }
     Range range = BytesOf(command);
-    // The daemon says what is wrong with such a command.
+    // The daemon rejects a command whose bytes are outside its arena.
     if (!IsWithin(range.offset_bytes, range.length_bytes, options_.daemon_arena_bytes)) range = {};
     if (!in_flight_.insert(command.tag).second) {
       End(MakeError(ErrorId::kRing, absl::StrCat("tag ", command.tag, " is in flight twice")));
@@ -234,7 +234,7 @@ void AgentSession::OnAhead(const RemoteHeader& header) {
 }
 
 void AgentSession::DeliverCompletions() {
-  // Those that arrive from within Deliver() come at the end.
+  // Completions that arrive from within Deliver() are appended.
   for (size_t i = 0; i < waiting_.size() && !link_->has_ended();) {
     if (waiting_[i].pieces > pieces_ended_) {
       ++i;
@@ -275,7 +275,7 @@ bool AgentSession::Poll() {
 bool AgentSession::PrepareSleep() {
   if (link_->has_ended() || is_closed_) return true;
   const absl::StatusOr<bool> may_sleep = options_.channel->PrepareSleep();
-  return may_sleep.ok() && *may_sleep;  // an error is what the next Receive() meets
+  return may_sleep.ok() && *may_sleep;  // the next Receive() returns the error
 }
 
 void AgentSession::EndSleep() {

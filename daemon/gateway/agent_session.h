@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The agent's end of a session: serves the trainer's ring as the daemon would, with what the gateway sends.
+// The agent's end of a session: serves the trainer's ring like the daemon, with bytes from the gateway.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ namespace forebay::gateway {
 
 struct AgentSessionOptions {
   std::shared_ptr<SharedMemory> weights;  // the window
-  // The daemon's, and behind it what is the trainer's alone.
+  // The gradient arena of the daemon, and behind it the bytes that belong to the trainer alone.
   std::shared_ptr<SharedMemory> grad_arena;
-  std::shared_ptr<const void> ring;  // what the channel borrows
+  std::shared_ptr<const void> ring;  // memory that the channel borrows
   std::unique_ptr<protocol::ServerChannel> channel;
   uint64_t daemon_arena_bytes = 0;  // the first bytes of grad_arena
   protocol::StepRegion step_region;
@@ -33,15 +33,15 @@ struct AgentSessionOptions {
   bool has_rank = false;
 };
 
-// Where the link breaks, the trainer's ring is closed; a rank attaches again then, by another agent.
+// If the link breaks, the trainer's ring is closed. A rank then attaches again through another agent.
 class AgentSession final : public DataSession {
  public:
   AgentSession(std::unique_ptr<RemoteLink> link, AgentSessionOptions options);
   ~AgentSession() override;
 
-  // Brings all weights that have changed; with shared attachment alone. `on_done` is not called where the link ends.
+  // Fetches all weights that have changed; with shared attachment alone. `on_done` is not called if the link ends first.
   void RequestSync(std::function<void()> on_done);
-  // The way to the gateway is lost.
+  // Closes the trainer's ring because the connection to the gateway is lost.
   void OnLost();
 
   void OnMessage(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival) override;
@@ -62,13 +62,13 @@ class AgentSession final : public DataSession {
   };
   struct Waiting {
     protocol::Completion completion = {};
-    uint64_t pieces = 0;  // that must be there
+    uint64_t pieces = 0;  // number of pieces that must have arrived
   };
 
-  // What the daemon reads of the arena for a command.
+  // Returns the bytes of the arena that the daemon reads for a command.
   Range BytesOf(const protocol::Command& command) const;
   bool ReceiveFromTrainer();
-  // Whether the trainer has its answer: of weights that are here.
+  // Answers the command if the weights have arrived already. Returns true if the trainer has its answer.
   bool AnswerHere(const protocol::Command& command);
   void OnAhead(const protocol::RemoteHeader& header);
   void OnCompletion(const protocol::RemoteHeader& header);
@@ -77,22 +77,22 @@ class AgentSession final : public DataSession {
   bool StartReads();
   void DeliverCompletions();
   void Deliver(const protocol::Completion& completion);
-  // Of a peer that breaks the rules.
+  // Ends the session because a peer breaks the protocol.
   void End(const absl::Status& status);
-  // The trainer sees that the session is over, or (kRestarting) that it is to attach again.
+  // Closes the trainer's ring. The trainer sees that the session is over, or (kRestarting) that it is to attach again.
   void Close(protocol::ChannelState state);
 
   AgentSessionOptions options_;
   std::unique_ptr<RemoteLink> link_;
   uint64_t next_number_ = 0;
-  std::set<uint64_t> in_flight_;  // tags of the trainer's
-  // By partition: what a fetch is answered with. None from before the newest command that may have changed weights; the
-  // first that counts is behind so many commands.
+  std::set<uint64_t> in_flight_;  // tags of the trainer's commands that wait for an answer
+  // Answers to fetches, by partition. Changes of weights drop all answers; an answer counts if it is behind at least
+  // ahead_from_ commands.
   std::map<uint32_t, Waiting> ahead_;
   uint64_t ahead_from_ = 0;
   std::map<uint64_t, std::function<void()>> syncs_;
   uint64_t next_sync_tag_ = protocol::kAgentTag;
-  uint64_t pieces_ended_ = 0;  // all before this one are there
+  uint64_t pieces_ended_ = 0;  // all pieces before this one have arrived
   std::set<uint64_t> ended_ahead_;
   std::set<uint64_t> begun_;
   std::deque<Waiting> waiting_;

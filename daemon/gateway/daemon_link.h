@@ -19,7 +19,7 @@
 
 namespace forebay::gateway {
 
-// What the daemon has given for a session.
+// Answer of the daemon to an attach.
 struct DaemonSession {
   absl::Status status;
   kj::Maybe<schema::Session::Client> session;
@@ -29,7 +29,7 @@ struct DaemonSession {
   protocol::UniqueFd ring;
   protocol::UniqueFd command_doorbell;
   protocol::UniqueFd completion_doorbell;
-  std::vector<std::byte> extra_state;  // of this rank, then rank 0's
+  std::vector<std::byte> extra_state;  // extra_state of this rank, then of rank 0
 };
 
 class DaemonLink {
@@ -42,7 +42,7 @@ class DaemonLink {
 
   // `session_wait`: Node.hello, sessionWaitMs.
   kj::Promise<absl::Status> Hello(uint32_t uid, std::chrono::milliseconds session_wait);
-  // The descriptors come with it.
+  // Attaches, and asks for the descriptors of the session.
   kj::Promise<kj::Own<DaemonSession>> Attach(schema::AttachRequest::Reader request,
                                              std::vector<std::byte> layout);
   schema::Node::Client& node() { return node_; }

@@ -18,10 +18,10 @@ namespace {
 using protocol::RemoteHeader;
 using protocol::RemoteSecret;
 
-// How long it looks for work before it sleeps, where a core is idle: a wake-up takes as long.
+// Time for which the thread looks for work before it sleeps, if a core is idle. A wake-up takes as long.
 constexpr std::chrono::microseconds kSpin{50};
 
-// In a time that says nothing of where they differ.
+// Compares in a time that does not depend on the differences.
 bool IsSame(const RemoteSecret& one, const RemoteSecret& other) {
   unsigned differences = 0;
   for (size_t i = 0; i < one.size(); ++i) {
@@ -77,7 +77,7 @@ DataSession* DataThread::Find(uint64_t number) {
   return found == sessions_.end() ? nullptr : found->second.session.get();
 }
 
-// What is not a session's is dropped without a word.
+// Passes the message to its session. A message of no session is dropped.
 void DataThread::OnArrival(protocol::UcxArrival& arrival) {
   RemoteHeader header;
   if (arrival.header().size() != sizeof(header)) return;

@@ -27,11 +27,12 @@ class DataSession {
  public:
   virtual ~DataSession() = default;
 
-  // A message with this session's number and secret.
+  // Takes a message that has this session's number and secret.
   virtual void OnMessage(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival) = 0;
-  // Does what there is to do without waiting; true: there was something.
+  // Does all work that needs no waiting. Returns true if there was some.
   virtual bool Poll() = 0;
-  // As ClientChannel's and ServerChannel's. -1: waits for nothing but messages.
+  // PrepareSleep(), EndSleep() and wait_fd() behave like those of ClientChannel and ServerChannel. If wait_fd() is -1, the
+  // session waits for messages alone.
   virtual bool PrepareSleep() = 0;
   virtual void EndSleep() = 0;
   virtual int wait_fd() const = 0;
@@ -61,14 +62,14 @@ class DataThread {
   std::span<const std::byte> address() const { return worker_->address(); }
 
   void Post(Call call);
-  // Waits until the thread has run it.
+  // Waits until the thread has run `call`, and returns its result.
   absl::Status Run(absl::AnyInvocable<absl::Status()> call);
 
   protocol::UcxWorker& worker() { return *worker_; }
   void Add(const SessionKey& key, std::unique_ptr<DataSession> session);
-  // At the end of the thread's turn. An unknown number is ignored.
+  // Removes the session at the end of the thread's turn. Ignores an unknown number.
   void Remove(uint64_t number);
-  DataSession* Find(uint64_t number);  // nullptr: removed, or never there
+  DataSession* Find(uint64_t number);  // nullptr: there is no such session
 
  private:
   struct Entry {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What gateway.toml says.
+// Settings of the gateway: gateway.toml.
 #pragma once
 
 #include <chrono>
@@ -17,23 +17,23 @@ namespace forebay::gateway {
 
 inline constexpr uint32_t kSessionsOfPrincipalMax = 64;
 
-// Somebody on another node, for whom the gateway acts as a user of this one.
+// A principal on another node, for whom the gateway acts as a user of this node.
 struct Principal {
   std::string name;  // the certificate's common name, or a name in the token file
-  uint32_t uid = 0;  // whose jobs and quotas its are; never root's
+  uint32_t uid = 0;  // user with the principal's jobs and quotas; never root
   uint32_t sessions_max = kSessionsOfPrincipalMax;
 };
 
 struct GatewayConfig {
   std::string bind;  // "10.0.0.1:7700"
   std::string daemon_socket = "/run/forebay/forebay.sock";
-  std::string certificate;  // of the gateway, and its key: PEM files
+  std::string certificate;  // PEM files of the gateway's certificate and key
   std::string key;
-  // One of both says who may connect: certificates of this authority, or names and tokens.
+  // One of client_ca and tokens selects who may connect: certificates of this authority, or names and tokens.
   std::string client_ca;
   std::string tokens;
   std::chrono::milliseconds keepalive{10000};
-  // A rank that is not heard of any more has so long to attach again before its session ends.
+  // Time in which a rank whose connection is lost may attach again before its session ends.
   std::chrono::milliseconds session_wait{60000};
   std::string ucx_tls;
   std::string ucx_net_devices;
@@ -56,7 +56,7 @@ absl::StatusOr<std::string> ReadTextFile(const std::string& path, std::string_vi
 absl::StatusOr<std::map<std::string, std::string>> ParseTokens(const std::string& text,
                                                                const std::string& path);
 
-// The name whose token this is; nothing: no one's. Its time says nothing of how much of it is right.
+// Returns the name with this token; nothing if there is none. The time of the comparison does not depend on the token.
 std::optional<std::string> NameOfToken(const std::map<std::string, std::string>& tokens,
                                        std::string_view token);
 

@@ -48,7 +48,7 @@ constexpr size_t kLayoutPieceMax = 256 << 10;
 
 class Connection;
 
-// It travels in the answer to an attach, with rank 0's.
+// Checks the size of extra_state, which is part of the answer to an attach, together with that of rank 0.
 absl::Status CheckExtraState(uint64_t bytes) {
   if (bytes <= protocol::kRemoteExtraStateBytesMax) return absl::OkStatus();
   return MakeError(
@@ -61,7 +61,7 @@ absl::Status CheckExtraState(uint64_t bytes) {
       "not come back, or run a daemon on this node");
 }
 
-// What all connections share.
+// State that all connections share.
 struct Gateway {
   const GatewayConfig& config;
   const std::map<std::string, std::string> tokens;
@@ -84,7 +84,7 @@ struct Gateway {
 
   absl::StatusOr<DataThread*> ThreadOf(const Principal& principal) {
     std::unique_ptr<DataThread>& thread = threads[principal.name];
-    // UCX looks at the machine's devices once: a worker that nobody uses is made anew.
+    // A worker without sessions is created again, because UCX looks at the machine's devices once.
     if (thread == nullptr || sessions_of[principal.name] == 0) {
       thread.reset();
       auto made = DataThread::Create(UcxOptions(), config.keepalive / 5);
@@ -111,7 +111,8 @@ class SessionState {
   SessionState& operator=(const SessionState&) = delete;
   ~SessionState() { LetGo(); }
 
-  // Its connection is over. A call that was under way may hold it for longer than the gateway lives.
+  // Releases the session because its connection is over. A call in progress may hold this object for longer than the gateway
+  // exists.
   void LetGo() {
     if (std::exchange(is_let_go_, true)) return;
     daemon_ = nullptr;
@@ -119,7 +120,7 @@ class SessionState {
     thread_.Post([&thread = thread_, number = number_] { thread.Remove(number); });
   }
 
-  // The data plane has failed: the daemon hears that the session has ended.
+  // Ends the session because the data plane has failed. Releasing `daemon_` tells the daemon.
   void End(const absl::Status& reason) {
     if (!reason_.ok() || has_left_ || is_let_go_) return;
     reason_ = reason;
@@ -128,7 +129,8 @@ class SessionState {
                  protocol::FormatError(reason));
     thread_.Post([&thread = thread_, number = number_] { thread.Remove(number); });
   }
-  void OnLeft() { has_left_ = true; }  // what comes now is its end
+  // from here on a failure of the data plane is the expected end
+  void OnLeft() { has_left_ = true; }
   const absl::Status& reason() const { return reason_; }
   kj::Maybe<schema::Session::Client>& daemon() { return daemon_; }
 
@@ -216,7 +218,7 @@ class Connection {
     --gateway.connections;
   }
 
-  // Its end: the agent's, the daemon's, or that nothing was heard.
+  // Ends with the agent's or the daemon's connection, or if no message arrives over TLS for too long.
   kj::Promise<void> OnEnd() {
     auto failed = kj::newPromiseAndFulfiller<void>();
     fail = kj::mv(failed.fulfiller);
@@ -230,7 +232,7 @@ class Connection {
 
   Gateway& gateway;
   const std::string peer;
-  std::string certified_name;  // by a certificate; empty: by a token
+  std::string certified_name;  // name in the certificate; empty: the principal has a token
   kj::Maybe<Principal> principal;
   bool is_connected = false;
   kj::TimePoint heard;
@@ -238,7 +240,7 @@ class Connection {
   kj::Own<kj::PromiseFulfiller<void>> fail;
   std::vector<std::byte> layout;
   std::vector<std::weak_ptr<SessionState>> sessions;
-  // For calls that may end later.
+  // Calls that may end after this object hold a weak pointer to it.
   const std::shared_ptr<const bool> is_there = std::make_shared<const bool>(true);
 
  private:
@@ -254,7 +256,7 @@ class Connection {
   }
 
  public:
-  // The last to be made, the first to go.
+  // Created last and destroyed first.
   kj::Own<kj::AsyncIoStream> stream;
   protocol::AnswersFirst<capnp::AsyncIoMessageStream> messages;
   capnp::TwoPartyVatNetwork network;
@@ -327,7 +329,7 @@ class NodeServer final : public schema::RemoteNode::Server {
   }
 
  private:
-  // Makes the data plane of what the daemon has granted.
+  // Makes the data plane from the memory that the daemon has granted.
   absl::Status Begin(AttachContext context, DaemonSession& attached,
                      const std::vector<std::byte>& encoded) {
     const schema::AttachReply::Reader reply = *attached.reply;
@@ -421,14 +423,14 @@ class NodeServer final : public schema::RemoteNode::Server {
     return absl::OkStatus();
   }
 
-  // From the data thread to this one.
+  // Returns the function that tells this thread of the end; the data thread calls it.
   std::function<void(const absl::Status&)> OnEnd(const std::shared_ptr<SessionState>& state) {
     return [&control = gateway_.control,
             weak = std::weak_ptr(state)](const absl::Status& reason) mutable {
       const bool has_room = control.Push([weak, reason = protocol::Unshared(reason)] {
         if (const auto here = weak.lock()) here->End(reason);
       });
-      FOREBAY_CHECK(has_room);  // one call a session, of which there are fewer
+      FOREBAY_CHECK(has_room);  // one call for each session; the queue has room for more
     };
   }
 
@@ -529,7 +531,7 @@ Connection::Connection(Gateway& shared, kj::Own<kj::AsyncIoStream> tls_stream, s
   rpc.setFlowLimit(protocol::kCallWordsMax);
 }
 
-// Accepts, for as long as it lives.
+// Accepts connections until it is destroyed.
 class Acceptor final : private kj::TaskSet::ErrorHandler {
  public:
   Acceptor(Gateway& gateway, kj::TlsContext& tls, kj::Own<kj::ConnectionReceiver> receiver)
@@ -588,7 +590,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   kj::TaskSet tasks_;
 };
 
-// With "auto" where there is hardware that may do it.
+// True if reads are on, or "auto" and the machine has InfiniBand hardware.
 bool HasRemoteReads(const GatewayConfig& config) {
   if (config.reads != ReadPolicy::kAuto) return config.reads == ReadPolicy::kOn;
   std::error_code ignored;
@@ -628,7 +630,7 @@ absl::Status ServeGateway(const GatewayConfig& config) {
                     .timer = timer,
                     .control = *control,
                     .has_remote_reads = HasRemoteReads(config)};
-    // UCX is tried before anybody waits for it.
+    // UCX is tried before a client waits for it.
     const absl::Status ucx = protocol::UcxWorker::Create(gateway.UcxOptions()).status();
     if (!ucx.ok()) {
       status = ucx;

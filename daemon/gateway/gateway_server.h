@@ -13,7 +13,7 @@ namespace forebay::gateway {
 //
 // Errors  E_CONFIG  a file of the settings cannot be used; E_BUSY  it cannot listen at the address; those of UcxWorker::Create.
 absl::Status ServeGateway(const GatewayConfig& config);
-// As much of it as can be checked without listening.
+// Checks the settings as far as that is possible without listening.
 absl::Status CheckGateway(const GatewayConfig& config);
 
 }  // namespace forebay::gateway

@@ -19,9 +19,9 @@ using protocol::RemoteHeader;
 using protocol::RemoteKind;
 using protocol::RemoteRegion;
 
-// Of the agent: a ring of commands, and as many again that wait for their bytes.
+// Commands of the agent at once: as many as a ring has, and as many again that wait for their bytes.
 constexpr size_t kWaitingMax = 2 * protocol::kRingEntries;
-constexpr size_t kOwnFetchesMax = 64;  // in the daemon's ring at once
+constexpr size_t kOwnFetchesMax = 64;  // fetches of the gateway in the daemon's ring at once
 constexpr size_t kAheadFetchesMax = 4;
 constexpr int kCompletionsAtOnce = 64;
 
@@ -134,7 +134,7 @@ void GatewaySession::Deliver(const Incoming& incoming) {
   }
   if (!Is(command, Op::kStep)) return;
   if (!touched_.empty()) {
-    // As the trainer's own fetches would have come: the daemon keeps the order for its update.
+    // Partitions are fetched in the order of the trainer's own fetches: the daemon uses that order for its update.
     std::erase_if(order_, [this](uint32_t partition) { return touched_set_.contains(partition); });
     order_.insert(order_.begin(), touched_.begin(), touched_.end());
     touched_.clear();
@@ -173,7 +173,7 @@ bool GatewaySession::ReceiveFromDaemon() {
       End(received.status());
       return true;
     }
-    // The agent asks why, over the control plane.
+    // The agent asks for the reason over the control plane.
     daemon_has_ended_ = true;
     RemoteHeader header;
     header.kind = static_cast<uint16_t>(RemoteKind::kEnd);
@@ -278,7 +278,7 @@ void GatewaySession::Note(uint32_t partition, const WeightsVersion& version) {
   }
   if (!is_new) known_at_.erase(known->second.offset_bytes);
   known->second = version;
-  // In a cache of weights, other partitions were there before.
+  // In a cache of weights, other partitions had these bytes before.
   const uint64_t end = version.offset_bytes + options_.layout->partition_bytes(partition);
   auto other = known_at_.lower_bound(version.offset_bytes);
   if (other != known_at_.begin()) {
@@ -349,7 +349,7 @@ bool GatewaySession::SendPieces() {
 
 // ---------------------------------------- sharded attachment
 
-// Where the agent reads by itself nobody here knows when it has.
+// Nothing is brought ahead if the agent reads weights itself: the gateway does not know when such a read has ended.
 void GatewaySession::BringAhead() {
   if (brings_ahead() && !reads_remotely()) ahead_to_fetch_ = {order_.begin(), order_.end()};
 }
@@ -357,7 +357,7 @@ void GatewaySession::BringAhead() {
 bool GatewaySession::EndAhead() {
   if (!brings_ahead()) return true;
   ahead_to_fetch_.clear();
-  // What the daemon has not answered it answers behind the command: it may wait for that itself.
+  // The daemon may answer outstanding fetches only after the command. The new turn makes OnFetchedAhead() drop those answers.
   ++ahead_turn_;
   ahead_fetches_ = 0;
   return outgoing_.empty() && pieces_in_flight_ == 0;
@@ -393,7 +393,7 @@ bool GatewaySession::FetchForItself() {
       fetch(sync.to_fetch, tag);
     }
   }
-  // Little at a time: what the trainer asks for out of its order waits behind it.
+  // Few fetches at a time: a fetch of the trainer that is out of order waits behind them.
   for (; !ahead_to_fetch_.empty() && ahead_fetches_ < kAheadFetchesMax &&
          outgoing_.size() < protocol::kRemotePiecesInFlight;
        ++ahead_fetches_) {
@@ -421,7 +421,7 @@ void GatewaySession::OnOwnFetch(const Completion& completion) {
 void GatewaySession::OnFetchedAhead(const OwnFetch& fetch, Completion completion) {
   if (fetch.turn != ahead_turn_) return;
   --ahead_fetches_;
-  if (completion.error != 0) return;  // the trainer asks, and gets it
+  if (completion.error != 0) return;  // the trainer's own fetch gets the error
   QueuePartition(fetch.partition, completion, std::nullopt);
   RemoteHeader header;
   header.kind = static_cast<uint16_t>(RemoteKind::kAhead);
@@ -459,7 +459,7 @@ bool GatewaySession::Poll() {
 bool GatewaySession::PrepareSleep() {
   if (link_->has_ended() || daemon_has_ended_) return true;
   const absl::StatusOr<bool> may_sleep = options_.channel->PrepareSleep();
-  return may_sleep.ok() && *may_sleep;  // an error is what the next Receive() meets
+  return may_sleep.ok() && *may_sleep;  // the next Receive() returns the error
 }
 
 void GatewaySession::EndSleep() {

@@ -22,27 +22,27 @@
 
 namespace forebay::gateway {
 
-// Whether the agent reads weights itself. kAuto: where the hardware does that.
+// Selects whether the agent reads weights itself. kAuto: it does if the hardware supports that.
 enum class ReadPolicy : uint8_t { kAuto, kOn, kOff };
 
 struct GatewaySessionOptions {
   std::shared_ptr<SharedMemory> weights;     // read-only
   std::shared_ptr<SharedMemory> grad_arena;  // read and write
-  std::shared_ptr<const void> ring;          // what the channel borrows
+  std::shared_ptr<const void> ring;          // memory that the channel borrows
   std::unique_ptr<protocol::ClientChannel> channel;
   std::shared_ptr<const protocol::Layout> layout;
   protocol::StepRegion step_region;
   std::vector<uint32_t> trace;  // partitions in the order in which a step touches them
-  // With sharded attachment, the rank's own partitions: what a step has made of them is brought before the trainer asks for
-  // it. Empty where weights are on swap.
+  // With sharded attachment, the rank's own partitions: their weights are sent after a step before the trainer asks for them.
+  // Empty if weights are on swap.
   std::set<uint32_t> own;
   bool is_reader = false;
   bool writes_initial = false;
   ReadPolicy reads = ReadPolicy::kAuto;
 };
 
-// Brings gradients and step requests to the grad arena before the daemon gets their commands, and the bytes that a
-// completion speaks of to the agent before the completion counts there.
+// Writes gradients and step requests to the grad arena before the daemon gets their commands. Sends the bytes that a completion
+// is about to the agent before the completion counts there.
 //
 // Weights  What the agent has of a partition is noted by its place and version: bytes that it has do not travel again.
 //          With shared attachment, parameters are views of the window that may be read at any time; so all that has
@@ -62,7 +62,7 @@ class GatewaySession final : public DataSession {
   void OnTick(Clock::time_point now) override { link_->OnTick(now); }
 
  private:
-  // From the agent; waits for its bytes and for those before it.
+  // Command of the agent that waits for its bytes and for the commands before it.
   struct Incoming {
     protocol::RemoteKind kind = protocol::RemoteKind::kNone;
     protocol::Command command = {};
@@ -73,7 +73,7 @@ class GatewaySession final : public DataSession {
     std::optional<protocol::Completion> completion = {};
     std::deque<uint32_t> to_fetch = {};
     uint32_t fetching = 0;
-    // What alone has changed, if nobody else has written there.
+    // The write whose bytes alone have changed, if nobody else has written to the partition.
     std::optional<protocol::Command> written = {};
     uint32_t error = 0;  // ErrorId of a fetch
   };
@@ -91,25 +91,25 @@ class GatewaySession final : public DataSession {
   void OnCompletion(const protocol::Completion& completion);
   void OnOwnFetch(const protocol::Completion& completion);
   struct OwnFetch {
-    uint64_t sync_tag = 0;  // 0: of what is brought ahead
+    uint64_t sync_tag = 0;  // 0: a fetch ahead
     uint32_t partition = 0;
     uint64_t behind = 0;  // commands of the agent
-    uint64_t turn = 0;    // of BringAhead
+    uint64_t turn = 0;    // turn of BringAhead()
   };
   void OnFetchedAhead(const OwnFetch& fetch, protocol::Completion completion);
   void Answer(const protocol::Completion& completion, const protocol::Command& command);
-  // `behind`: what is to arrive before it counts.
+  // `behind`: kPieces if all pieces queued so far must arrive before the completion counts.
   enum class Behind : uint8_t { kNothing, kPieces };
   void SendCompletion(const protocol::Completion& completion, Behind behind);
   void QueueRange(const Piece& range);
-  // The bytes of a fetched partition that the agent lacks.
+  // Queues the bytes of a fetched partition that the agent lacks.
   void QueuePartition(uint32_t partition, const protocol::Completion& fetched,
                       const std::optional<protocol::Command>& written);
   void Note(uint32_t partition, const WeightsVersion& version);
   bool SendPieces();
-  // Asks where the rank's own partitions are, for the agent to answer fetches of them.
+  // Fetches the rank's own partitions ahead, so that the agent can answer fetches of them.
   void BringAhead();
-  // Nothing more of it is sent. False: some bytes are on their way still.
+  // Stops sending partitions ahead. Returns false if some bytes are still to be sent or in flight.
   bool EndAhead();
   bool reads_remotely();
   void BeginSync(uint64_t tag, Sync sync);
@@ -125,7 +125,7 @@ class GatewaySession final : public DataSession {
   std::map<uint64_t, Incoming> incoming_;  // by number
   uint64_t next_number_ = 0;
   std::deque<protocol::Command> to_daemon_;
-  // Of the agent, by tag, until they are answered.
+  // Commands of the agent that are not answered, by tag.
   std::map<uint64_t, protocol::Command> in_flight_;
   std::deque<Piece> outgoing_;
   uint64_t pieces_queued_ = 0;  // so far
@@ -135,15 +135,15 @@ class GatewaySession final : public DataSession {
   bool daemon_has_ended_ = false;
   std::map<uint32_t, WeightsVersion> known_;  // by partition
   std::map<uint64_t, uint32_t> known_at_;     // partitions by their offset
-  // By the tag that they answer.
+  // Syncs by the tag that they answer.
   std::map<uint64_t, Sync> syncs_;
   std::map<uint64_t, OwnFetch> own_fetches_;  // by tag
   uint64_t next_own_tag_ = protocol::kGatewayTag;
   std::deque<uint32_t> ahead_to_fetch_;
-  uint64_t ahead_fetches_ = 0;  // of this turn
+  uint64_t ahead_fetches_ = 0;  // fetches ahead in flight in this turn
   uint64_t ahead_turn_ = 0;
   uint64_t changing_ = 0;        // commands in flight that may change weights
-  std::vector<uint32_t> order_;  // in which partitions are fetched for a sync, or ahead
+  std::vector<uint32_t> order_;  // order in which partitions are fetched for a sync, or ahead
   std::vector<uint32_t> touched_;
   std::set<uint32_t> touched_set_;
   bool is_ready_ = false;  // the initial parameters are written

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// forebay-gateway: the way from a daemon to trainers on other nodes. As a service it is a client of the daemon for
-// principals elsewhere; as an agent (`connect`, which the client library starts) it serves one trainer on its node.
+// forebay-gateway: connects a daemon with trainers on other nodes. As a service it is a client of the daemon for principals on
+// other nodes. As an agent (`connect`, which the client library starts) it serves one trainer on its node.
 
 #include <signal.h>
 #include <stdlib.h>
@@ -36,7 +36,7 @@ int Fail(const absl::Status& status) {
   return kExitError;
 }
 
-// The file of settings alone says how the service uses UCX.
+// Removes the variables of UCX: the file of settings alone determines how the service uses UCX.
 void ForgetUcxVariables() {
   std::vector<std::string> names;
   for (char** variable = environ; *variable != nullptr; ++variable) {
@@ -82,7 +82,7 @@ int main(int argc, char** argv) {
   ::signal(SIGPIPE, SIG_IGN);
   spdlog::set_default_logger(spdlog::stderr_logger_mt("forebay-gateway"));
   if (connect->parsed()) {
-    // Of the trainer's terminal: the trainer decides what it ends with.
+    // Ignores signals from the trainer's terminal: the trainer decides which of them end it, and the agent ends with it.
     ::signal(SIGINT, SIG_IGN);
     ::signal(SIGHUP, SIG_IGN);
     const absl::Status status =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which bytes of a partition's weights change with a step, and which only where they are written.
+// Bytes of a partition's weights that change with a step, and bytes that change only if they are written.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ struct WeightsRange {
   bool operator==(const WeightsRange&) const = default;
 };
 
-// All of the partition, in order; neighbours of one kind are one range.
+// Returns the ranges of a whole partition in order. Neighbours of one kind are one range.
 std::vector<WeightsRange> RangesOf(const protocol::Layout& layout, uint32_t partition);
 
-// What of a partition a session's window holds.
+// Place and version of a partition's weights in a session's window.
 struct WeightsVersion {
-  uint64_t offset_bytes = 0;  // of the partition, in the weights arena
+  uint64_t offset_bytes = 0;  // offset of the partition in the weights arena
   uint64_t step = 0;
   uint64_t writes = 0;
 

@@ -31,7 +31,7 @@ class SharedMemory {
   ~SharedMemory();
 
   int fd() const { return file_.get(); }
-  uint64_t inode() const;  // of the file, stat(2); 0: the system does not say
+  uint64_t inode() const;  // inode of the file, stat(2); 0: the system does not say
   std::span<std::byte> bytes() const { return bytes_; }  // written only where it was mapped so
 
  private:

@@ -27,7 +27,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// What a call of kj's throws, as an error of `file`.
+// Runs `call`, and returns an exception of kj as an error of `file`.
 absl::Status Try(const std::string& file, const std::function<void()>& call) {
   const auto exception = kj::runCatchingExceptions([&] { call(); });
   KJ_IF_MAYBE (e, exception) {
@@ -78,7 +78,7 @@ absl::StatusOr<std::string> ReadCertificates(const std::string& file, std::strin
     if (certificate == nullptr) break;
     RETURN_IF_ERROR(CheckDates(file, *certificate));
   } while (whose == Whose::kOwn);
-  ERR_clear_error();  // that there are no more
+  ERR_clear_error();  // the error that the file has no more certificates
   return pem;
 }
 

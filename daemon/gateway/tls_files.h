@@ -12,14 +12,14 @@
 
 namespace forebay::gateway {
 
-// `timer`: for handshakes that take too long; none where nothing is accepted.
+// `timer`: for handshakes that take too long; null if nothing is accepted.
 //
 // Errors  E_CONFIG  names the file that is no certificate or key, whose time is over or has not begun, or that others can
 //                   read.
 absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& config,
                                                       kj::Timer* timer);
 
-// What an agent shows and believes: the files of a folder.
+// Credentials of an agent, from the files of a folder.
 struct AgentCredentials {
   std::string ca;           // PEM: who signs gateways
   std::string certificate;  // PEM; empty: a token instead

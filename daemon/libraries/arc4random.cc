@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// glibc has it since 2.36. libstdc++ asks for it, for a random device that nothing of ours uses: with this the programs run
-// with older ones too.
+// Substitute for arc4random() of glibc 2.36 and later. libstdc++ calls it for a random device that no code of ours uses. With
+// this substitute the programs run on systems with older versions too.
 
 #include <sys/random.h>
 

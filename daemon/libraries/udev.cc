@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What hwloc's archive asks of libudev, of which Debian has none. It asks about disks alone, which no topology of ours has;
-// without udev it would read /run/udev itself.
+// Functions of libudev that hwloc's archive calls; Debian has no archive of libudev. hwloc calls them for disks alone, which no
+// topology of ours has. Without libudev it would read /run/udev itself.
 
 extern "C" {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The jobs of a daemon that ends go on with the next: what it leaves, and what it finds.
+// Continues the jobs of a daemon that ends in the next daemon: hand-over, adoption, and descriptors for the case of a kill.
 
 #include <poll.h>
 
@@ -19,7 +19,7 @@
 
 namespace forebay::daemon {
 namespace {
-// Between two looks at whether ranks that are absent have ended.
+// Time between two checks whether absent ranks have ended.
 constexpr uint64_t kLookPeriodNs = 200'000'000;
 }  // namespace
 
@@ -27,7 +27,7 @@ void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl
   if (keep == nullptr && !state_.HasStepsToMakeDurable()) return done(absl::OkStatus());
   keep_ = std::move(keep);
   handed_over_ = std::move(done);
-  if (keep_ == nullptr) Raise(UpdatesResumed{});  // nobody else goes on with what is in memory
+  if (keep_ == nullptr) Raise(UpdatesResumed{});  // no other daemon continues the jobs from memory
   Raise(HandOverRequested{});
 }
 
@@ -43,7 +43,7 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
     adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
       adopted_.push_back(arena);
-      absent_[{job.id, rank}];  // its process is not known where it is of another node
+      absent_[{job.id, rank}];  // the process of a rank of another node is unknown
       registry_.Register({ArenaKind::kGrad, job.name, static_cast<int32_t>(rank)}, arena);
       if (has_record) stored_[GradientsDescriptor(job.id, rank)] = arena;
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
@@ -153,7 +153,7 @@ void Executor::Run(RecordJob& action) {
     status = made.status();
     const std::string name = RecordDescriptor(job.id, ++last_record_);
     if (status.ok()) status = store_.keep(name, (*made)->fd());
-    EndRecord(job.id);  // the new one is there
+    EndRecord(job.id);  // a new record replaces it
     if (status.ok()) records_[job.id] = {.record = *std::move(made), .name = name};
   }
   if (status.ok()) return;
@@ -217,7 +217,7 @@ bool Executor::IsLeftBehind(const Session& session) const {
 
 void Executor::OnRankAttached(SessionId id, Session& session) {
   const JobId job = session.job_id;
-  // Whoever attaches anew waits for all ranks, those too that were lost before.
+  // A rank that attaches from scratch waits for all ranks, including those that were lost before.
   DropAbsent(job, session.request.reattach ? std::optional(session.request.rank) : std::nullopt);
   KeepProcess(session, /*has_detached=*/false);
   AttachRequested& request = session.request;
@@ -293,7 +293,7 @@ uint64_t Executor::LookForAbsent() {
     const auto& [job, rank] = of;
     const uint64_t wait_ns = absent.process.valid() ? 0 : RankWaitNs(job);
     if (wait_ns == 0) absent.ends_ns = 0;
-    // Of those of this daemon the state machine knows.
+    // Skips ranks whose session was with this daemon: the state machine knows of their end.
     if (!absent.is_of_before || !HasRanks(job) || HasSession(job, rank)) continue;
     looks_again = true;
     pollfd entry{.fd = absent.process.get(), .events = POLLIN, .revents = 0};
@@ -338,8 +338,9 @@ absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& acti
   return kept;
 }
 
-// The ranks' sessions of these jobs that have memory, with the job of each: one of a rank at a time has. One that is on its
-// way back, and not known yet to have mapped anything, has mapped its gradients in a daemon before.
+// The sessions of ranks of these jobs that have memory, with the job of each. Of the sessions of one rank, one at a time has
+// memory. A session that is being reconnected, and not yet known to have mapped anything, has mapped its gradients in a daemon
+// before.
 std::map<SessionId, JobId> Executor::RanksOf(const DurableNode& node) const {
   std::map<SessionId, JobId> ranks;
   for (const auto& [id, session] : sessions_) {
@@ -352,10 +353,10 @@ std::map<SessionId, JobId> Executor::RanksOf(const DurableNode& node) const {
   return ranks;
 }
 
-// Clients hear of it when everything is kept: until then they would wait in vain.
+// Clients are notified once all descriptors are stored: before that they would wait in vain.
 void Executor::Run(HandedOver& action) {
   if (keep_ == nullptr) return handed_over_(absl::OkStatus());
-  std::set<JobId> not_kept;  // that the next daemon has a record of
+  std::set<JobId> not_kept;  // jobs of which the next daemon has only a record
   for (const auto& [id, record] : records_) {
     if (!record.name.empty()) not_kept.insert(id);
   }

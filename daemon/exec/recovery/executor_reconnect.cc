@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank whose connection is lost, and which attaches again: its session goes on.
+// Continues the session of a rank whose connection was lost and that attaches again.
 
 #include <algorithm>
 #include <chrono>
@@ -89,7 +89,7 @@ void Executor::EndReconnect(SessionReconnected event, SessionId number,
                             absl::StatusOr<SessionMemory> made) {
   const SessionId id = event.session;
   const auto found = sessions_.find(id);
-  // It has ended meanwhile, is away again, or was back once more.
+  // False if the session has ended meanwhile, or was reconnected once more.
   const bool is_there = found != sessions_.end() && found->second.number == number;
   if (!is_there || disconnected_.contains(id)) {
     if (made.ok()) Retire(*std::move(made));

@@ -85,8 +85,8 @@ absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& from) {
   return DecodeLedger(bytes);
 }
 
-// What nobody needs any more; a daemon that was killed may have given memory to parts that its record does not have, or
-// not taken it away yet.
+// Frees the memory of the arena outside `parts`. A daemon that was killed may have populated parts that its record does not
+// name, or not yet freed parts that the record has given up.
 absl::Status FreeBeside(std::vector<StatePart> parts, const UniqueFd& fd) {
   ASSIGN_OR_RETURN(const uint64_t size, SizeOf(fd));
   parts.push_back({.offset_bytes = size, .bytes = 0});
@@ -114,7 +114,7 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   const auto adopt = [](const pinned_mem::ArenaOptions& options,
                         UniqueFd fd) -> absl::StatusOr<ArenaRegistry::Arena> {
     ASSIGN_OR_RETURN(auto arena, pinned_mem::PinnedArena::Adopt(options, std::move(fd)));
-    // Until the daemon starts: where it does not, the pages are still what was left.
+    // Holds until OwnAdopted(): if the daemon fails to start, the pages retain their bytes.
     arena->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
     return ArenaRegistry::Arena(std::move(arena));
   };
@@ -155,7 +155,7 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
                            std::move(node.mapped()));
     if (gradients.ok()) {
       adopted.gradients[rank] = *std::move(gradients);
-    } else {  // its rank gets another one
+    } else {  // the rank gets another arena
       spdlog::warn("{}", protocol::FormatError(gradients.status()));
     }
   }
@@ -212,7 +212,7 @@ const char* Where(const DurableJob& job) {
   return update->prepared ? "with what it had prepared behind" : "in the middle of the update of";
 }
 
-// The record of a job that was handed over stays its own.
+// Gives a job that was handed over its present record, if the record is of the same step and of no update in progress.
 void AdoptRecord(const DurableJob& job, std::vector<RecordedJob>& recorded,
                  AdoptedArenas& adopted) {
   const auto found =
@@ -246,7 +246,7 @@ absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
       .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
 }
 
-// Shared memory of the daemon before, while this one reads it.
+// Mapping of shared memory of the daemon before.
 class Mapping {
  public:
   static absl::StatusOr<Mapping> Of(const UniqueFd& fd) {
@@ -272,8 +272,8 @@ class Mapping {
   std::span<std::byte> bytes_;
 };
 
-// Undoes what workers were changing when the daemon was killed. Copies blocks from `staging`, the slots of the killed daemon, to the
-// same slots of this daemon. `taken` has the slots of other jobs; those of this job are added.
+// Restores the elements that workers were changing when the daemon was killed. Copies blocks from `staging`, the slots of the
+// killed daemon, to the same slots of this daemon. `taken` has the slots of other jobs; those of this job are added.
 absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
                         const SwapSpace* swap, std::span<std::byte> staging,
                         std::set<uint32_t>& taken) {
@@ -337,7 +337,7 @@ absl::Status CheckVolume(const DecodedLedger& ledger, const std::vector<Recorded
 }
 
 std::vector<RecordedJob> ReadRecords(DescriptorsByName& left) {
-  std::map<JobId, RecordedJob> jobs;  // of each the newest record that is whole
+  std::map<JobId, RecordedJob> jobs;  // the newest intact record of each job
   for (auto next = left.begin(); next != left.end();) {
     const auto it = next++;
     if (!it->first.starts_with(kRecordPrefix)) continue;
@@ -376,7 +376,7 @@ LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
 std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const SwapSpace* swap,
                                        const LeftStaging& staging, const ArenaPolicy& arenas,
                                        DescriptorsByName& left, NodeOptions& node) {
-  // Without them only a job that was updated in one does not go on.
+  // Without the staging slots only jobs with a block in a staging slot cannot continue.
   const absl::StatusOr<Mapping> left_slots = Mapping::Of(staging.fd);
   if (!left_slots.ok()) spdlog::warn("{}", protocol::FormatError(left_slots.status()));
   std::set<uint32_t> taken_slots;
@@ -416,7 +416,7 @@ std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const Swap
                  Where(job), job.step);
   }
   AddKilled(std::move(going_on), node);
-  // Numbers of leases grow by far fewer than one a nanosecond.
+  // Lease numbers grow far more slowly than one a nanosecond.
   if (!adopted.empty()) node.recovered.last_lease = MonotonicNs();
   return adopted;
 }

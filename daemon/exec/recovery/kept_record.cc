@@ -59,7 +59,7 @@ uint64_t DigestsMax(const BlockMap& map) {
 
 }  // namespace
 
-// Where everything else is; those of a step have two places, that of step % 2.
+// Offsets and sizes of all sections. Sections of a step exist twice; step % 2 selects one.
 struct KeptRecord::Header {
   uint64_t magic = 0;
   uint64_t version = 0;
@@ -70,10 +70,10 @@ struct KeptRecord::Header {
   uint64_t partitions = 0;
   uint64_t ranks = 0;
   uint64_t blocks = 0;
-  uint64_t digests = 0;  // of a block, at most
+  uint64_t digests = 0;  // largest number of digests of a block
   uint64_t job_offset = 0;
   uint64_t values_offset = 0;
-  uint64_t values_bytes = 0;  // of one step
+  uint64_t values_bytes = 0;  // bytes of the values of one step
   uint64_t blocks_offset = 0;
   uint64_t digests_offset = 0;
   uint64_t order_offset = 0;
@@ -89,16 +89,16 @@ struct KeptRecord::Header {
   std::atomic<uint64_t> decided = 0;
   // Step, then kAttemptBits of the attempt.
   std::atomic<uint64_t> attempt = 0;
-  uint64_t trusts = 0;  // of a step: as many as parameters, or none
+  uint64_t trusts = 0;  // number of trust values of a step: as many as parameters, or 0
   std::atomic<uint64_t> trust_step = 0;
   uint64_t leases_offset = 0;
   uint64_t leases = 0;
-  // Of a job over several nodes: of a StepSummary, encoded.
+  // Bytes of an encoded StepSummary for a job over several nodes; 0 for other jobs.
   uint64_t summary_bytes = 0;
   uint64_t prepared_offset = 0;
-  // The step of what is there: it counts where it is behind `decided`.
+  // Step of the Prepared section, which counts if this is `decided` + 1.
   std::atomic<uint64_t> prepared = 0;
-  uint64_t checksum = 0;  // of what never changes: FixedChecksum()
+  uint64_t checksum = 0;  // FixedChecksum()
 };
 
 struct KeptRecord::Version {
@@ -110,19 +110,19 @@ struct KeptRecord::Version {
   uint64_t digests = 0;
   uint64_t is_resident = 0;
   uint64_t overflows = 0;
-  // 1 + that of its new weights; 0: they are installed.
+  // 1 + the slot of the new weights; 0: the weights are installed.
   uint64_t weights_slot = 0;
 };
 
-// `state`: which version is meant, and the step (or 0) from whose publication on it is the other one: step << 1 | copy.
-// `staged`: the step in which it is updated in a staging slot, then kStagedBits of that.
+// `state`: step << 1 | copy. `copy` selects the version that counts; from the publication of `step` on (if it is not 0) the
+// other version counts. `staged`: the step in which the block is updated in a staging slot, then kStagedBits of the slot.
 struct KeptRecord::Block {
   std::atomic<uint64_t> state = 0;
   std::atomic<uint64_t> staged = 0;
   std::array<Version, 2> versions;
 };
 
-// `state`: the step, then which place is meant, then whether the page is needed.
+// `state`: the step, then one bit for the place that counts, then one bit that is set if the page is needed.
 struct KeptRecord::Sums {
   struct Place {
     uint64_t frame = kNoSlot;
@@ -144,7 +144,8 @@ struct KeptRecord::Lease {
   uint64_t offset_bytes = 0;
 };
 
-// Of the newest decision. Then HyperParams by group, what RecordTrust says, and a byte for each parameter.
+// Order of the newest decided step. Behind it are HyperParams by group, the values of RecordTrust, and one byte for each
+// parameter.
 struct KeptRecord::Order {
   uint64_t param_groups = 0;
   float grad_scale = 0;
@@ -153,7 +154,7 @@ struct KeptRecord::Order {
   StatePart float_sums = {};
 };
 
-// Then HyperParams by group, extra_state of each rank, the node's summary.
+// The step that is prepared. Behind it are HyperParams by group, extra_state of each rank, and the node's summary.
 struct KeptRecord::Prepared {
   uint64_t attempt = 0;
   uint64_t param_groups = 0;
@@ -161,7 +162,8 @@ struct KeptRecord::Prepared {
   StatePart float_sums = {};
 };
 
-// Then updates of each parameter, extra_state of each rank, the trace, and the summary by which it was decided.
+// Values of a decided step. Behind them are updates of each parameter, extra_state of each rank, the trace, and the summary by
+// which the step was decided.
 struct KeptRecord::Values {
   uint64_t step = 0;
   uint64_t ranks = 0;
@@ -172,7 +174,7 @@ struct KeptRecord::Values {
   uint64_t summary_bytes = 0;  // 0: there is none
 };
 
-// Of the header's fields that never change, and of the job.
+// Returns the checksum of the job and of the header's fields that never change.
 uint64_t KeptRecord::FixedChecksum(std::span<const std::byte> bytes) {
   alignas(Header) std::array<std::byte, sizeof(Header)> copy;
   std::ranges::copy(bytes.first(copy.size()), copy.begin());
@@ -408,11 +410,11 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd
                                            header->file_bytes))
               : CorruptRecord(absl::StrCat("version ", header->version,
                                            "; this forebayd reads version ", kRecordVersion));
-  ::munmap(mapped, bytes);  // whoever wrote it may still read it
+  ::munmap(mapped, bytes);  // the daemon that wrote the record may still read it
   return status;
 }
 
-// Of the newest published step.
+// Returns the version of the block in the newest published step: 0 or 1.
 uint64_t KeptRecord::CurrentCopy(uint32_t index) const {
   const uint64_t state = block(index).state;
   const uint64_t step = state >> 1;
@@ -437,10 +439,10 @@ void KeptRecord::Write(const RecordBlock& record, uint64_t copy) {
 }
 
 void KeptRecord::Set(const RecordBlock& record) {
-  // Said already, by the daemon before: at no moment is it unsaid.
+  // The daemon before has recorded this already. Writing it again would remove it for a moment.
   if (record.step != 0 && block(record.block).state >> 1 == record.step) return;
   const uint64_t current = CurrentCopy(record.block);
-  block(record.block).state = current;  // the step of the other one is over
+  block(record.block).state = current;  // clears the step of the other version
   Write(record, 1 - current);
   block(record.block).state = record.step == 0 ? 1 - current : record.step << 1 | current;
 }
@@ -661,7 +663,7 @@ absl::StatusOr<ExtraStates> KeptRecord::ReadStates(std::span<const StatePart> pa
   return std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(read));
 }
 
-// Numbers that whoever reads them relies on.
+// Checks the numbers that readers of the record rely on.
 absl::Status KeptRecord::CheckChanging() const {
   const Header& at = header();
   const uint64_t published = at.published;
@@ -743,9 +745,9 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
     ASSIGN_OR_RETURN(kept.update, ReadPrepared(step_arena));
   }
   if (kept.update != nullptr) {
-    // Where they were there when it was recorded, they are counted.
+    // If the session accumulates, the recorded dram_bytes count the float32 sums already.
     if (!kept.session.accumulate) kept.dram_bytes += kept.update->float_sums.bytes;
-    // The node has given some where paths failed.
+    // Slots that the node granted because a path failed are not in the recorded list.
     for (const KeptUpdate::Sums& sums : kept.update->sums) {
       const bool is_known =
           !sums.slot || std::ranges::find(kept.sum_slots, *sums.slot) != kept.sum_slots.end();
@@ -769,7 +771,7 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   kept.summary.assign(summary(decided), summary(decided) + of_step.summary_bytes);
   kept.dram_bytes += state_bytes();
   job.kept = std::move(kept);
-  // That it had when it was recorded: others may have some of them now.
+  // Slots that the job had when it was recorded and has not now. Others may have some of them now.
   job.kept->spare_slots.clear();
   job.RemoveOwn(slots);
   job.kept->spare_slots = std::move(slots);

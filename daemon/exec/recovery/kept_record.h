@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job as it is now, in a memfd that outlives the daemon: from it another daemon goes on where this one is killed.
+// Record of a job's present state, in a memfd that outlives the daemon. Another daemon continues the job from the record if
+// this daemon is killed.
 #pragma once
 
 #include <cstddef>
@@ -19,21 +20,22 @@
 
 namespace forebay::daemon {
 
-// What it says is whole at every moment, whenever the process ends: what changes has two copies, and one store of 8
-// bytes says which of them is meant. With RecordStep one such store takes all blocks of the step.
+// The record is consistent at every moment, whenever the process ends: values that change have two copies, and one store of 8
+// bytes selects the copy. One such store of RecordStep selects the new copies of all blocks of the step.
 //
-// Ownership  Of the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
-//            bytes; a process that is killed does not come that far. One that was adopted it leaves as it is until Own(), and
-//            after Leave().
+// Ownership  Owns the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
+//            bytes; a process that is killed runs no destructor. The destructor does not drop a record that was adopted
+//            before Own(), nor any record after Leave().
 // Threads    One, beside those of the undo log.
 class KeptRecord {
  public:
-  // Of a RecordJob; slots of the swap that has this nonce (SwapSpace). `workers`: that update blocks at once.
+  // Makes the record of a job. `nonce`: SwapSpace::nonce() of the swap with the job's slots. `workers`: number of workers that
+  // update blocks at once.
   //
   // Errors  of EncodeHandedOver. E_LIMIT  no memory or descriptor for it.
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce,
                                                           uint64_t workers);
-  // That another process has left.
+  // Takes over a record that another process has left.
   //
   // Errors  E_CORRUPT  it is none, or of another version.
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Adopt(protocol::UniqueFd fd);
@@ -48,7 +50,7 @@ class KeptRecord {
   void Leave() { is_owned_ = false; }
 
   int fd() const { return fd_.get(); }
-  // A step is prepared, or decided, and not published.
+  // True if a step is prepared or decided, and not published.
   bool is_in_step() const;
   uint64_t nonce() const;
 
@@ -64,14 +66,14 @@ class KeptRecord {
   void Set(const RecordUpdates& record);
   void Set(const RecordLease& record);
   void Set(const RecordLeaseEnd& record);
-  // The job cannot go on from it.
+  // Marks the record: no job can continue from it.
   void Drop();
 
-  // What workers say of updates in place.
+  // Undo log of updates in place.
   UndoLog& undo() { return undo_; }
 
-  // The job, with `kept`, and its extra_state out of `step_arena` (a descriptor; -1: there is none). What is durable of
-  // it, and which of its slots are free, the record does not know.
+  // Returns the job with `kept`, and with its extra_state out of `step_arena` (a descriptor; -1: there is none). The record
+  // does not know which state of the job is durable.
   //
   // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
   //         E_JOB_FAILED  it was dropped.

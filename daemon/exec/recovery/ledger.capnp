@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 @0xd1c6e0b4a97f3825;
-# What a daemon must know to go on after its death: the ledger that the swap volume makes durable. It stays on the disk
-# while programs change: fields are added at the end and never change their meaning; what an older program would read
-# wrongly raises the version (ledger_codec.cc).
+# The ledger, which the swap volume makes durable: everything from which the next daemon recovers the jobs. It stays on the disk
+# while programs change, so fields are added at the end and never change their meaning. A change that an older program would
+# read wrongly raises the version (ledger_codec.cc).
 
 using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("forebay::daemon::schema");
@@ -13,11 +13,11 @@ struct Ledger {
   lastJob @2 :UInt64;   # ids up to this one were given out
   jobs @3 :List(Job);
 
-  # Of a daemon that hands its jobs over to the next, in memory; not on the disk.
+  # Set only in the ledger in memory by which a daemon hands its jobs over to the next.
   lastLease @4 :UInt64;
   sequence @5 :UInt64;  # of the volume's durable ledger; 0: none
 
-  # Where the volume is (volume_place.h).
+  # The place of the volume (volume_place.h).
   machine @6 :Data;     # empty: not known
   paths @7 :List(Path); # in the volume's order; empty: made by a program that did not write it
 }

@@ -41,7 +41,7 @@ using protocol::Layout;
 using protocol::MakeError;
 
 constexpr uint32_t kVersion = 2;
-constexpr uint32_t kVersionWithoutBefore = 1;  // which older programs read
+constexpr uint32_t kVersionWithoutBefore = 1;  // a version that older programs read
 constexpr int kNestingMax = 8;
 constexpr uint64_t kBlockElemsMax = uint64_t{1} << 26;  // of update.block_elems
 
@@ -138,7 +138,7 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   }
 }
 
-// What is another one in each step.
+// Writes the fields that change with each step.
 absl::Status WriteStep(const DurableJob& job, schema::Job::Builder to) {
   to.setRun({job.run.c_str(), job.run.size()});
   to.setStep(job.step);
@@ -183,7 +183,7 @@ void WritePlace(const VolumePlace& place, schema::Ledger::Builder to) {
   }
 }
 
-// `write_rest`: what is beside nonce and jobs.
+// `write_rest` writes the fields beside version, nonce, last job and jobs.
 absl::StatusOr<std::vector<std::byte>> Encode(
     const DurableNode& node, uint64_t nonce, Memory memory,
     absl::FunctionRef<void(schema::Ledger::Builder)> write_rest) {
@@ -218,8 +218,8 @@ absl::StatusOr<std::vector<std::byte>> Encode(
 
 // ------------------------------------------------------------------------------------------ decoding
 
-// A lower bound of the number of blocks, without a BlockMap: its memory is taken only where the ledger names
-// as many.
+// Returns a lower bound of the number of blocks, without a BlockMap: the memory of a BlockMap is allocated only if the ledger
+// names as many blocks.
 uint64_t BlocksMin(const Layout& layout, const DurableJob& job) {
   uint64_t blocks = 0;
   for (const protocol::OwnerPlace& owner : layout.owners()) {
@@ -619,7 +619,7 @@ absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes) {
   auto words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
   std::memcpy(words.begin(), bytes.data(), bytes.size());
   capnp::ReaderOptions options;
-  // Each word once, and room for empty lists.
+  // The limit allows each word once, and as many words again plus 64 for lists without elements.
   options.traversalLimitInWords = 2 * words.size() + 64;
   options.nestingLimit = kNestingMax;
   absl::StatusOr<DecodedLedger> decoded = Corrupt("not a message");

@@ -17,32 +17,33 @@ namespace forebay::daemon {
 
 struct DecodedLedger {
   DurableNode node;
-  uint64_t nonce = 0;  // SwapSpace::nonce() of what the slots hold
-  // Of what is handed over: of the volume's durable ledger meanwhile; 0: there is none, or no swap.
+  uint64_t nonce = 0;  // SwapSpace::nonce() of the bytes in the slots
+  // Sequence of the volume's durable ledger when jobs were handed over; 0 if there was none, or no swap.
   uint64_t sequence = 0;
   VolumePlace place = {};
 };
 
-// An unpacked Ledger (ledger.capnp), of a volume: without what is in memory alone (DurableJob::kept, last_lease).
+// Encodes the ledger of a volume as an unpacked Ledger (ledger.capnp), without the fields that exist in memory alone
+// (DurableJob::kept, last_lease).
 //
 // Errors  E_LIMIT     a list is longer than such a message can hold.
 //         E_INTERNAL  a slot has not its job's size.
 absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
                                                     const VolumePlace& place = {});
 
-// The same of what is handed over: all of `node`, and DecodedLedger::sequence.
+// Encodes the ledger of jobs that are handed over: all of `node`, and DecodedLedger::sequence.
 absl::StatusOr<std::vector<std::byte>> EncodeHandedOver(const DurableNode& node, uint64_t nonce,
                                                         uint64_t sequence);
 
-// Reads bytes that may be damaged: whatever it returns is consistent in itself, so that nothing later has to
-// check it again. Which paths there are, and what the slots hold, it cannot know.
+// Reads bytes that may be damaged. The result is consistent in itself, so that no caller has to check it again. It is not
+// checked against the paths, nor against the contents of the slots.
 //
 // Limits  Time and memory in proportion to the bytes, however they point at each other.
 // Errors  E_CORRUPT    not a ledger; names the job and what is wrong.
 //         E_SWAP_PATH  of a newer version; both.
 absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes);
 
-// Of the volume's last durable commit.
+// Decodes the ledger of the volume's last durable commit.
 //
 // Errors  of DecodeLedger.
 //         E_CORRUPT  it names other slots than the volume keeps for it.

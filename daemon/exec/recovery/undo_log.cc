@@ -20,7 +20,7 @@ constexpr int kDoneBits = 20;
 static_assert(kPartElems < uint64_t{1} << kDoneBits);
 constexpr uint64_t kSlotAlignment = 64;
 
-// Whether elements are in hand stands in bit 0: an update stores 2·i more for element i (SavedElems).
+// Bit 0 is set while elements are in progress: an update adds 2·i for element i (SavedElems).
 constexpr uint64_t kInHand = 1;
 constexpr uint64_t Tagged(uint64_t step, uint64_t done) { return (step << kDoneBits | done) << 1; }
 constexpr uint64_t StepOf(uint64_t tagged) { return tagged >> (kDoneBits + 1); }
@@ -28,7 +28,7 @@ constexpr uint64_t DoneOf(uint64_t tagged) {
   return tagged >> 1 & ((uint64_t{1} << kDoneBits) - 1);
 }
 
-// What a process has stored before it was killed is there in the order of its program, if the compiler keeps that.
+// Keeps the compiler from reordering stores. Memory then has the stores of a process that was killed in program order.
 void KeepOrder() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 }  // namespace
@@ -38,11 +38,11 @@ struct alignas(kUndoPartBytes) UndoLog::Progress {
   uint64_t overflows = 0;
 };
 
-// Of the newest update that its worker has begun; the two slots of SavedElems follow.
+// The newest update that a worker has begun. The two slots of SavedElems follow.
 struct UndoLog::Area {
   std::atomic<uint64_t> is_set = 0;
   uint64_t part = 0;
-  uint64_t first = 0;  // of the part
+  uint64_t first = 0;  // element of the part
   uint64_t elems = 0;
   uint64_t planes_used = 0;
   std::array<UndoPlane, kUndoPlanesMax> planes;
@@ -82,7 +82,7 @@ bool UndoLog::HasBegun(uint64_t block, uint64_t step) const {
 UndoLog::Part::Part(UndoLog& log, uint64_t block, uint64_t part, uint64_t step)
     : log_(log), index_(block * log.parts_ + part), step_(step), area_(0) {
   FOREBAY_CHECK(part < log_.parts_);
-  // A daemon with more workers than the one before: some wait.
+  // If a daemon has more workers than the daemon before had, some of them wait here.
   while (log_.is_taken_[area_].exchange(true, std::memory_order_acquire)) {
     if (++area_ < log_.areas_) continue;
     area_ = 0;
@@ -183,7 +183,7 @@ absl::Status UndoLog::Undo(uint64_t step, const Arenas& arenas) {
     KeepOrder();
     of.done.store(Tagged(step, done), std::memory_order_relaxed);
     KeepOrder();
-    saved.is_set = 0;  // another worker may have these elements in hand next
+    saved.is_set = 0;  // another worker may update these elements next
   }
   return absl::OkStatus();
 }

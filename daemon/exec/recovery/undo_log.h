@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How far the update of a step has come in memory that it changes in place, and what was there before of the elements
-// that workers have in hand: in memory that outlives the daemon, so that the next one undoes these and goes on behind
-// what is done.
+// Log of a step's update of memory in place: its progress, and the former bytes of the elements that workers have in progress.
+// The log is in memory that outlives the daemon. The next daemon restores those elements and continues behind the last element
+// that is done.
 #pragma once
 
 #include <atomic>
@@ -18,19 +18,19 @@ namespace forebay::daemon {
 
 enum class UndoneArena : uint32_t { kStates, kWeights, kStaging };
 
-// A plane of StatePlanes, from the first element of an update on.
+// A plane of StatePlanes from the first element of an update on.
 struct UndoPlane {
   UndoneArena arena = UndoneArena::kStates;
   uint64_t offset_bytes = 0;  // in the arena
-  uint64_t group_bytes = 0;   // of kSavedElems elements
-  uint64_t elem_bytes = 0;    // 0: whole groups alone, as codes and scales
+  uint64_t group_bytes = 0;   // bytes of kSavedElems elements
+  uint64_t elem_bytes = 0;    // 0: saved in whole groups, as codes and scales
 };
-// The most that StatePlanes has.
+// Largest number of planes of StatePlanes.
 inline constexpr size_t kUndoPlanesMax = 8;
 
-// Elements are done from the beginning of a part on, in order; at every moment those behind are either as they were
-// before, or in hand and saved (cpu_adam::SavedElems). All numbers are tagged with the step: what another step has left
-// counts for nothing.
+// Elements of a part are updated in order, from its beginning. At every moment each element behind those that are done is
+// either unchanged, or in progress and saved (cpu_adam::SavedElems). All numbers are tagged with the step: numbers of another
+// step do not count.
 //
 // Ownership  Borrows its memory.
 // Threads    One a part; as many parts at once as there are areas, further ones wait.
@@ -48,12 +48,12 @@ class UndoLog {
     Part& operator=(const Part&) = delete;
     ~Part();
 
-    // Elements that are done, from the beginning of the part on.
+    // Number of elements that are done, from the beginning of the part.
     uint64_t done() const;
-    // Masters that overflowed in them.
+    // Number of masters that overflowed in the elements that are done.
     uint64_t overflows() const;
-    // `elems` elements from `first` of the part on are updated next, and may be in hand until SetDone(). `planes` in the order
-    // of StatePlanes, of the element `first`.
+    // Announces the update of `elems` elements from `first` of the part, which may be in progress until SetDone(). `planes`: in
+    // the order of StatePlanes, from element `first`.
     cpu_adam::SavedElems Begin(uint64_t first, uint64_t elems, std::span<const UndoPlane> planes);
     void SetDone(uint64_t done, uint64_t overflows);
 
@@ -64,16 +64,16 @@ class UndoLog {
     size_t area_;
   };
 
-  // `bytes`: UndoBytes() of them, zeros at first, aligned to a page.
+  // `bytes`: UndoBytes() bytes, zeros at first, aligned to a page.
   UndoLog(std::span<std::byte> bytes, uint64_t blocks, uint64_t block_elems, uint64_t workers,
           uint64_t area_bytes);
 
-  // Something of the block is done in this step, or in hand.
+  // True if elements of the block are done or in progress in this step.
   bool HasBegun(uint64_t block, uint64_t step) const;
 
-  // What a process that was killed had in hand in this step is as it was before. Before any Part is made.
+  // Restores the elements that a process had in progress in this step when it was killed. Call it before any Part is made.
   //
-  // Errors  E_CORRUPT  it is of no such arena.
+  // Errors  E_CORRUPT  the saved elements do not fit the log or the arenas.
   struct Arenas {
     std::span<std::byte> states;
     std::span<std::byte> weights;
@@ -87,7 +87,7 @@ class UndoLog {
 
   std::span<std::byte> bytes_;
   uint64_t blocks_;
-  uint64_t parts_;  // of a block
+  uint64_t parts_;  // parts of a block
   uint64_t areas_;
   uint64_t area_bytes_;
   std::unique_ptr<std::atomic<bool>[]> is_taken_;  // by area
