@@ -25,7 +25,7 @@ namespace {
 
 constexpr uint64_t kMark = 0x466F7265626179;  // any but zero
 
-// Of a range in the room: no two share a cache line.
+// Bytes that a range of the room takes: whole cache lines, so that no two ranges share one.
 uint64_t RangeBytes(uint64_t size_bytes) {
   return protocol::RoundUp(std::max<uint64_t>(size_bytes, 1), protocol::kCacheLineBytes);
 }

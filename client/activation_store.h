@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a forward pass keeps for its backward, in host memory of the session's instead of the device's.
+// Holds activations, which a forward pass saves for its backward pass, in host memory of the session instead of device memory.
 #pragma once
 
 #include <atomic>
@@ -23,18 +23,18 @@ namespace internal {
 class GradSlots;
 }  // namespace internal
 
-// Bytes are copied out behind the work that made them, on a stream of the store's, and back ahead of the work
-// that needs them, on another: compute goes on beside both. They are the same to the bit.
+// Copies bytes out after the work that filled them, on a stream of the store, and back before the work that needs them, on
+// another stream of the store. Compute runs beside both copies. Loaded bytes equal the saved bytes.
 //
-// The room is AttachOptions::activation_bytes; what does not fit stays where it is. The daemon takes the
-// bytes back when the session has ended.
+// The room has AttachOptions::activation_bytes. Bytes that do not fit stay in device memory. The daemon takes the room back
+// when the session has ended.
 //
 // Errors     E_DEVICE  of any call: the device has failed.
 // Threads    Any; calls are serialised, and none waits for the device.
 // Ownership  May outlive the attachment, whose arena it keeps mapped and registered. Streams are borrowed.
 class ActivationStore {
  public:
-  // Of an attachment, and the device that it was attached with.
+  // Creates the store of an attachment. `device` must be the device that the attachment was attached with.
   //
   // Errors  E_OPTION  another device.
   static absl::StatusOr<std::unique_ptr<ActivationStore>> Create(
@@ -43,23 +43,24 @@ class ActivationStore {
   ActivationStore& operator=(const ActivationStore&) = delete;
   ~ActivationStore();
 
-  // Begins to copy bytes that work of `compute` begun so far has filled. They live, and are not written, until
-  // HasLeft or LeaveBehind. Returns their number; nothing where the room that is left is too small.
+  // Begins to copy `bytes`, which work begun on `compute` so far fills. The caller neither frees nor writes `bytes` before
+  // HasLeft is true or LeaveBehind was called. Returns the number of the saved bytes, or nothing if the room has too little
+  // free space.
   absl::StatusOr<std::optional<uint64_t>> Save(std::span<const std::byte> bytes,
                                                gpu::Stream& compute);
-  // Whether they were copied: the memory that they came from may be freed or written.
+  // Returns whether the saved bytes were copied out. Their source may then be freed or written.
   absl::StatusOr<bool> HasLeft(uint64_t number);
-  // Work of `compute` begun from now on may free or write the memory that they came from.
+  // Makes `compute` wait for the copy: work begun on `compute` from now on may free or write the source of the saved bytes.
   absl::Status LeaveBehind(uint64_t number, gpu::Stream& compute);
 
-  // Begins to copy them to memory of as many bytes that work of `compute` begun from now on may write; it is
-  // not freed before LoadedFor.
+  // Begins to copy saved bytes to `to`, which has their size and which work begun on `compute` from now on may write. The
+  // caller does not free `to` before LoadedFor was called.
   //
-  // Errors  E_FENCED  the session has ended, and the bytes with it; of LoadedFor too.
+  // Errors  E_FENCED  the session has ended, and the saved bytes are lost. LoadedFor returns E_FENCED too.
   absl::Status Load(uint64_t number, std::span<std::byte> to, gpu::Stream& compute);
-  // Work of `compute` begun from now on finds them there, and may free it.
+  // Makes `compute` wait for the load: work begun on `compute` from now on finds the bytes in `to`, and may free `to`.
   absl::Status LoadedFor(uint64_t number, gpu::Stream& compute);
-  // Ends a number: its room is free.
+  // Frees the room of saved bytes. Their number is invalid afterwards.
   absl::Status Drop(uint64_t number);
 
   uint64_t room_bytes() const { return room_.size(); }
@@ -72,7 +73,7 @@ class ActivationStore {
     uint64_t size_bytes = 0;
     std::shared_ptr<const gpu::Event> left;
     std::shared_ptr<const gpu::Event> loaded;
-    uint64_t load = 0;  // of all loads
+    uint64_t load = 0;  // number of the newest load, counted over all loads
   };
 
   ActivationStore(const Attachment& attachment, std::shared_ptr<gpu::Device> device);
@@ -86,21 +87,21 @@ class ActivationStore {
   void GiveBack(uint64_t offset, uint64_t size_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::span<std::byte> room_;
-  const std::shared_ptr<const void> owner_;  // of the room
+  const std::shared_ptr<const void> owner_;  // keeps the room mapped
   const std::shared_ptr<gpu::Device> device_;
-  // Says whether the room's bytes are still there; null: there is no room.
+  // Nonzero as long as the room's bytes are intact. Null if there is no room.
   std::atomic<uint64_t>* const mark_;
   const std::shared_ptr<internal::DeviceTrace> trace_;
   mutable protocol::Mutex mutex_;
   std::unique_ptr<gpu::Stream> out_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<gpu::Stream> in_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, Saved> saved_ ABSL_GUARDED_BY(mutex_);              // by number
-  std::unique_ptr<internal::GradSlots> ranges_ ABSL_GUARDED_BY(mutex_);  // of the room; all busy
+  std::unique_ptr<internal::GradSlots> ranges_ ABSL_GUARDED_BY(mutex_);  // in the room; all busy
   uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 1;
-  // Copied before what `in_` does next; so are lower ones.
+  // Saved bytes up to this number were copied out before the next work of `in_`.
   uint64_t left_number_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t loads_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Of ranges that were given back since `out_` has waited: the newest load.
+  // Event after the newest load from a range that was freed since `out_` last waited. The next save waits for it.
   std::shared_ptr<const gpu::Event> freed_behind_ ABSL_GUARDED_BY(mutex_);
   uint64_t freed_load_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;

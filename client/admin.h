@@ -23,10 +23,10 @@ using JobPlan = std::shared_ptr<const schema::JobPlan::Reader>;
 
 struct AdminOptions {
   std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
-  std::chrono::milliseconds timeout = std::chrono::seconds(10);  // of Connect and of each call
+  std::chrono::milliseconds timeout = std::chrono::seconds(10);  // for Connect and for each call
 };
 
-// One connection without a session.
+// A connection to the daemon without a session.
 //
 // Threads  Any, one call at a time.
 // Errors   E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_DAEMON_GONE, E_TIMEOUT from each call.
@@ -41,20 +41,20 @@ class AdminClient {
   absl::StatusOr<NodeStatus> Status();
   absl::StatusOr<client::Trace> Trace(const std::string& job);  // E_JOB_NAME: no such job
   absl::Status DeleteJob(const std::string& job);
-  // Reads and verifies what durable jobs have on swap, of all jobs that the caller may see; waits as long as it
-  // takes. `bytes_per_s`: at most; 0: the daemon's choice. E_BUSY: a scrub runs.
+  // Reads and verifies the data on swap of all durable jobs that the caller may see. Waits without a time limit. `bytes_per_s`
+  // limits the rate; 0: the daemon chooses. E_BUSY: another scrub runs.
   absl::StatusOr<ScrubReport> Scrub(uint64_t bytes_per_s);
   struct NodeSize {
     uint64_t dram_bytes = 0;
     uint64_t swap_bytes = 0;
   };
-  // What an attach with these options would make, on the node as it is, or on an empty one with so much DRAM
-  // and swap; nothing is made. Connection and job of the options are ignored.
+  // Plans an attach with these options and creates nothing. The plan is for the node as it is, or for an empty node with the
+  // DRAM and swap of `node`. The socket and the job of the options are ignored.
   //
   // Errors  those of Attachment::Attach: E_DRAM_LIMIT and E_SWAP_NOSPC with the sum, E_LAYOUT, E_OPTION.
   absl::StatusOr<JobPlan> Plan(const AttachOptions& options, const std::optional<NodeSize>& node);
-  // What a job that was attached to takes now; with `node`, what it would on such an empty one. E_JOB_NAME: no such
-  // job. E_NOT_READY: nobody has attached to it since the daemon was started.
+  // Returns the resources that a job takes now, or that it would take on an empty node with the DRAM and swap of `node`.
+  // E_JOB_NAME: no such job. E_NOT_READY: nobody has attached to the job since the daemon was started.
   absl::StatusOr<JobPlan> PlanJob(const std::string& job, const std::optional<NodeSize>& node);
 
  private:

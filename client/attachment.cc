@@ -76,7 +76,7 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
         absl::StrCat("the daemon names ", own_bytes, " bytes of extra_state of this rank and ",
                      rank0_bytes, " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
   }
-  parts.extra_state.clear();  // of a try before
+  parts.extra_state.clear();  // from an earlier attempt
   parts.rank0_extra_state.clear();
   if (own_bytes + rank0_bytes > 0) {
     ASSIGN_OR_RETURN(const UniqueFd extra_fd,
@@ -103,8 +103,9 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
   return control.Mapped(limits);
 }
 
-// Of a rank. The layout is encoded anew each time: that costs less than to keep it twice. `arenas`: where the daemon is
-// on another node.
+// Returns the function by which a rank attaches again after a restart of the daemon. The function encodes the layout on each
+// call: that costs less than to retain the encoded layout. `arenas`: the local arenas if the daemon is on another node, else
+// null.
 internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall call,
                                       std::shared_ptr<const protocol::Layout> layout,
                                       std::shared_ptr<const internal::RemoteArenas> arenas) {

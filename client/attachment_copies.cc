@@ -83,7 +83,7 @@ bool Attachment::State::HasEnded(const gpu::Event& event) {
 }
 
 void Attachment::State::EndAfterDeviceError() {
-  constexpr std::chrono::seconds kPatience{5};  // else the daemon sees the process end
+  constexpr std::chrono::seconds kPatience{5};  // afterwards the daemon sees the process end
   if (is_ended) return;
   is_ended = true;
   if (parts.connection != nullptr) {

@@ -226,14 +226,14 @@ absl::Status Attachment::DropGradients() {
   RETURN_IF_ERROR(lock.status());
   const WaitLimits limits = s.Limits(s.parts.timeout);
   const absl::Status polled = s.waiter.PollAlive(limits);
-  // What the device still writes into the slots would be in gradients of the next attempt.
+  // Copies still in flight would write into slots of the next attempt.
   RETURN_IF_ERROR(s.WaitForCopies([&] { return s.gradient_copies.empty(); }, limits));
   s.DropOpen();
   s.BeginAttempt(s.has_delivered ? s.attempt + 1 : s.attempt);
   return polled;
 }
 
-// Nothing is being copied into them.
+// Frees all open slots and pieces. No copy into them is in flight.
 void Attachment::State::DropOpen() {
   for (const auto& [partition, slot] : open) {
     if (slot.arena_offset.has_value()) slots.Free(*slot.arena_offset);

@@ -70,7 +70,7 @@ absl::StatusOr<std::vector<std::string>> GatherFrom(const Nodes& nodes, const No
 
 }  // namespace
 
-// Where the daemon writes a node's summary, and this rank the world's.
+// Bytes of the step region where the daemon writes its node's summary, and this rank writes the world's.
 std::span<std::byte> Attachment::State::summary_bytes() {
   const uint64_t offset = protocol::StepSummaryOffset(
       {.offset_bytes = parts.step_region_offset, .size_bytes = parts.step_region_bytes},
@@ -78,7 +78,7 @@ std::span<std::byte> Attachment::State::summary_bytes() {
   return parts.grad->bytes().subspan(offset, protocol::NodeSummaryBytes(*parts.layout));
 }
 
-// `summary`: of as many parameters as the layout has.
+// Sends the decision on a step to the daemon. `summary` has as many parameters as the layout.
 absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::SendDecision(
     const StepSummary& summary, const WaitLimits& limits) {
   protocol::EncodeStepSummary(summary, summary_bytes());
@@ -89,7 +89,8 @@ absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::Se
   return Start(command, limits);
 }
 
-// What this rank says of the step whose call is answered.
+// Returns this rank's message about the step, after the daemon has answered the step's call. If the daemon refused the call for
+// a reason of this rank, the step is withdrawn on the node.
 absl::StatusOr<NodeMessage> Attachment::State::MessageOfStep(const WaitLimits& limits) {
   const Answer& answer = *step->answer;
   NodeMessage message{.first_rank = parts.layout->spec().first_rank};
@@ -112,7 +113,7 @@ absl::StatusOr<NodeMessage> Attachment::State::MessageOfStep(const WaitLimits& l
   return message;
 }
 
-// This rank does not call the step; the others raise why.
+// Tells the other ranks that this rank does not call the step, and why. The other ranks raise `error`.
 absl::Status Attachment::State::RefuseOverNodes(uint64_t t, const absl::Status& error,
                                                 const WaitLimits& limits) {
   const NodeMessage message{.kind = NodeMessage::Kind::kRefused,
@@ -162,7 +163,7 @@ absl::Status Attachment::State::DecideOverNodes(const WaitLimits& limits) {
 
 // ------------------------------------------------------------------------------------------- attach
 
-// Does its part of what all ranks have concluded.
+// Does this rank's part of the outcome that all ranks have agreed on.
 absl::Status Attachment::State::Follow(const AttachOutcome& outcome) {
   const WaitLimits limits = Limits(parts.timeout);
   if (outcome.todo == AttachOutcome::Todo::kGoBack) {
@@ -187,7 +188,7 @@ absl::Status Attachment::State::Follow(const AttachOutcome& outcome) {
   return absl::OkStatus();
 }
 
-// While a job goes back to a durable step attaches to it are refused.
+// Attaches again after the job went back to a durable step. Tries until the daemon no longer refuses with E_BUSY.
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachWhenBack(
     const AttachOptions& options) {
   constexpr std::chrono::milliseconds kPause(20);
@@ -247,7 +248,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachOverNodes(
       attached->reset();
       attached = AttachWhenBack(options);
     } else if (outcome->todo == AttachOutcome::Todo::kCommit && is_elsewhere) {
-      // What the ranks have committed with the step comes with a new session.
+      // A new session brings the weights and extra state that the ranks have committed with the step.
       (*attached)->Detach().IgnoreError();
       attached = AttachHere(options);
     }

@@ -44,7 +44,7 @@ bool IsPassing(const absl::Status& status) {
   const ErrorId id = protocol::IdOf(status);
   return id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone || id == ErrorId::kLimit ||
          id == ErrorId::kTimeout || id == ErrorId::kBusy || id == ErrorId::kRemote ||
-         id == ErrorId::kPermission;  // of one that ends while it is asked
+         id == ErrorId::kPermission;  // the daemon may end while it is asked
 }
 
 absl::Status InterruptedError() {
@@ -73,7 +73,7 @@ bool Attachment::State::EndIfRestarting() {
 
 bool Attachment::State::IsRestartingSoon(const absl::Status& met) {
   const ErrorId id = protocol::IdOf(met);
-  // Of a connection that is lost, as this side, the daemon and a gateway say it.
+  // Errors that report a lost connection: E_DAEMON_GONE on this side, E_REMOTE from a gateway, E_FENCED from the daemon.
   const bool may_be =
       id == ErrorId::kDaemonGone || id == ErrorId::kRemote || id == ErrorId::kFenced;
   if (!may_be) return false;
@@ -92,8 +92,8 @@ absl::Status Attachment::State::ReattachIfRestarting(const WaitLimits& limits) {
 
 absl::Status Attachment::State::TryReattach(const WaitLimits& limits) {
   LookAtCopies();
-  // Also those whose readers are done meanwhile: that their places were kept is known only where all are there. On
-  // weights in DRAM they end with the daemon: the weights stay where they are.
+  // With weights on swap the request includes leases whose readers have ended meanwhile: the daemon reports only how many of
+  // the requested leases it retained. Leases on weights in DRAM end with the daemon, and the weights stay in place.
   const std::vector<uint64_t> held =
       parts.weights_on_swap ? port.leases_held() : std::vector<uint64_t>();
   ASSIGN_OR_RETURN(GrantedSession granted,
@@ -124,7 +124,7 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
     restart_begin = std::chrono::steady_clock::now();
     restart_deadline = Deadline::After(parts.daemon_wait);
   }
-  // Where its time ran out between two calls, the daemon may be back: it is asked once more.
+  // If the deadline passed between two calls, the daemon may have returned since: one more attempt is made.
   const bool is_late = !is_new && restart_deadline->Expired();
   const Deadline until = is_late ? Deadline::After(kLastAttempt) : *restart_deadline;
   const WaitLimits within{.deadline = Earlier(limits.deadline, until),
@@ -133,7 +133,7 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
   for (std::chrono::milliseconds pause = kPauseMin;;) {
     absl::Status status = TryReattach(within);
     if (status.ok() || protocol::IdOf(status) == ErrorId::kInterrupted) return status;
-    // GoOnWith has closed the port where the daemon has not what this session needs.
+    // GoOnWith has closed the port if the daemon lacks something that this session needs.
     if (!port.is_restarting()) return status;
     if (protocol::IdOf(status) == ErrorId::kRankLost) return EndSession(std::move(status));
     if (!IsPassing(status)) {
@@ -144,7 +144,7 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
                                  std::string(status.message())),
                     protocol::HintOf(status).empty() ? kStartAgain : protocol::HintOf(status)));
     }
-    // What a try waited for is not why there is none.
+    // A timeout does not explain why no session was granted: an earlier error is reported instead.
     if (last.ok() || protocol::IdOf(status) != ErrorId::kTimeout) last = std::move(status);
     if (limits.Interrupted()) return InterruptedError();
     if (restart_deadline->Expired()) {

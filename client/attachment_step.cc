@@ -177,7 +177,7 @@ bool Attachment::State::IsInFlight(uint64_t t, std::span<const std::byte> reques
 
 absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
                                           const ExtraState& extra_state, const WaitLimits& limits) {
-  ForgetLocatedAhead();  // of the committed step
+  ForgetLocatedAhead();  // places in the committed step
   // A step with leases is refused.
   RETURN_IF_ERROR(EndWeightCopies(limits));
   RETURN_IF_ERROR(ReleaseOrphans(limits));

@@ -107,7 +107,7 @@ absl::Status Attachment::State::LeaseAndCopy(std::span<const WeightsCopy> wanted
       behind, std::move(begun),
       {.lane = protocol::ClientLane::kWeightsToDevice, .name = first_group, .bytes = bytes});
   gauge.copied_bytes += bytes;
-  // Also after an error: what was begun reads the leased bytes.
+  // Recorded even after an error: copies that were begun read the leased bytes.
   absl::StatusOr<std::shared_ptr<const gpu::Event>> done = behind.Record();
   if (!done.ok()) {
     status.Update(done.status());

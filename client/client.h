@@ -41,9 +41,8 @@ inline constexpr Timeout kDaemonWait = std::chrono::seconds(60);
 // True makes the call return E_INTERRUPTED.
 using InterruptCheck = std::function<bool()>;
 
-// What one rank sends, given to every rank: what all have sent, by rank in the world. Blocks until all of them have
-// called it; every rank calls it equally often. Over the ranks' process group, on CPUs (gloo, MPI): no work of a GPU waits
-// for it.
+// Sends one rank's bytes to every rank. Returns the bytes of all ranks, by rank in the world. Blocks until every rank has
+// called it; all ranks call it equally often. Runs over the ranks' process group on CPUs (gloo, MPI): no GPU work waits for it.
 using AllGather = std::function<absl::StatusOr<std::vector<std::string>>(const std::string& bytes)>;
 
 // Bytes of the window of weights.
@@ -54,7 +53,7 @@ struct WeightsRange {
 
 // A job over several nodes. Its ranks on one node follow each other; each node's daemon holds what its ranks own.
 struct Nodes {
-  uint32_t world_ranks = 0;  // of all nodes; 0: the job is on one node
+  uint32_t world_ranks = 0;  // ranks on all nodes; 0: the job is on one node
   AllGather all_gather = {};
 };
 
@@ -66,8 +65,8 @@ struct AttachOptions {
   bool reader = false;
   uint32_t rank = 0;        // not of a reader
   uint32_t world_size = 1;  // ranks of the job, on this node; the layout does not depend on it
-  // Where other ranks are on other nodes: sharded attachment, with LayoutSpec::is_part, and LayoutSpec::first_rank, from
-  // which `rank` counts.
+  // Set if ranks of the job run on other nodes. Requires sharded attachment with LayoutSpec::is_part. `rank` counts from
+  // LayoutSpec::first_rank.
   Nodes nodes = {};
   // The run that this process belongs to, at most 200 printable ASCII characters without spaces.
   // Processes of one run replace each other; another run's job is continued only with `resume`.
@@ -95,20 +94,19 @@ struct AttachOptions {
   // reader: 1 MiB.
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
-  // Room for what a forward pass keeps for its backward (ActivationStore), in each rank's arena; not of a
-  // reader.
+  // Bytes in each rank's arena for the activations of a forward pass (ActivationStore). Ignored for a reader.
   uint64_t activation_bytes = 0;
   // Not of a reader: keeps what this rank did in the newest step, for `forebay trace`; 68 KiB. For all ranks
   // what the job's first session says.
   bool trace = true;
-  Timeout timeout = std::chrono::seconds(60);  // of Attach and of calls without their own
+  Timeout timeout = std::chrono::seconds(60);  // for Attach and for calls without their own
   // Not of a reader: how long a call waits for a daemon that is being restarted (`systemctl restart forebayd`),
   // within its own time. The session then goes on; after this long it has ended with E_DAEMON_GONE. Not set:
   // FOREBAY_DAEMON_WAIT in seconds, else kDaemonWait.
   std::optional<Timeout> daemon_wait = {};
   InterruptCheck interrupt_check = {};       // empty: none
   std::shared_ptr<gpu::Device> device = {};  // empty: gpu::HostDevice
-  bool is_on_gpu = false;                    // of AdminClient::Plan; Attach looks at the device
+  bool is_on_gpu = false;                    // for AdminClient::Plan; Attach asks the device
 };
 
 // The right to read one partition's weights until it is released.
@@ -152,11 +150,10 @@ struct ExtraState {
   Bytes own = {};
 };
 
-// What becomes of each element of a delivered gradient, the mean over the ranks, before the update; the
-// same on every rank.
+// Change to each element of a delivered gradient (the mean over the ranks) before the update. The same on every rank.
 struct GradientEdit {
   double scale = 1.0;  // multiplies it, before clipping
-  // Brings it, scaled, into [min, max]: min < 0 < max. Not beside max_grad_norm.
+  // Bounds of an element after scaling: min < 0 < max. Not together with max_grad_norm.
   double min = -std::numeric_limits<double>::infinity();
   double max = std::numeric_limits<double>::infinity();
 
@@ -165,7 +162,7 @@ struct GradientEdit {
 
 struct StepResult {
   uint64_t committed_step = 0;
-  double norm = 0;  // of the gradient before clipping; 0 without max_grad_norm
+  double norm = 0;  // norm of the gradient before clipping; 0 without max_grad_norm
   bool clipped = false;
   bool repeated = false;  // the step had been committed before: nothing was applied
 };
@@ -191,8 +188,8 @@ struct Counters {
   uint64_t wait_ns_grad = 0;  // AddGradient, FlushGradients, GradSlot and GradReady
   uint64_t wait_ns_step = 0;
   uint64_t wait_ns_other = 0;  // Release, WriteInitial, InitialDone, ReadState
-  uint64_t fetched_bytes = 0;  // of leases
-  uint64_t copied_bytes = 0;   // of CopyWeights
+  uint64_t fetched_bytes = 0;  // bytes of granted leases
+  uint64_t copied_bytes = 0;   // bytes that CopyWeights copied
   uint64_t grad_bytes = 0;
   uint64_t private_slots = 0;  // slots that had to be private memory
   uint64_t reattaches = 0;     // to a daemon that was restarted
@@ -250,17 +247,18 @@ class Attachment {
   ~Attachment();
 
   uint32_t rank() const;
-  std::string_view device_name() const;  // of AttachOptions::device
-  uint64_t gradient_room_bytes() const;  // of the gradients that can be on their way at once
-  // Of some partitions: the weights arena is a cache, and only a lease says where a partition's weights are.
+  std::string_view device_name() const;  // name of AttachOptions::device
+  uint64_t gradient_room_bytes() const;  // bytes of gradients that can be in flight
+  // True if some partitions' weights are on swap. The weights arena is then a cache, and only a lease tells the place of a
+  // partition's weights.
   bool weights_on_swap() const;
   // This session must write its partitions, then call InitialDone. Of a new job with shared attachment it is rank 0,
   // which the attaches of the others wait for.
   bool writes_initial() const;
   uint64_t committed_step() const;  // the newest step this session knows of
-  // Of a job over several nodes that went back in this attach: the newest step that any node stood at; 0: it did not.
+  // The newest step of any node, if this attach took a job over several nodes back to an older step. Otherwise 0.
   uint64_t went_back_from() const;
-  std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
+  std::span<const std::byte> extra_state() const;        // this rank's, of the step found at attach
   std::span<const std::byte> rank0_extra_state() const;  // the same of rank 0
   // Partitions in the order of a step; empty before the first.
   std::span<const uint32_t> trace() const;
@@ -286,10 +284,9 @@ class Attachment {
   // AttachOptions::activation_bytes; none once detached.
   std::span<std::byte> activation_room() const;
   std::shared_ptr<const void> activation_owner() const;  // keeps it mapped and registered
-  // Of whoever uses the room: what is written there is lost when bytes of the room are. Null where there is
-  // no room.
+  // A word for the user of the room, which is lost when bytes of the room are lost. Null if there is no room.
   std::atomic<uint64_t>* activation_mark() const;
-  // What streams beside the session's own do, for `forebay trace`.
+  // Records the work of the caller's own streams for `forebay trace`.
   std::shared_ptr<internal::DeviceTrace> device_trace() const;
 
   // Asks the daemon whether the session goes on. OK while a call runs on another thread: that call ends with
@@ -346,10 +343,10 @@ class Attachment {
   //                     Nothing is copied.
   absl::Status CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
                            Timeout timeout);
-  // Where the partitions' weights of the committed step are, in the order of `partitions`, for a rank
-  // that reads them in place: until it calls Step or writes masters no step changes them, because each
-  // step needs this rank's call. No lease is held. Another rank may still write masters into them: ranks
-  // that hold one partition agree on when. Waits as Fetch; the same places for the life of the job.
+  // Returns the places of the partitions' weights of the committed step, in the order of `partitions`, for a rank that reads
+  // the weights in place. No step changes the weights before this rank calls Step or writes masters, because each step needs
+  // this rank's call. Takes no lease. Another rank may still write masters into the weights: ranks that hold one partition
+  // agree on when. Waits like Fetch. The places stay the same for the life of the job.
   //
   // Errors  E_UNSUPPORTED  weights_on_swap().
   absl::StatusOr<std::vector<std::span<const std::byte>>> Locate(
@@ -357,7 +354,7 @@ class Attachment {
   // Asks for all of them at once, so that each Locate that follows waits for its own partitions alone.
   absl::Status LocateAhead(std::span<const uint32_t> partitions, Timeout timeout);
 
-  // How many leases still wait for their copies.
+  // Releases leases whose copies have ended. Returns the number of leases that still wait for their copies.
   absl::StatusOr<size_t> GiveBackCopied();
 
   // Does not wait for its completion.
@@ -388,10 +385,9 @@ class Attachment {
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
 
-  // The same of memory of the device that work begun on `ready` so far fills; E_RANGE where it is another
-  // device's, or its address misaligned. Returns when the copies have begun, on a
-  // stream of the session's own; a piece is delivered when the copies into it have ended, between two
-  // calls too.
+  // Adds a gradient in device memory that work begun on `ready` so far fills. Returns when the copies have begun, on a stream
+  // of the session. A piece is delivered when the copies into it have ended, also between two calls. Errors of AddGradient
+  // above, and E_RANGE if the memory is another device's or its address misaligned.
   //
   // Ownership  `bytes` live until `keep` was dropped, which happens when they were copied: on any thread,
   //            while the session is locked. The stream is borrowed.
@@ -399,10 +395,10 @@ class Attachment {
                            const std::shared_ptr<const void>& keep, Timeout timeout);
   absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all
 
-  // What is added from now on, of any parameter, belongs to a further backward pass of the step and is added to
-  // what this rank has delivered, in float32. Delivers what is there of the pass before. With shared attachment the
-  // job's gradient is the sum of all ranks' first passes, in rank order, then of their second ones, and so on, divided
-  // by the world size; they may have different numbers of passes.
+  // Begins a further backward pass of the step. Gradients added from now on, of any parameter, are added in float32 to the
+  // gradients that this rank has delivered. Delivers the open pieces of the pass before. With shared attachment the job's
+  // gradient is the sum of all ranks' first passes, in rank order, then of their second passes, and so on, divided by the world
+  // size. Ranks may have different numbers of passes.
   //
   // Errors  E_STEP         shared: the rank has asked for a norm (GradNorm).
   //         E_LIMIT        65536 passes.
@@ -464,7 +460,7 @@ class Attachment {
   // Errors  E_RANGE  no such parameter, state or elements; a frozen parameter has no states.
   absl::StatusOr<uint64_t> ReadState(const StateRange& range, std::span<float> out,
                                      Timeout timeout);
-  // The same E_RANGE, before memory is taken for the elements.
+  // Returns E_RANGE as ReadState would, before memory is allocated for the elements.
   absl::Status CheckStateRange(const StateRange& range, uint64_t elems) const;
 
   // An all-gather of at most 4 KiB a rank, for setup before the ranks have other means to communicate. Returns the bytes of

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the client reads from environment variables, all of it.
+// Reads every environment variable that the client uses.
 #pragma once
 
 #include <optional>
@@ -25,11 +25,10 @@ std::string RunToken(std::string_view request);
 // Errors  E_OPTION  the variable is no number of seconds.
 absl::StatusOr<Timeout> DaemonWait(std::optional<Timeout> request);
 
-// Whether FOREBAY_DAEMON_WAIT says something.
+// Returns whether FOREBAY_DAEMON_WAIT is set.
 bool SaysDaemonWait();
 
-// How long an attach waits for a daemon where none answers: as DaemonWait() where one of both says something, else not at
-// all.
+// Time that an attach waits for a daemon if none answers: DaemonWait() if `request` or FOREBAY_DAEMON_WAIT is set, else 0.
 absl::StatusOr<Timeout> FirstDaemonWait(std::optional<Timeout> request);
 
 // FOREBAY_GATEWAY: the program forebay-gateway; empty: it is looked for.
@@ -38,7 +37,8 @@ std::string GatewayProgram();
 std::string RemoteFolder();
 // The folders of PATH.
 std::vector<std::string> ProgramFolders();
-// What forebay-gateway gets as an agent: all of it. UCX is silent, unless UCX_LOG_LEVEL says otherwise.
+// Environment of forebay-gateway as an agent: all variables of this process, UCX_LOG_LEVEL=fatal unless UCX_LOG_LEVEL is set,
+// and UCX_WARN_UNUSED_ENV_VARS=n.
 std::vector<std::string> AgentEnvironment();
 
 // NVTX_INJECTION64_PATH: the library of a tool of NVIDIA's; empty: none.

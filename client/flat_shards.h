@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups cut into equal parts, one a rank: what a loop without FSDP2 attaches with.
+// Cuts groups into equal parts, one for each rank. Loops without FSDP2 attach with such a layout.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace forebay::client {
 
-// Of each rank's part of a group, in elements: parts are whole cache lines of any type. The last ranks hold
-// fewer, or nothing.
+// Elements in each rank's part of a group, a multiple of 64: whole cache lines of any type. The last ranks' parts may hold
+// fewer elements of the group, or none.
 uint64_t FlatShardElems(uint64_t group_elems, uint32_t world_size);
 
 // The spec of a sharded job: rank r holds elements [r * n, (r + 1) * n) of each group, whose parameters lie

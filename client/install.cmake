@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What an installed client is: the static C++ libraries with their headers, the shared C library, and how
+# Installs a client: the static C++ libraries with their headers, the shared C library, and how
 # CMake and pkg-config find both.
 
 include(CMakePackageConfigHelpers)

@@ -30,9 +30,10 @@ using protocol::MakeError;
 
 namespace {
 
-constexpr Timeout kLastCollectives = std::chrono::seconds(5);  // of a pipeline that ends
+constexpr Timeout kLastCollectives = std::chrono::seconds(5);  // when a pipeline ends
 
-// Those of the layout, were it cut into equal parts for so many ranks; over several nodes those of its own.
+// The partitions that ShardFlat() makes of `spec` for `ranks` ranks; over several nodes those that ShardFlatOfNode() makes for
+// this node.
 std::vector<protocol::PartitionSpec> FlatPartitions(const protocol::LayoutSpec& spec,
                                                     uint32_t ranks) {
   if (!spec.is_part) return ShardFlat(spec, ranks).partitions;
@@ -55,7 +56,7 @@ class Pipeline::CountedMemory {
   ~CountedMemory() { *total_bytes_ -= bytes().size(); }
 
   std::span<std::byte> bytes() const { return memory_.bytes(); }
-  Stream& stream() const { return stream_; }  // that it is of
+  Stream& stream() const { return stream_; }  // stream that frees the memory
 
  private:
   Stream& stream_;
@@ -73,9 +74,10 @@ Pipeline::Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::
       pid_(::getpid()) {}
 
 Pipeline::~Pipeline() {
-  if (!CheckProcess().ok()) return;  // what it would end is the parent's
+  if (!CheckProcess().ok()) return;  // the work belongs to the parent
   communicator_->WatchWith({});
-  // What is under way reads and writes its memory. Where the others have not come the step is lost.
+  // Work in flight reads and writes this pipeline's memory. If other ranks do not join its collectives in time, they are
+  // aborted and the step is lost.
   if (collect_ != nullptr && !WaitForCollectives(kLastCollectives).ok()) {
     communicator_->Abort();
     collect_->Synchronize().IgnoreError();
@@ -153,7 +155,7 @@ absl::Status Pipeline::CheckParts() const {
       "pass one device to attach, communicator and pipeline");
 }
 
-// Whether all ranks have the same options; they hear of this rank's error.
+// Checks that all ranks have the same options, and tells them this rank's error.
 absl::Status Pipeline::CheckOtherRanks(const absl::Status& own) {
   const std::string options =
       absl::StrCat("stage ", static_cast<int>(options_.stage), ", prefetch_bytes ",
@@ -176,7 +178,7 @@ absl::Status Pipeline::CheckOtherRanks(const absl::Status& own) {
 uint64_t Pipeline::weights_bytes_max() const {
   uint64_t staying_bytes = 0;
   uint64_t passing_bytes = 0;
-  uint64_t largest_bytes = 0;  // of those that pass
+  uint64_t largest_bytes = 0;  // largest group that does not stay gathered
   for (const Group& group : groups_) {
     const uint64_t bytes = weights_bytes(group);
     (StaysGathered(group) ? staying_bytes : passing_bytes) += bytes;
@@ -190,8 +192,8 @@ uint64_t Pipeline::gradient_bytes_max() const {
   uint64_t all_bytes = 0;
   for (const Group& group : groups_) all_bytes += gradient_bytes(group);
   if (options_.stage == ZeroStage::kStates) return all_bytes;
-  // Whole gradients: compute fills one, and others that are together no larger than the largest are reduced. Parts of this rank: as
-  // many as gradient_room_bytes() holds wait for their copy, and one more waits for room.
+  // Whole gradients: compute fills one, and others that are together no larger than the largest are being reduced. Parts of
+  // this rank: as many as gradient_room_bytes() holds wait for their copy, and one more waits for room.
   const uint64_t whole_bytes = std::min(2 * largest_gradient_bytes_, all_bytes);
   const uint64_t ranks = communicator_->size();
   const uint64_t parts_bytes = std::min(
@@ -293,7 +295,7 @@ absl::Status Pipeline::StartGather(Group& group) {
   return absl::OkStatus();
 }
 
-// Frees what was gathered, or kept, for a use that has not come: `next` came instead.
+// Frees weights that were gathered or retained for a use that did not come, because `next` is used instead.
 absl::Status Pipeline::DropAhead(const Group& next) {
   for (Group& group : groups_) {
     if (&group == &next || group.weights == nullptr || group.in_use || StaysGathered(group))
@@ -309,7 +311,7 @@ bool Pipeline::IsNext(uint32_t group) const {
   return order_.size() < expected_.size() && expected_[order_.size()] == group;
 }
 
-// Gathers what the step before used next, as much of it as may be ahead.
+// Gathers the groups that the step before used next, as far as prefetch_bytes allows.
 absl::Status Pipeline::GatherAhead() {
   uint64_t ahead_bytes = 0;
   for (size_t next = order_.size(); next < expected_.size(); ++next) {
@@ -339,7 +341,7 @@ absl::StatusOr<std::span<const std::byte>> Pipeline::Gather(uint32_t number, Str
   absl::Status status;
   if (!is_expected) status = DropAhead(group);
   if (status.ok() && group.weights == nullptr) status = StartGather(group);
-  // A stream that has used them since has waited.
+  // A stream that has used these weights since they were gathered has already waited.
   const bool has_waited = std::ranges::find(group.users, &compute) != group.users.end();
   if (status.ok() && !has_waited) status = compute.WaitFor(*group.gathered);
   group.in_use = true;
@@ -358,7 +360,7 @@ absl::Status Pipeline::Release(uint32_t number, Stream& compute) {
   }
   AddUser(group.users, compute);
   group.in_use = false;
-  // Also kept where it is the next that is used: the last of forward, the first of backward.
+  // Weights that are used next stay gathered: the last group of forward is the first of backward.
   if (IsNext(number) || StaysGathered(group)) return absl::OkStatus();
   const absl::Status waits = FreeBehind(group.users);
   if (!waits.ok()) return Fail(waits);
@@ -370,7 +372,7 @@ void Pipeline::AddUser(Users& users, Stream& stream) {
   if (std::ranges::find(users, &stream) == users.end()) users.push_back(&stream);
 }
 
-// Weights that are freed from now on are, for work that the streams have been given.
+// Makes `copy_` wait for the work of the streams so far, so that weights freed from now on are freed after that work.
 absl::Status Pipeline::FreeBehind(const Users& users) {
   for (Stream* const user : users) {
     ASSIGN_OR_RETURN(const auto used, user->Record());
@@ -385,7 +387,7 @@ void Pipeline::ForgetWeights(Group& group) {
   group.users.clear();
 }
 
-// Behind collectives that have ended.
+// Frees all weights and gradients. All collectives have ended.
 absl::Status Pipeline::FreeAll() {
   Users users;
   for (const Group& group : groups_) {
@@ -402,7 +404,7 @@ absl::Status Pipeline::FreeAll() {
 
 // -------------------------------------------------------------------------------------- the gradients
 
-// Frees whole gradients whose reductions have ended; behind the first of too many, compute waits.
+// Frees whole gradients whose reductions have ended. If too many bytes still wait, compute waits for the first reductions.
 absl::Status Pipeline::FreeReduced(Stream& compute) {
   uint64_t waiting_bytes = 0;
   for (const Reduction& one : reductions_) waiting_bytes += one.gradient->bytes().size();
@@ -518,7 +520,7 @@ absl::Status Pipeline::CheckReduced() const {
   return absl::OkStatus();
 }
 
-// Their time limit is the communicator's.
+// Waits at most `patience` until all collectives have ended. Each collective also has the communicator's time limit.
 absl::Status Pipeline::WaitForCollectives(Timeout patience) {
   constexpr std::chrono::microseconds kPause{20};
   const Deadline deadline = Deadline::After(patience);
@@ -531,7 +533,7 @@ absl::Status Pipeline::WaitForCollectives(Timeout patience) {
     std::this_thread::sleep_for(kPause);
   }
   reductions_.clear();
-  // What was reduced is right only where nothing was aborted meanwhile.
+  // Results are valid only if nothing was aborted meanwhile.
   return communicator_->Check();
 }
 
@@ -554,10 +556,10 @@ absl::StatusOr<StepResult> Pipeline::Step(uint64_t t,
   if (!reduced.ok()) return Fail(reduced);
   absl::StatusOr<StepResult> result =
       attachment_->Step(t, hyper_params, max_grad_norm, extra_state, options_.timeout, edit);
-  // Of a step that was not applied too: the attempt at it begins anew.
+  // Frees everything even if the step was not applied: the next attempt starts from scratch.
   const absl::Status freed = FreeAll();
   if (!freed.ok()) return Fail(freed);
-  // Empty where this rank alone repeats the call: the others' order is that of the step.
+  // The order is empty if this rank alone repeats the call: then the order of the step is retained.
   if (!order_.empty()) std::swap(expected_, order_);
   order_.clear();
   return result;

@@ -24,7 +24,8 @@
 
 namespace forebay::client {
 
-// What of the model a rank's device holds a part of alone. The states are the daemon's in every stage.
+// Selects how the weights and gradients of the model are divided among the ranks' devices. The daemon holds the optimizer's
+// states in every stage.
 //
 // Source  Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
 //         SC 2020, section 5.
@@ -36,17 +37,17 @@ enum class ZeroStage : uint8_t {
 
 struct PipelineOptions {
   ZeroStage stage = ZeroStage::kWeights;
-  // Of groups that are gathered ahead, along the order of the step before. The same on every rank.
+  // Most bytes of groups that are gathered ahead of their use, in the order of the step before. The same on every rank.
   uint64_t prefetch_bytes = 0;
   // Groups of at most so many bytes stay gathered until the step. The same on every rank.
   uint64_t resident_bytes = 0;
-  // Of each of the session's calls; collectives have a limit of their own.
+  // Time limit of each call of the session. Collectives have a limit of their own.
   Timeout timeout = std::chrono::seconds(60);
 };
 
-// One rank's, of a job whose layout ShardFlat(), or over several nodes ShardFlatOfNode(), made for as many ranks as the
-// communicator has. All ranks make the same calls in the same order. In a step each group is gathered and released, by as
-// many uses as forward and backward have; its gradient is made and reduced once; then Step.
+// Gathers weights and reduces gradients for one rank of a job. ShardFlat(), or over several nodes ShardFlatOfNode(), made the
+// job's layout for as many ranks as the communicator has. All ranks make the same calls in the same order. In a step each group
+// is gathered and released as often as forward and backward use it. Its gradient is made and reduced once. Then Step is called.
 //
 // Work runs on streams of its own, in the order that events give: the CPU waits for none of it but in Step.
 // If gradients that are together larger than the largest one wait for their reduction, compute waits for the first of them.
@@ -97,10 +98,10 @@ class Pipeline {
   // Errors  E_NOT_READY  the group has no gradient.
   absl::Status Reduce(uint32_t group, gpu::Stream& compute);
 
-  // As Attachment::BeginPass: gradients from now on are added to those of the passes before.
+  // Begins a further backward pass (Attachment::BeginPass): gradients from now on are added to those of the passes before.
   absl::Status BeginPass();
 
-  // As Attachment::Step, once all collectives have ended well.
+  // Waits until all collectives have ended successfully, then calls Attachment::Step.
   //
   // Errors  E_LEASE      a group is in use.
   //         E_NOT_READY  a gradient was not reduced.
@@ -108,7 +109,7 @@ class Pipeline {
                                   double max_grad_norm, std::span<const std::byte> extra_state,
                                   const GradientEdit& edit = {});
 
-  uint64_t device_bytes() const { return *device_bytes_; }  // that it has allocated
+  uint64_t device_bytes() const { return *device_bytes_; }  // bytes that are allocated now
   uint64_t device_bytes_max() const { return device_bytes_max_; }
 
  private:
@@ -117,14 +118,14 @@ class Pipeline {
   static void AddUser(Users& users, gpu::Stream& stream);
   struct Group {
     uint64_t shard_elems = 0;
-    uint64_t own_elems = 0;  // of this rank's part; the rest is padding
+    uint64_t own_elems = 0;  // elements in this rank's part; the rest is padding
     std::optional<uint32_t> partition;
     std::vector<uint32_t> own_boxes;  // in the layout's
     std::shared_ptr<CountedMemory> weights;
     std::shared_ptr<const gpu::Event> gathered;
     Users users;  // since they were gathered
     bool in_use = false;
-    std::shared_ptr<CountedMemory> gradient;  // that compute fills; kStates: until the step
+    std::shared_ptr<CountedMemory> gradient;  // filled by compute; kStates: until the step
     enum class Pass : uint8_t { kOpen, kFilling, kReduced } pass = Pass::kOpen;
   };
   // A whole gradient that is being reduced.
@@ -150,7 +151,7 @@ class Pipeline {
   absl::Status Fail(absl::Status status);
   absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);
   absl::Status StartGather(Group& group);
-  bool IsNext(uint32_t group) const;  // that is gathered, as in the step before
+  bool IsNext(uint32_t group) const;  // true if the step before gathered it next
   absl::Status GatherAhead();
   absl::Status DropAhead(const Group& next);
   absl::Status FreeBehind(const Users& users);
@@ -162,10 +163,10 @@ class Pipeline {
   absl::Status FreeReduced(gpu::Stream& compute);
   absl::Status CheckReduced() const;
   absl::Status WaitForCollectives(Timeout patience);
-  uint64_t weights_bytes_max() const;                 // of all groups, at one time
-  uint64_t gradient_bytes_max() const;                // the same of their gradients
-  uint64_t weights_bytes(const Group& group) const;   // of the whole group, with padding
-  uint64_t gradient_bytes(const Group& group) const;  // the same of its gradient
+  uint64_t weights_bytes_max() const;                 // most bytes of all groups at one time
+  uint64_t gradient_bytes_max() const;                // most bytes of their gradients
+  uint64_t weights_bytes(const Group& group) const;   // bytes of the whole group, with padding
+  uint64_t gradient_bytes(const Group& group) const;  // bytes of its gradient, with padding
 
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<gpu::Device> device_;
@@ -182,8 +183,8 @@ class Pipeline {
   std::unique_ptr<gpu::Stream> collect_;  // collectives
   std::vector<Group> groups_;
   uint64_t largest_gradient_bytes_ = 0;
-  std::vector<uint32_t> order_;        // of this step's gathers
-  std::vector<uint32_t> expected_;     // of the step before
+  std::vector<uint32_t> order_;        // groups in the order of this step's gathers
+  std::vector<uint32_t> expected_;     // order of the step before
   std::vector<Reduction> reductions_;  // in their order
   absl::Status failed_;
 };

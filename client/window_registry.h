@@ -21,7 +21,7 @@ namespace internal {
 class WrittenPages;
 }  // namespace internal
 
-inline constexpr int kWindowsMax = 1024;  // of more, a write ends the process without a word
+inline constexpr int kWindowsMax = 1024;  // a write into a further window is not explained
 
 struct WindowPart {
   uint64_t begin_bytes = 0;  // into the window
@@ -35,7 +35,7 @@ struct WindowPart {
 // The parts of a job's weights, in ascending order.
 std::vector<WindowPart> WindowParts(const protocol::Layout& layout);
 
-// Its destructor removes the window from the table.
+// A window's entry in the table. The destructor removes the entry.
 class WindowRegistration {
  public:
   WindowRegistration(const WindowRegistration&) = delete;

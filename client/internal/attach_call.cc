@@ -19,11 +19,11 @@ constexpr uint64_t kPiecesInShardedArena = 2;
 constexpr uint64_t kGroupsOnTheirWay = 3;
 constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
 
-// What keeps a GPU at work. The processor asks for room ahead of the GPU, which computes one layer while the gradients of
-// one are copied and those of one are added up. The largest group is the embedding's as a rule, whose gradients come
-// last.
+// Bytes of the gradient arena that keep a GPU busy. The processor asks for room ahead of the GPU: while the GPU computes one
+// layer, the gradients of a second layer are copied and those of a third are added up. The largest group is usually the
+// embedding's, whose gradients come last.
 uint64_t ArenaBytesOnGpu(const protocol::Layout& layout) {
-  std::vector<uint64_t> bytes(layout.groups().size() + 1);  // of the largest shards
+  std::vector<uint64_t> bytes(layout.groups().size() + 1);  // largest shard of each group
   for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
     uint64_t& of_group = bytes[layout.partitions()[i].group];
     of_group = std::max(of_group, layout.gradient_bytes(i));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an attach asks the daemon for.
+// Makes the attach request from the caller's options.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,8 @@
 
 namespace forebay::client::internal {
 
-// Of the options, with the defaults in the place of zeros. `encoded` is the layout's spec, and lives as long.
+// Makes the attach request from the options, with the defaults in place of zeros. `encoded` is the encoded spec of the layout,
+// and must outlive the result.
 AttachCall MakeAttachCall(const AttachOptions& options, const protocol::Layout& layout,
                           std::span<const std::byte> encoded);
 

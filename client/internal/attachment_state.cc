@@ -158,7 +158,7 @@ absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::St
     const Command& command, const WaitLimits& limits) {
   const auto answer =
       std::allocate_shared<Answer>(std::pmr::polymorphic_allocator<Answer>(&memory), this);
-  // One pointer more would be memory of its own.
+  // Captures one pointer only: with two, the callback would need allocated memory.
   auto on_done = [answer](const Completion& completion, const absl::Status& status) {
     answer->session->OnAnswer(completion, status, *answer);
   };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an Attachment is made of: its connection, its windows, the commands that it has in flight.
+// The parts of an Attachment: its connection, its windows, its commands in flight.
 #pragma once
 
 #include <sys/types.h>
@@ -69,7 +69,7 @@ struct SessionParts {
   uint32_t rank = 0;
   bool writes_initial = false;
   Nodes nodes = {};
-  // As AttachReply has them.
+  // Fields of the daemon's AttachReply.
   uint64_t prepared_step = 0;
   uint64_t durable_step = 0;
   uint64_t durable_before = 0;
@@ -82,43 +82,43 @@ struct SessionParts {
   // Empty in tests that play the daemon themselves.
   std::unique_ptr<Connection> connection = {};
   CommandPort::Options port = {};
-  // As they were granted.
+  // Terms that the daemon granted. The daemon must grant them again after a restart.
   SessionTerms terms = {};
-  // Empty: the session ends where its daemon is restarted, as a reader's does.
+  // Empty for a reader: the session then ends if its daemon is restarted.
   AttachAgain attach_again = {};
-  // The longest pause between two of its tries.
+  // The longest pause between two attempts to attach again.
   std::chrono::milliseconds attach_pause_max = kInterruptPeriod;
-  // For a daemon that is restarted, until one grants the session again.
+  // Time limit for a restarted daemon to grant the session again.
   Timeout daemon_wait{};
   std::shared_ptr<Mapping> weights = {};
   // The memory that `weights` maps, if this is a rank with shared attachment.
   protocol::UniqueFd weights_file = {};
-  // Of some partitions: then the arena is a cache.
+  // True if some partitions' weights are on swap. The weights arena is then a cache.
   bool weights_on_swap = false;
   protocol::StepAnswer step_answered_when = protocol::StepAnswer::kPublished;
   // Writable until the device knows them.
   MapAccess weights_access = MapAccess::kRead;
-  // Gradients, the step region, activations, the trace.
+  // Mapping of the arena that holds gradients, the step region, activations and the trace.
   std::shared_ptr<Mapping> grad = {};
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
-  // What was asked for; the region may be larger.
+  // Sizes that the client requested. The arena may be larger.
   uint64_t grad_bytes_max = UINT64_MAX;
   uint64_t extra_state_bytes = 0;
   uint64_t activation_bytes = 0;
   uint64_t trace_bytes = 0;
-  // Its committed_step is set.
+  // Counters, with committed_step set.
   std::shared_ptr<SessionGauge> gauge = {};
-  // Of calls without a time limit of their own.
+  // Time limit of calls that have none of their own.
   Timeout timeout{};
   InterruptCheck interrupt_check;
   std::shared_ptr<gpu::Device> device;
 };
 
-// Bytes of the largest range of a partition that travels at once.
+// Bytes of the largest range of a partition that one command carries.
 uint64_t PieceBytes(const protocol::Layout& layout);
 
-// As the wire numbers the optimizer's states. Errors: E_RANGE with the names that there are.
+// Returns the wire's number of an optimizer state. E_RANGE lists the names of the optimizer's states.
 absl::StatusOr<uint16_t> StateNumber(const protocol::Layout& layout, std::string_view state);
 
 }  // namespace forebay::client::internal
@@ -135,17 +135,17 @@ struct Attachment::State {
     bool arrived = false;
     // Its caller gave up.
     bool abandoned = false;
-    // Of the arena; free once an abandoned answer has arrived.
+    // Range of the arena that the command uses. Freed when the answer arrives after its caller gave up.
     std::optional<uint64_t> range;
     protocol::Completion completion{};
     absl::Status status;
   };
   struct OpenSlot {
-    // Else private memory.
+    // Empty if the slot is private memory.
     std::optional<uint64_t> arena_offset;
     std::shared_ptr<internal::Mapping> owner;
     std::span<std::byte> bytes;
-    // After the last copy from the device into it; null where there was none.
+    // Event after the last copy from the device into the slot. Null if there was no copy.
     std::shared_ptr<const gpu::Event> copied = {};
   };
   // A range of a partition that AddGradient fills.
@@ -169,9 +169,9 @@ struct Attachment::State {
   // A copy of a gradient to a slot.
   struct GradientCopy {
     std::shared_ptr<const gpu::Event> done;
-    std::shared_ptr<const void> keep;  // what is copied from
+    std::shared_ptr<const void> keep;  // source of the copy
   };
-  // Delivered, but for copies that have not ended.
+  // A delivered gradient whose command is sent when its copies have ended.
   struct UnsentGradient {
     protocol::Command command;
     internal::BusyRange range;
@@ -182,8 +182,8 @@ struct Attachment::State {
     std::pmr::vector<std::byte> request;  // without extra_state
     std::pmr::vector<uint64_t> presence;
     std::shared_ptr<Answer> answer;
-    // Over several nodes: what they have concluded, this rank's command that says so, and whether what it has delivered
-    // is of no use.
+    // Over several nodes: the nodes' outcome, this rank's command that tells it to the daemon, and whether the gradients that
+    // this rank has delivered are dropped.
     std::optional<internal::StepOutcome> outcome = {};
     std::shared_ptr<Answer> decided = {};
     bool drops = false;
@@ -192,29 +192,30 @@ struct Attachment::State {
   explicit State(internal::SessionParts session_parts);
 
   bool InChild() const;
-  // Attaches again where the daemon was restarted: the session then goes on as if nothing had happened, and
-  // what was not answered is sent again.
+  // Attaches again if the daemon was restarted. The session then continues as if nothing had happened: commands without an
+  // answer are sent again.
   //
   // Errors  E_DAEMON_GONE             no daemon grants the session within its time, or not as it was: the
   //                                   session has ended.
   //         E_TIMEOUT, E_INTERRUPTED  a later call tries again.
   absl::Status Reattach(const internal::WaitLimits& limits);
-  // Errors as Reattach, and those of the connection to the new daemon.
-  // `leases`: that it goes on with, of a job with weights on swap.
+  // Continues the session with the daemon that granted it. `leases`: number of leases that the session asked to retain, if
+  // weights are on swap. Errors as Reattach, and those of the connection to the new daemon.
   absl::Status GoOnWith(internal::GrantedSession granted, uint64_t leases,
                         const internal::WaitLimits& limits);
   absl::Status EndSession(absl::Status reason);
-  // Reattach, where the daemon has said so. For calls that ask the control plane first.
+  // Calls Reattach if the daemon has announced its restart. For calls that ask the control plane first.
   absl::Status ReattachIfRestarting(const internal::WaitLimits& limits);
-  // Whether a call of the control plane met the end of a daemon, or of the way to it, from which the session goes on.
-  // Waits until the data plane has seen it too.
+  // Returns whether an error of the control plane came from the end of a daemon, or of the way to it, that the session
+  // survives. Waits until the data plane has seen that end too.
   bool IsRestartingSoon(const absl::Status& met);
-  // Of who is about to end the session: it does not wait for the next daemon, which sees that the session does
-  // not come back. Returns whether it was so.
+  // Ends the session if its daemon is being restarted, for a caller that is about to end it. Does not wait for the next daemon,
+  // which sees that the session does not return. Returns whether the session was ended.
   bool EndIfRestarting();
-  // For a detach: a daemon that is there hears of it, and none is waited for. Whether the session is with one.
+  // Attaches again, once, before a detach: the daemon then hears of the detach. Waits for no daemon that is not running.
+  // Returns whether the session is with a daemon.
   bool ReattachOnce();
-  // Asks whichever daemon is there, once. Errors of AttachAgain and GoOnWith.
+  // Asks the running daemon once to grant the session again. Errors of AttachAgain and GoOnWith.
   absl::Status TryReattach(const internal::WaitLimits& limits);
   void UpdateCalls();
   uint64_t committed_step() const { return gauge.committed_step; }
@@ -223,7 +224,7 @@ struct Attachment::State {
   absl::Status CheckOwn(uint32_t partition) const;  // E_RANGE, E_RANK for another rank's
   absl::Status CheckHasRank() const;                // E_RANK for a reader
 
-  // The release error, once; then the gradient error, for as long as it is kept.
+  // Returns the release error once; then the gradient error for as long as it is retained.
   absl::Status KeptErrors(const internal::WaitLimits& limits);
   absl::Status KeptReleaseError();
 
@@ -236,7 +237,7 @@ struct Attachment::State {
   absl::StatusOr<protocol::Completion> Call(const protocol::Command& command,
                                             internal::BusyRange* range,
                                             const internal::WaitLimits& limits);
-  // Sends a command whose error, should it fail, is kept for a later call.
+  // Sends a command. If the command fails, its error is retained for a later call.
   absl::Status Post(const protocol::Command& command, const internal::WaitLimits& limits);
   internal::CommandPort::OnDone OnPosted();
   void KeepError(const protocol::Completion& completion, const absl::Status& status);
@@ -255,46 +256,47 @@ struct Attachment::State {
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
   absl::Status CheckCopies(std::span<const WeightsCopy> copies);
   using Leases = std::pmr::vector<Lease>;  // by ascending partition
-  // One lease for each of the partitions, of which some may be the same; none where one fails.
+  // Leases all partitions of `wanted`, and begins to copy on `behind`.
   absl::Status LeaseAndCopy(std::span<const WeightsCopy> wanted, gpu::Stream& behind,
                             const internal::WaitLimits& limits);
+  // Takes one lease for each of `partitions`, which may repeat. Takes no lease if one fails.
   absl::StatusOr<Leases> LeaseAll(std::pmr::vector<uint32_t> partitions,
                                   const internal::WaitLimits& limits);
   static const Lease& LeaseIn(const Leases& leases, uint32_t partition);
   absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
-  // Makes the arenas known to the device; where it cannot reach the weights, through a ring.
+  // Registers the arenas with the device. If the device cannot reach the weights, creates a ring to copy them through.
   absl::Status RegisterArenas();
-  // Whether the device's streams may copy from or to elements of `width` bytes that are there.
+  // Checks that the device's streams can copy from or to `bytes`, which are elements of `width` bytes.
   absl::Status CheckReach(std::span<const std::byte> bytes, uint64_t width);
   // Begins to copy on the device's stream; waits while the ring is full.
   absl::Status CopyToDevice(gpu::Stream& to_stream, std::span<std::byte> to,
                             std::span<const std::byte> from, const internal::WaitLimits& limits);
-  // Keeps an E_DEVICE, with which every later call fails. Returns the status.
+  // Retains an E_DEVICE, which every later call then returns. Returns the status.
   absl::Status KeepDeviceError(absl::Status status);
   // Ends the session, so that the daemon and the other ranks go on without it.
   void EndAfterDeviceError();
-  // Whether the device does nothing more of what is before the event: it is done, or the device failed.
+  // Returns whether the device does no more work before the event: the work is done, or the device failed.
   bool HasEnded(const gpu::Event& event);
   // Whether all copies into a slot have ended.
   bool HasEnded(const std::shared_ptr<const gpu::Event>& copied) {
     return copied == nullptr || HasEnded(*copied);
   }
   bool HasCopies() const { return !copies.empty() || !gradient_copies.empty() || !unsent.empty(); }
-  // Does what waited for copies that have ended: gives leases back, sends gradients, gives up what
-  // was copied from. Errors are kept. Never blocks. Returns HasCopies().
+  // Handles copies that have ended: releases their leases, sends their gradients, drops references to their sources. Errors are
+  // retained. Never blocks. Returns HasCopies().
   bool LookAtCopies();
   // Looks until `ended()`. E_TIMEOUT, E_INTERRUPTED.
   absl::Status WaitForCopies(absl::FunctionRef<bool()> ended, const internal::WaitLimits& limits);
   absl::Status EndWeightCopies(const internal::WaitLimits& limits);
   absl::Status CheckReadsInPlace(std::span<const uint32_t> partitions) const;
   void ForgetLocatedAhead();
-  // While a call waits for no answer of the daemon's: asks every second whether the session goes on.
+  // Asks the daemon every second whether the session continues, while a call waits without an answer of the daemon to wait for.
   void AskWhetherItGoesOn();
   absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
-  // Delivers elements [begin, end) of a partition, whose bytes are the slot's.
+  // Delivers elements [begin, end) of a partition, whose gradient the slot holds.
   absl::Status DeliverSlot(uint32_t partition, uint64_t begin, uint64_t end, const OpenSlot& slot,
                            const internal::WaitLimits& limits);
-  // Where the copies have not ended: they are waited for, and the gradient sent, by LookAtCopies.
+  // Sends the gradient in `range`. If its copies have not ended, LookAtCopies sends it when they have.
   absl::Status SendGradient(uint32_t partition, uint64_t begin, uint64_t end,
                             internal::BusyRange range, std::shared_ptr<const gpu::Event> copied,
                             const internal::WaitLimits& limits);
@@ -322,7 +324,7 @@ struct Attachment::State {
     protocol::SetPresent(presence, param);
     protocol::SetPresent(pass_presence, param);
   }
-  // What of [begin, end) has a gradient, and whether a parameter in it has none.
+  // Whether any trainable parameter in a range has a gradient (`any`), and whether any lacks one (`missing`).
   struct Coverage {
     bool any = false;
     bool missing = false;
@@ -330,7 +332,7 @@ struct Attachment::State {
   Coverage CoverageOf(uint32_t partition, uint64_t begin, uint64_t end) const;
   void ZeroAbsent(uint32_t partition, uint64_t begin, uint64_t end,
                   std::span<std::byte> bytes) const;
-  // An event that has ended now, for who asks for the newest step's.
+  // Adds an event to the trace of this rank, with the present time as its end.
   void Note(protocol::ClientEvent event);
   std::string_view GroupName(uint32_t partition) const {
     return parts.layout->spec().group_names[parts.layout->partitions()[partition].group];
@@ -348,7 +350,8 @@ struct Attachment::State {
   absl::Status BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
                          const ExtraState& extra_state, const internal::WaitLimits& limits);
   absl::StatusOr<StepResult> EndStep();
-  // Of a job over several nodes, where the step's call is answered: what comes of it becomes its answer.
+  // Agrees with the other nodes on the step, once the daemon has answered this rank's call. The outcome becomes the answer of
+  // the step.
   absl::Status DecideOverNodes(const internal::WaitLimits& limits);
   absl::Status RefuseOverNodes(uint64_t t, const absl::Status& error,
                                const internal::WaitLimits& limits);
@@ -362,8 +365,8 @@ struct Attachment::State {
   void DropOpen();
 
   const pid_t pid;
-  // What calls note of what is under way: a steady step takes no memory of the process's.
-  // Its largest block has room for the request of a step with kParamGroupsMax parameter groups.
+  // Pool for records of calls and commands in flight: a steady step allocates no memory from the process. The largest pooled
+  // block has room for the request of a step with kParamGroupsMax parameter groups.
   std::pmr::unsynchronized_pool_resource memory{
       {.max_blocks_per_chunk = 0, .largest_required_pool_block = size_t{1} << 20}};
   static_assert(protocol::kParamGroupsMax * sizeof(protocol::HyperParams) <= size_t{1} << 19);
@@ -380,32 +383,32 @@ struct Attachment::State {
   internal::CommandPort port;
   internal::Waiter waiter;
   internal::GradSlots slots;
-  const uint64_t piece_elems;  // of a whole piece, a multiple of kGradUnitElems
-  // By parameter: the layout's boxes that this rank delivers gradients of; sharded, its own.
+  const uint64_t piece_elems;  // elements of a whole piece, a multiple of kGradUnitElems
+  // The boxes of each parameter whose gradients this rank delivers, by parameter; sharded: the boxes that this rank owns.
   const std::vector<std::vector<uint32_t>> own_boxes;
-  std::pmr::map<uint32_t, OpenSlot> open{&memory};  // of whole partitions
+  std::pmr::map<uint32_t, OpenSlot> open{&memory};  // slots of whole partitions
   Pieces pieces{&memory};
-  // Of this pass: first elements, to their ends.
+  // Ranges that were delivered in this pass: first element to end.
   std::pmr::map<ElemPlace, uint64_t> delivered{&memory};
   bool has_delivered = false;  // in this attempt
-  uint32_t pass = 0;           // of this attempt, from BeginPass
-  // In this attempt, with shared attachment: nothing is delivered any more.
+  uint32_t pass = 0;           // number of this attempt's pass, from BeginPass
+  // True if this rank asked for a norm in this attempt (shared attachment). It then delivers nothing more.
   bool has_asked_norm = false;
-  std::vector<uint64_t> pass_presence;  // of this pass
-  std::vector<uint64_t> presence;       // of this attempt; see wire.h
+  std::vector<uint64_t> pass_presence;  // parameters with a gradient in this pass
+  std::vector<uint64_t> presence;       // the same for this attempt; see wire.h
   uint64_t attempt = 0;
   uint64_t exchanges = 0;                                             // that have ended well
   std::vector<std::string> exchanged;                                 // what the last of them gave
   std::pmr::map<uint64_t, std::shared_ptr<Answer>> fetches{&memory};  // by FetchTicket::id
   uint64_t last_ticket = 0;
-  std::vector<uint64_t> orphan_leases;  // of fetches whose callers gave up
+  std::vector<uint64_t> orphan_leases;  // leases granted to fetches whose callers gave up
   std::pmr::map<uint32_t, std::shared_ptr<Answer>> located_ahead{
       &memory};                                           // by partition: no leases
-  std::pmr::list<CopiesInFlight> copies{&memory};         // of weights
+  std::pmr::list<CopiesInFlight> copies{&memory};         // copies of weights
   std::pmr::list<GradientCopy> gradient_copies{&memory};  // on `stream`
   std::pmr::list<UnsentGradient> unsent{&memory};
   std::optional<StepInFlight> step;
-  // Sent with the step in flight, or with the newest before: most of it is the same in each step.
+  // Extra state of the step in flight, or of the newest step before it. Most of it is the same in each step.
   std::vector<std::byte> sent_extra_state;
   std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
   const std::shared_ptr<internal::DeviceTrace> device_trace =
@@ -417,7 +420,7 @@ struct Attachment::State {
   absl::Status kept_release_error;
   absl::Status kept_grad_error;
   bool detached = false;
-  // While its daemon is being restarted.
+  // Set while the daemon is being restarted.
   std::optional<internal::Deadline> restart_deadline;
   std::chrono::steady_clock::time_point restart_begin{};
   uint64_t calls_before = 0;       // of the connections before this one

@@ -31,9 +31,9 @@ class CommandPort {
     int daemon_pidfd = -1;
     // Readable once the connection is lost; -1: unknown.
     int gone_fd = -1;
-    // The job: where the daemon dies, the session attaches again to the next one.
+    // True if the job outlives its daemon: after the daemon's death the session attaches again to the next daemon.
     bool outlives_daemon = false;
-    // Message and hint behind a failed completion, or (tag 0) why the session has ended; asks the daemon.
+    // Asks the daemon for the message and hint of a failed completion, or (tag 0) for the reason why the session has ended.
     std::function<absl::Status(const protocol::Completion&)> explain = {};
   };
 
@@ -45,12 +45,13 @@ class CommandPort {
     kUndisturbed,  // the time was up, or a signal arrived
   };
 
-  // What it notes of commands is in `memory`, which outlives it.
+  // Allocates the records of commands from `memory`, which must outlive the port.
   CommandPort(Options options, std::pmr::memory_resource* memory);
 
-  // Sends the command under a new tag, and moves from `on_done`, which is called once unless the session ends first. While the daemon
-  // is restarted, the command is retained for Resume(). False, and nothing done, while kRingEntries are in flight. If the
-  // command releases a lease that an earlier daemon gave and this one does not know, it is not sent, and `on_done` is called at once.
+  // Sends the command under a new tag, and moves from `on_done`, which is called once unless the session ends first. While the
+  // daemon is restarted, the command is retained for Resume(). Returns false, and does nothing, while kRingEntries commands are
+  // in flight. If the command releases a lease that an earlier daemon granted and this one does not know, it is not sent, and
+  // `on_done` is called at once.
   //
   // Errors  E_DAEMON_GONE, E_RING, E_FENCED or another reason why the session has ended: permanently.
   absl::StatusOr<bool> TrySend(protocol::Command command, OnDone& on_done);
@@ -67,16 +68,17 @@ class CommandPort {
 
   // The daemon is being restarted, and all that it sent was handled: the channel is used no more.
   bool is_restarting() const { return is_restarting_ && broken_.ok(); }
-  // A call of this kind has been sent, and not answered.
+  // Returns whether a command of this kind was sent and not answered.
   bool IsPending(protocol::Op op) const;
-  // Goes on with the next daemon's channel: sends what was not answered, in order, under the same tags. Gives
-  // the leases back that were to be. The daemon has those of leases_held(), or none. Errors as TrySend.
+  // Continues with the next daemon's channel: sends the commands without an answer again, in order, under the same tags.
+  // Completes releases of leases that the new daemon does not know. kGoOn: the new daemon has all of leases_held(); kEnd: it
+  // has none. Errors as TrySend.
   enum class Leases : uint8_t { kGoOn, kEnd };
   absl::Status Resume(Options options, Leases leases);
-  // Once the daemon is being restarted: leases that were neither given back then nor on their way to be.
+  // Leases that were held, and not being released, when the newest restart was noticed.
   const std::vector<uint64_t>& leases_held() const { return held_then_; }
 
-  // Every later call returns `reason`; the channel and the descriptors are used no more.
+  // Makes every later call return `reason`. Drops the commands in flight, the channel and the descriptors.
   void Close(const absl::Status& reason);
 
   uint64_t newest_tag() const { return next_tag_ - 1; }
@@ -95,7 +97,8 @@ class CommandPort {
   bool DaemonDied() const;
   absl::StatusOr<bool> SendOrKeep(const protocol::Command& command);
   void Handle(const protocol::Completion& completion, const absl::Status& status, OnDone& on_done);
-  // Of a daemon before this one, and not held on; or of no lease. Ids of leases rise across a restart.
+  // True if the command releases a lease that this daemon does not know: an earlier daemon granted it and it was not retained,
+  // or it is kAheadLease, which is no lease. Ids of leases rise across a restart.
   bool IsStaleRelease(const protocol::Command& command) const;
   void GiveBackStale(const protocol::Command& command, OnDone& on_done);
 

@@ -17,8 +17,7 @@
 
 namespace forebay::client::internal {
 
-// What the channel of an attached session uses, and the calls of the control plane. Members die in
-// reverse order.
+// The control plane of an attached session, and the doorbells and ring of its channel. Members are destroyed in reverse order.
 struct Connection {
   std::unique_ptr<Control> control;
   protocol::UniqueFd command_doorbell;
@@ -26,8 +25,8 @@ struct Connection {
   std::shared_ptr<Mapping> ring;
 };
 
-// Of a file: two descriptors of one memfd have the same. Of an arena of a daemon on another node: of that one, not of what
-// stands for it here; device 0.
+// Identity of a memory file: equal for two descriptors of one memfd. For an arena of a daemon on another node: device 0 and the
+// inode of that daemon's arena, not of the local arena in its place.
 struct FileIdentity {
   uint64_t device = 0;
   uint64_t inode = 0;
@@ -35,7 +34,8 @@ struct FileIdentity {
   bool operator==(const FileIdentity&) const = default;
 };
 
-// Where a session stands in its job, and what its arenas are. A restart of the daemon changes none of it.
+// Committed step of a session, and sizes and identities of its arenas. After a restart of the daemon the session continues only
+// if they are the same; a step in flight may have been committed meanwhile.
 struct SessionTerms {
   uint64_t committed_step = 0;
   uint64_t weights_bytes = 0;
@@ -44,12 +44,12 @@ struct SessionTerms {
   uint64_t step_region_bytes = 0;
   uint64_t trace_bytes = 0;
   bool weights_on_swap = false;
-  uint32_t leases = 0;  // that it goes on with
+  uint32_t leases = 0;  // number of leases that the daemon retained
   FileIdentity weights = {};
   FileIdentity grad_arena = {};
 };
 
-// What differs, for people; empty: nothing.
+// Describes the first difference between two terms. Empty if there is none.
 std::string Difference(const SessionTerms& before, const SessionTerms& after);
 
 // A session as a daemon has granted it, before its arenas are mapped and Control::Mapped is called.
@@ -63,14 +63,15 @@ struct GrantedSession {
   CommandPort::Options port = {};
 };
 
-// `remote_arenas`: of a rank that comes back, where the daemon is on another node.
+// Connects to the daemon and attaches. `remote_arenas`: the local arenas of a rank that attaches again to a daemon on another
+// node, else null.
 //
 // Errors  As Control::Connect and the daemon's of an attach.
 absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const AttachCall& call,
                                                 const WaitLimits& limits,
                                                 const RemoteArenas* remote_arenas = nullptr);
 
-// Asks for the session once more, of whichever daemon has the socket. Errors as ConnectAndAttach.
+// Attaches again with the daemon that has the socket now. Errors as ConnectAndAttach.
 using AttachAgain =
     std::function<absl::StatusOr<GrantedSession>(const SessionBefore&, const WaitLimits&)>;
 

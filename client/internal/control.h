@@ -28,16 +28,16 @@ namespace forebay::client::internal {
 
 struct ConnectOptions {
   std::string socket;                           // its path, or "ucx://HOST:PORT" of a gateway
-  const RemoteArenas* remote_arenas = nullptr;  // of a rank that comes back to one
+  const RemoteArenas* remote_arenas = nullptr;  // of a rank that attaches again to one
   uint32_t protocol_version = protocol::kProtocolVersion;
 };
 
-// What a daemon is to know of a session that it goes on with.
+// State of a session that a restarted daemon needs to continue it.
 struct SessionBefore {
-  std::span<const uint64_t> held_leases = {};  // of a job with weights on swap
+  std::span<const uint64_t> held_leases = {};  // only with weights on swap
   uint64_t grad_arena_inode = 0;
-  uint64_t newest_tag = 0;                      // of the commands that were sent
-  uint64_t exchanges = 0;                       // that it has had the answer of
+  uint64_t newest_tag = 0;                      // newest command that was sent
+  uint64_t exchanges = 0;                       // exchanges whose answers arrived
   std::span<const std::string> exchanged = {};  // the newest answer
 };
 
@@ -50,7 +50,7 @@ struct AttachCall {
   std::string run;
   bool resume = false;
   bool reattach = false;
-  SessionBefore before = {};  // of a reattach
+  SessionBefore before = {};  // set for a reattach
   bool accumulate = false;
   bool early_updates = false;
   bool writable_weights = false;
@@ -91,8 +91,8 @@ class Control {
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes, uint64_t number,
                                                     const WaitLimits& limits);
 
-  // The error behind a completion; of its id alone where the daemon has forgotten it. Of tag 0: why
-  // the session is over.
+  // Returns the error of a completion, with the daemon's message if the daemon still has it. Tag 0: returns the reason why the
+  // session has ended.
   absl::Status Explain(const protocol::Completion& completion, const WaitLimits& limits);
 
   // A call without results but its outcome; `request` makes it.
@@ -113,10 +113,10 @@ class Control {
 
  private:
   Control() = default;
-  // Where the agent has ended, why.
+  // Returns why the agent has ended, if `status` is E_DAEMON_GONE and an agent has ended. Otherwise returns `status`.
   absl::Status WhyGone(const absl::Status& status);
 
-  std::unique_ptr<RemoteAgent> agent_;  // of a daemon on another node
+  std::unique_ptr<RemoteAgent> agent_;  // null if the daemon is on this node
   protocol::UniqueFd pidfd_;
   std::unique_ptr<ControlThread> thread_;
 };

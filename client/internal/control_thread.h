@@ -25,7 +25,7 @@
 
 namespace forebay::client::internal {
 
-// What the connection holds; touched on the control thread alone.
+// Capabilities that the connection holds. Only the control thread uses them.
 struct Peer {
   schema::Node::Client node;
   kj::Maybe<schema::Session::Client> session;
@@ -38,7 +38,7 @@ struct Peer {
 // Threads  Any.
 class ControlThread {
  public:
-  // Of a connected Unix socket. E_LIMIT where no thread or descriptor is left.
+  // Starts the thread for a connected Unix socket. E_LIMIT if no thread or descriptor is available.
   static absl::StatusOr<std::unique_ptr<ControlThread>> Start(protocol::UniqueFd socket);
 
   ControlThread(const ControlThread&) = delete;

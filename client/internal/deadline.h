@@ -11,7 +11,7 @@ namespace forebay::client::internal {
 
 using protocol::Deadline;
 
-// How long a call waits, and who may stop it.
+// Time limit of a call, and the check that can interrupt it.
 struct WaitLimits {
   Deadline deadline;
   const std::function<bool()>* interrupt_check = nullptr;  // may be null or empty
@@ -21,7 +21,7 @@ struct WaitLimits {
   }
 };
 
-// Between two looks at the interrupt check.
+// Time between two calls of the interrupt check.
 inline constexpr std::chrono::milliseconds kInterruptPeriod{100};
 
 }  // namespace forebay::client::internal

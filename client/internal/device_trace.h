@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the streams of a device did in a step, by the device's own clock.
+// Records when work on a device's streams began and ended, by the device's clock.
 #pragma once
 
 #include <memory>
@@ -28,7 +28,7 @@ class DeviceTrace {
 
   // A point before work of the stream; null: this work is not kept.
   std::shared_ptr<const gpu::TimedEvent> Begin(gpu::Stream& stream);
-  // The same stream's work since then is `event`, whose times are ignored and whose name lives until Take.
+  // Records the work of the same stream since Begin as `event`. The event's times are ignored, and its name lives until Take.
   void End(gpu::Stream& stream, std::shared_ptr<const gpu::TimedEvent> begun,
            const protocol::ClientEvent& event);
 

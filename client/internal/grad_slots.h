@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which ranges of a session's gradient arena are in use.
+// Allocation of ranges in a session's gradient arena.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class GradSlots {
     uint64_t largest_bytes = 0;
   };
 
-  // What it notes of the ranges is in `memory`, which outlives it.
+  // Allocates the records of ranges from `memory`, which must outlive the object.
   explicit GradSlots(const Options& options,
                      std::pmr::memory_resource* memory = std::pmr::get_default_resource())
       : options_(options), ranges_(memory) {}

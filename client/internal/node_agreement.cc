@@ -31,7 +31,7 @@ struct Head {
   uint64_t prepared_step;
   uint64_t durable_step;
   uint64_t durable_before;
-  uint32_t message_bytes;  // of the error; its hint is behind it
+  uint32_t message_bytes;  // bytes of the error's message; its hint follows
   uint32_t digests;        // behind the summary
 };
 static_assert(sizeof(Head) == 48);
@@ -52,7 +52,7 @@ absl::StatusOr<std::vector<NodeMessage>> DecodeAll(std::span<const std::string> 
   return decoded;
 }
 
-// As the other ranks say it.
+// Returns the error of a message with the number of its rank in front, for the other ranks to raise.
 absl::Status ErrorOf(size_t rank, const NodeMessage& message) {
   return MakeError(protocol::IdOf(message.error),
                    absl::StrCat("rank ", rank, ": ", message.error.message()),

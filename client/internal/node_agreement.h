@@ -30,26 +30,26 @@ struct ReplicaDigest {
 std::vector<ReplicaDigest> ReplicaDigestsOf(const protocol::Layout& layout,
                                             std::span<const std::byte> bytes);
 
-// Of one rank, at the call of a step or at attach.
+// Message of one rank to all ranks, when the call of its step is answered or after attach.
 struct NodeMessage {
   enum class Kind : uint8_t {
     kPrepared = 1,  // its node has prepared the step: `summary`
     kRefused = 2,   // its call was refused with `error`; what it has delivered is kept
     kLost = 3,      // and is lost
     kAttached = 4,  // its session stands at `state`
-    // Its call was refused because of another rank of its node, which says why.
+    // The rank's call was refused because of another rank of its node, which sends the reason.
     kWithdrawn = 5,
   };
   struct State {
     uint64_t committed_step = 0;
     uint64_t prepared_step = 0;   // 0: none
-    uint64_t durable_step = 0;    // that it can go back to, and
-    uint64_t durable_before = 0;  // an older one; 0: none
+    uint64_t durable_step = 0;    // newest durable step
+    uint64_t durable_before = 0;  // an older durable step; 0: none
     bool is_new = false;          // its initial parameters are not written
   };
 
   Kind kind = Kind::kRefused;
-  uint32_t first_rank = 0;  // of its node
+  uint32_t first_rank = 0;  // first rank of the sender's node
   State state = {};
   absl::Status error = {};
   std::vector<std::byte> summary = {};      // encoded
@@ -60,10 +60,10 @@ std::string EncodeNodeMessage(const NodeMessage& message);
 // Errors  E_PROTOCOL.
 absl::StatusOr<NodeMessage> DecodeNodeMessage(std::string_view bytes);
 
-// What becomes of a step.
+// Outcome of a step, the same on every rank.
 struct StepOutcome {
-  protocol::StepSummary summary;  // of the world, with its decision
-  absl::Status error;             // what the step's call ends with where it is not committed
+  protocol::StepSummary summary;  // merged summary of the world, with its decision
+  absl::Status error;             // error of the step's call if it is not committed
 };
 // `messages` by rank in the world.
 //
@@ -71,7 +71,7 @@ struct StepOutcome {
 absl::StatusOr<StepOutcome> DecideStep(std::span<const std::string> messages,
                                        const protocol::Layout& layout, uint64_t step);
 
-// What ranks that have attached do, before they train.
+// Action of the ranks between attach and training.
 struct AttachOutcome {
   enum class Todo : uint8_t {
     kNothing,  // all nodes stand at one step
@@ -80,7 +80,7 @@ struct AttachOutcome {
     kGoBack,  // a node lacks what the others have: they go back to `step`, and their ranks attach again
   };
   Todo todo = Todo::kNothing;
-  uint64_t step = 0;                    // that is dropped or committed, or that all nodes have
+  uint64_t step = 0;                    // the step to drop, to commit, or that all nodes have
   uint64_t from_step = 0;               // kGoBack: the newest one of any node
   std::vector<std::byte> summary = {};  // encoded
 };

@@ -47,7 +47,8 @@ constexpr int kLoaderFailed = 127;
 constexpr int kEndLimitMs = 3000;
 constexpr size_t kLogCharsMax = 2000;
 
-// Where the program may lie, seen from this library: beside it, of an installation in /usr or /usr/local, of a wheel.
+// Paths where the program may be: beside this library, in the bin folder of an installation in /usr, of one in /usr/local or of
+// a wheel, seen from the library's folder; then the folders of PATH.
 std::vector<std::string> Candidates() {
   std::vector<std::string> paths;
   Dl_info info{};
@@ -109,7 +110,7 @@ std::vector<char*> Pointers(std::vector<std::string>& texts) {
   return pointers;
 }
 
-// What posix_spawn is given; freed with it.
+// Arguments of posix_spawn, destroyed with the object.
 struct Spawn {
   Spawn() {
     ::posix_spawn_file_actions_init(&actions);

@@ -40,7 +40,8 @@ class RemoteAgent {
   ~RemoteAgent();  // once its socket is closed; waits until it has ended
 
   protocol::UniqueFd ReleaseSocket() { return std::move(socket_); }
-  // Where it has ended by itself, why: E_UNSUPPORTED where it could not be loaded, E_REMOTE. `otherwise` where it lives.
+  // Returns why the agent has ended: the error that it printed, E_UNSUPPORTED if its libraries could not be loaded, else
+  // E_REMOTE. Returns `otherwise` if the agent still runs after a second.
   absl::Status WhyItEnded(const absl::Status& otherwise);
 
  private:
@@ -51,7 +52,7 @@ class RemoteAgent {
   pid_t pid_;
   std::optional<int> exit_status_;
   protocol::UniqueFd socket_;
-  protocol::UniqueFd log_;  // what it prints
+  protocol::UniqueFd log_;  // output of the agent
 };
 
 }  // namespace forebay::client::internal

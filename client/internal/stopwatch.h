@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a call takes, and an empty command.
+// Measures the duration of calls, and makes empty commands.
 #pragma once
 
 #include <atomic>

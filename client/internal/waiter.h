@@ -16,7 +16,7 @@ namespace forebay::client::internal {
 // Threads  One at a time.
 class Waiter {
  public:
-  // Makes the port go on (CommandPort::Resume), or closes it.
+  // Attaches again, so that the port continues (CommandPort::Resume), or closes the port.
   using Reattach = std::function<absl::Status(const WaitLimits&)>;
 
   // `look` runs in each round of a wait and handles completions. If it returns true, the next round begins within a
@@ -24,7 +24,7 @@ class Waiter {
   Waiter(CommandPort& port, std::function<bool()> look, Reattach reattach)
       : port_(port), look_(std::move(look)), reattach_(std::move(reattach)) {}
 
-  // Those of CommandPort, and waits for the next daemon where there is none. Errors as Wait.
+  // Call CommandPort::Poll or PollAlive. If the daemon is being restarted, wait for the next one. Errors as Wait.
   absl::Status Poll(const WaitLimits& limits);
   absl::Status PollAlive(const WaitLimits& limits);
 

@@ -35,7 +35,7 @@ class Activations:
         self.stayed_bytes = 0  # of what the room was too small for
         self._pending: deque[tuple[weakref.ref[Saved], int]] = deque()  # and bytes
         self._pending_bytes = 0
-        # What is saved, by generation, storage, version and place.
+        # Saved tensors by generation, storage, version and place.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
         self._generation = 0
         self._last: weakref.ref[Saved] | None = None

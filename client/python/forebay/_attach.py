@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _trained_here: set[tuple[str, str]] = set()  # socket and job
 PARAM_GROUPS_MAX = 4096  # of the wire
-# Of a group, beside the optimizer's hyper-parameters; "initial_lr" is a scheduler's.
+# Keys that a parameter group may have besides the optimizer's hyper-parameters. Schedulers set "initial_lr".
 KNOWN_OPTIONS = {
     *("params", "name", "initial_lr"), *TORCH_IMPLEMENTATIONS, *TORCH_OPTIONS, *RULE_OPTIONS
 }  # fmt: skip
@@ -269,7 +269,7 @@ def attach_sharded(
         shard_plan.refuse_unusable(units, model)
         source = Initial(model, units, name_prefix, initial)
         parameters = shard_plan.parameters_of(units)
-        # As torch's optimizer numbers them, not unit by unit.
+        # Order of model.parameters(), by which torch's optimizer numbers parameters. The units have another order.
         order = {id(tensor): at for at, tensor in enumerate(model.parameters())}
         listed = sorted(parameters, key=lambda parameter: order[id(parameter.tensor)])
         torch_groups = _torch_groups(optimizer, request.param_groups)

@@ -31,7 +31,7 @@ class HostDevice:
         """The handle of the stream that torch works on now."""
         return 0
 
-    # Of GPUs alone; streams as torch.cuda.Stream.
+    # Streams, as torch.cuda.Stream. Only GPUs have them.
 
     def torch_stream(self) -> Any:
         """The stream that torch works on now."""

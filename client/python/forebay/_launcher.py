@@ -14,8 +14,8 @@ from typing import Any
 from .errors import usage_error
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Variables of each mpirun, in the order of RANKS. environment_of() takes the first launcher whose variables are all set. It looks
-# for srun's last: within a Slurm allocation mpirun starts its helpers by srun, and the ranks inherit srun's variables.
+# Variables of each mpirun, in the order of RANKS. environment_of() takes the first launcher whose variables are all set. It
+# looks for srun's last: within a Slurm allocation mpirun starts its helpers by srun, and the ranks inherit srun's variables.
 OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -24,7 +24,7 @@ OPEN_MPI = (
 )
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 PALS = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-# Of a step: a batch script has the other variables too, and is no rank.
+# Variables that srun sets in each rank of a step. A batch script has not all of them, and is no rank.
 SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 PORT_FIRST, PORTS = 15000, 15000  # below those that Linux gives to clients
 

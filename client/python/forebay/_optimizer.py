@@ -344,7 +344,7 @@ class ForebayOptimizer(StateDicts):
         for member in self._members:
             member.check()
             tensor = member.tensor
-            # One that is frozen later has no gradient any more, and is left alone.
+            # A parameter frozen after attach gets no more gradients, and is not updated.
             if tensor.requires_grad and not member.trainable:
                 raise unsupported(
                     f"parameter {member.name} was frozen at attach and has no states: it would not train",

@@ -67,9 +67,9 @@ class Plan:
     model lists them."""
 
     dtype: torch.dtype
-    # In the order of the layout.
+    # Parameters with elements, in the order of the layout.
     parameters: list[Parameter] = field(default_factory=list)
-    # The same and the empty ones, in the order of the model.
+    # All parameters, empty ones too, in the order of the model.
     named: list[Parameter] = field(default_factory=list)
     # Each by every name that it has in the model.
     by_name: dict[str, Parameter] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ._launcher import run_of
 
-# What begins the tokens of launches that may say nothing of themselves: another one on each node.
+# Prefixes of run tokens that may be made of a process's id: such a token differs between the nodes of one launch.
 LAUNCHERS = ("launcher.", "mpirun.")
 PROCESS = "process."  # begins the token of a process that is a run of its own
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ._optimizer import ForebayOptimizer
     from .states.reader import Reader
 
-# How many ranks the launcher started on this node: torchrun (or srun, by environment_of()), Open MPI, MPICH.
+# Variables with the number of ranks that the launcher started on this node: torchrun (or srun, by environment_of()), Open MPI,
+# MPICH.
 LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 

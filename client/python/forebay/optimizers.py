@@ -11,15 +11,15 @@ from .errors import usage_error
 
 HyperRow = dict[str, float]  # of one parameter group: each hyper-parameter of the daemon
 
-# How torch computes: nothing that changes the result.
+# Options that choose how torch computes. They do not change the result.
 TORCH_IMPLEMENTATIONS = ("foreach", "fused")
-# What torch's optimizers take beside, and what to write instead.
+# Options of torch's optimizers that Forebay's lack, and the text that says what to write instead.
 TORCH_OPTIONS = {
     "maximize": "(-loss).backward()",
     "capturable": "leave it out: no kernel of the optimizer runs in the trainer",
     "differentiable": "leave it out: the step is the daemon's, and no graph leads through it",
 }
-# Which rule it is: the same in all groups, and from attach on.
+# Options that choose the update rule: the same in all groups, and constant from attach on.
 RULE_OPTIONS = ("amsgrad", "nesterov", "decoupled_weight_decay")
 
 

@@ -23,7 +23,7 @@ std::unique_ptr<AdminClient> Connect(const std::string& socket, double timeout) 
       [&] { return AdminClient::Connect({.socket = socket, .timeout = TimeoutOf(timeout)}); }));
 }
 
-// As `forebay ... --json` prints it.
+// Converts a message to Python objects by way of the JSON that `forebay ... --json` prints.
 nb::object ObjectOf(const capnp::DynamicValue::Reader& value) {
   return nb::module_::import_("json").attr("loads")(protocol::JsonOf(value));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tools show of a node, as dicts.
+// Binds the calls of tools: a node's status, and a job's trace, plan and deletion. Results are dicts and lists.
 #pragma once
 
 #include <nanobind/nanobind.h>

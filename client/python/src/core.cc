@@ -167,7 +167,7 @@ class PyAttachment {
   }
   void GiveUpEnded() { ended_->GiveUp(); }
 
-  std::set<uint64_t> leases;  // that fetch() has given and nobody has released
+  std::set<uint64_t> leases;  // granted by fetch() and not released
 
  private:
   std::shared_ptr<gpu::Device> device_;
@@ -203,14 +203,14 @@ class PyActivationStore {
   std::unique_ptr<client::ActivationStore> store_;
 };
 
-// Empty: the job's, of a new one the daemon's default.
+// Parses a durability. Empty: nothing, which stands for the job's durability, or the daemon's default for a new job.
 std::optional<protocol::Durability> DurabilityOf(const std::string& text) {
   if (text.empty()) return std::nullopt;
   return ValueOrThrow(protocol::ParseDurability(text));
 }
 
-// Of all ranks, of which those of this node begin at the second number; whether other nodes hold parts that this one
-// holds; and what gives every rank what all send.
+// Number of ranks on all nodes; first rank of this node; whether other nodes hold parts that this node holds; a callable that
+// gives every rank the bytes of all ranks.
 using NodesTuple = std::tuple<uint32_t, uint32_t, bool, nb::callable>;
 
 // Calls `function`, a callable of Python's, from a thread without the GIL.
@@ -425,10 +425,10 @@ void AddDeviceGradient(PyAttachment& self, uint32_t param, uintptr_t address, ui
   }));
 }
 
-// What one call of copy_weights() copies.
+// The copies of one call of copy_weights().
 struct CopyList {
   std::vector<CopyTuple> copies;
-  uint64_t end_bytes = 0;  // of the memory that they are copied to
+  uint64_t end_bytes = 0;  // end of the memory that the copies write
 };
 
 CopyList MakeCopyList(std::vector<CopyTuple> copies) {
@@ -497,7 +497,7 @@ void Release(PyAttachment& self, uint64_t lease) {
   Check(WithoutGil([&] { return self->Release({.id = lease, .partition = 0, .bytes = {}}); }));
 }
 
-// Also those whose number Python has lost to an exception between the call and its result.
+// Releases all leases, including leases whose number Python lost to an exception between the call and its result.
 void ReleaseAll(PyAttachment& self) {
   while (!self.leases.empty()) Release(self, *self.leases.begin());
 }

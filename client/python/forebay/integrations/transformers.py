@@ -36,7 +36,7 @@ STATE_BYTES = 256 << 10  # room for a Position
 LOG_ENTRIES = 512  # of log_history that commit with a step, the newest
 MAGIC = b"forebay Trainer 1\0"  # in front of a Position
 COMMITTED = "committed step"  # in place of a checkpoint's folder
-# Of TrainerState. The others are the arguments' or the launch's.
+# Fields of TrainerState that commit with a step. The arguments or the launch determine the other fields.
 STATE_FIELDS = (
     "epoch",
     "global_step",
@@ -48,7 +48,7 @@ STATE_FIELDS = (
     "best_model_checkpoint",
     "stateful_callbacks",
 )
-# What Forebay's Trainer overrides or calls that is not documented.
+# Undocumented members of transformers.Trainer that Forebay's Trainer overrides or calls.
 PRIVATE = (
     "_clip_grad_norm",
     "_get_grad_norm",

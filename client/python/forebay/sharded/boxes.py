@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-# Of a parameter: first element, elements of a run, stride between runs, runs (protocol/partition.h).
+# A box of a parameter: first element, elements of a run, stride between runs, number of runs (protocol/partition.h).
 Box = tuple[int, int, int, int]
 BOXES_OF_A_SHARD_MAX = 4096
 
@@ -47,7 +47,7 @@ class ShardPlan:
         default_factory=list
     )
     index: dict[str, int] = field(default_factory=dict)  # of parameters, by name
-    # Where each box of a parameter lies.
+    # Partition and elements of each box of a parameter.
     places: dict[tuple[str, Box], Source] = field(default_factory=dict)
     # The ranks that hold each box, ascending; the first owns it.
     holders: dict[tuple[str, Box], list[int]] = field(default_factory=dict)

@@ -256,7 +256,8 @@ class Initial:
         own = set(itertools.chain(*aliases.values()))
         temporary = {one.name for one in self._buffers if not one.is_persistent}
         wanted = {name: names for name, names in aliases.items() if name not in temporary}
-        # Of ranks that hold different modules one does not know the others' aliases and buffers.
+        # If ranks hold different modules, this rank does not know the other ranks' aliases and buffers: then tensors may have
+        # any name.
         refuse_difference(checkpoint, wanted, own if all_names <= own else None)
         names_of = self._names_in(checkpoint, aliases)
         for one in self._shards:

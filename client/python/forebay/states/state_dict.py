@@ -41,9 +41,9 @@ REPORT_BYTES_MAX = 4096  # of the wire, from one rank to the others
 # While states are written, how many updates the first trainable parameter has had: kUpdatesMax of the wire,
 # which no training reaches.
 LOADING = 1 << 53
-# Of them the daemon has one value; what else torch has in parameter groups is carried along.
+# Options that have one value in the daemon. Other options in torch's parameter groups are carried along.
 FIXED_OPTIONS = {*RULE_OPTIONS, "maximize", "differentiable"}
-# What torch's optimizers have in their parameter groups beside hyper-parameters.
+# Options in the parameter groups of torch's optimizers, besides hyper-parameters and COMMON_OPTIONS.
 GROUP_OPTIONS = {
     "Adam": ("amsgrad", "capturable", "decoupled_weight_decay"),
     "AdamW": ("amsgrad", "capturable", "decoupled_weight_decay"),
