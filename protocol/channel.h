@@ -70,7 +70,8 @@ class ServerChannel {
   // sent any more.
   virtual void Close(ChannelState state) = 0;
 
-  // As ClientChannel's, but wait_fd() is drained by whoever waits on it (the loop's IoEngine).
+  // Same as PrepareSleep, EndSleep and wait_fd of ClientChannel, except that whoever waits on wait_fd() drains it (the loop's
+  // IoEngine).
   virtual absl::StatusOr<bool> PrepareSleep() = 0;
   virtual void EndSleep() = 0;
   virtual int wait_fd() const = 0;

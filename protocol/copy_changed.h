@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies bytes that may be there already, as a model's buffers from an older step.
+// Copies bytes that the destination may already hold, such as a model's buffers from an older step.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@
 
 namespace forebay::protocol {
 
-// Afterwards `to` begins with `from`. A page that is there already is read and not written: 2 bytes of memory traffic for
-// each that is copied, instead of 3. The comparison of another page ends at its first byte that differs. Returns the bytes that
-// were written.
+// Makes `to` begin with `from`. A page that `to` already holds is read and not written: 2 bytes of memory traffic for each
+// byte, instead of 3. The comparison of another page ends at its first byte that differs. Returns the number of bytes that were
+// written.
 inline uint64_t CopyChanged(std::span<const std::byte> from, std::span<std::byte> to) {
   uint64_t written_bytes = 0;
   for (size_t at = 0; at < from.size(); at += kPageBytes) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What wakes a sleeping side of a channel or queue.
+// Doorbells, which wake a sleeping side of a channel or queue.
 #pragma once
 
 #include "absl/status/statusor.h"

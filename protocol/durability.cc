@@ -14,7 +14,8 @@ namespace {
 constexpr std::string_view kEpochPrefix = "epoch=";
 constexpr size_t kShownBytesMax = 40;
 
-// As a message repeats it: it may be a client's, of any length and bytes.
+// Quotes text for a message. The text may come from a client: it is cut to kShownBytesMax bytes, and each byte that is not
+// printable becomes '?'.
 std::string Quoted(std::string_view text) {
   std::string shown(text.substr(0, kShownBytesMax));
   for (char& one : shown) {

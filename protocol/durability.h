@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much of a job's training a power cut, or the death of the daemon, can undo.
+// Levels of durability: the part of a job's training that a power cut, or the death of the daemon, can undo.
 #pragma once
 
 #include <cstdint>

@@ -58,12 +58,12 @@ enum class ErrorId : uint16_t {
   kSwapTimeout = 41,   // E_SWAP_TIMEOUT: the disk has not answered in time; path, offset, seconds
 };
 
-// One row per id.
+// Row of an error id in the table.
 struct ErrorInfo {
   ErrorId id;
   std::string_view name;  // "E_SWAP_NOSPC"
-  absl::StatusCode code;  // what the caller does: see HOUSE_STYLE section 3
-  std::string_view hint;  // of an error that is made without one
+  absl::StatusCode code;  // tells a caller whether to retry (IsRetryable)
+  std::string_view hint;  // default for errors made without a hint
 };
 
 std::span<const ErrorInfo> AllErrors();
@@ -73,8 +73,8 @@ ErrorId ErrorIdFromName(std::string_view name);  // kInternal where unknown
 // A Status with the id's code; id and hint travel as payloads. An empty hint: the id's own.
 absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hint = {});
 
-// The same error in memory of its own. Copies of a Status share theirs and count their owners in a
-// library that a race detector does not see into: hand this one to another thread.
+// Copies an error into memory of its own. Copies of a Status share memory and count their owners in a library that race
+// detectors do not see into: give the result of this function to another thread.
 absl::Status Unshared(const absl::Status& status);
 
 ErrorId IdOf(const absl::Status& status);  // kNone for OK, kInternal where no payload is there
@@ -86,7 +86,7 @@ bool IsRetryable(const absl::Status& status);
 // "error[E_SWAP_NOSPC]: message\nhint: ..." without a trailing newline; what a terminal shows.
 std::string FormatError(const absl::Status& status);
 
-// The same on standard error, with a newline.
+// Prints FormatError() and a newline on standard error.
 void PrintError(const absl::Status& status);
 
 // The error in a text that ends with one of FormatError; OK where there is none.

@@ -134,12 +134,12 @@ struct AttachReply {
   weightsOnSwap @13 :Bool;      # of some partitions: the arena is a cache, and a lease alone says where they are
   outlivesDaemon @14 :Bool;     # the job: where the daemon is killed, the session attaches again to the next one
   leases @15 :UInt32;           # of AttachRequest.heldLeases, that the session has now
-  # Of a job over several nodes.
+  # Set only if the job is on several nodes.
   preparedStep @16 :UInt64;     # committedStep + 1, which the node has prepared and nobody has decided; 0: none
   durableStep @17 :UInt64;      # the newest that the node can go back to; of level "memory" 0
   summary @18 :Data;            # by which committedStep was committed; empty: the daemon does not know
   durableBefore @19 :UInt64;    # an older one that it can go back to; 0: none
-  # Of a daemon on another node, inodes of its arenas, which are not those of the descriptors; 0: it is on this one.
+  # If the daemon is on another node, the inodes of its arenas, which differ from those of the descriptors; else 0.
   remoteWeights @20 :UInt64;
   remoteGradArena @21 :UInt64;
 }
@@ -186,8 +186,8 @@ interface Admin {
   # Frees a job's memory and swap. Refused while it has ranks, and to others than its owner or root;
   # readers are ended.
   plan @3 (request :AttachRequest, layout :Descriptor, limitBytes :UInt64, swapBytes :UInt64) -> (outcome :Outcome, plan :JobPlan);
-  # What an attach would make, by the daemon's own sum; nothing is made. With limitBytes 0: on this node as it is
-  # now. Else on an empty node with this daemon's settings, that limit of DRAM and so much swap.
+  # Bytes that an attach would allocate, by the daemon's own sum; nothing is allocated. With limitBytes 0: on this node as it
+  # is now. Else on an empty node with this daemon's settings, that limit of DRAM and so much swap.
   planJob @5 (job :Text, limitBytes :UInt64, swapBytes :UInt64) -> (outcome :Outcome, plan :JobPlan);
   # The same sum of a job that is there. With limitBytes 0: as it is now, its blocks where they are. Else what its
   # first rank would make on such an empty node.
@@ -221,7 +221,7 @@ struct JobPlan {
   newWeights @18 :UInt64;   # of early updates, until their step is decided
   gradientsOnSwap @19 :UInt64;  # those of a step that find no room in `sums`, at most: written, and read again unless
                                 # their block was updated early; beside stepRead and stepWritten
-  # Of `sessions`, what each rank has: its arena, in four parts, its ring, and extra_state as it was at attach.
+  # Parts of `sessions` that each rank has: its arena, in four parts, its ring, and its copy of extra_state at attach.
   gradArena @20 :UInt64;        # gradients on their way
   stepRegion @21 :UInt64;
   activations @22 :UInt64;
@@ -234,7 +234,7 @@ struct JobPlan {
 }
 
 struct RankPlan {
-  # What the partitions of one rank take. All ranks together: the terms of those names in JobPlan; `sums` without what
+  # Bytes that the partitions of one rank take. All ranks together: the terms of those names in JobPlan; `sums` without what
   # is common to all, and with those that find no room.
   rank @0 :UInt32;
   weights @1 :UInt64;
@@ -303,7 +303,7 @@ struct SwapPathStatus {
   obsolete14 @14 :UInt64;    # was writtenDay
   obsolete15 @15 :UInt64;    # was enduranceBytes
   obsolete16 @16 :Float64;   # was daysLeft
-  # As measured at the daemon's first start on this path, bytes a second; 0: not measured.
+  # Rates measured at the daemon's first start on this path, bytes a second; 0: not measured.
   readRate @17 :Float64;
   writeRate @18 :Float64;
   mixedRate @19 :Float64;      # of reads and writes together, as many of each
@@ -311,12 +311,12 @@ struct SwapPathStatus {
   requestsAtOnce @21 :UInt32;
   readSeconds @22 :Float64;    # of 1 MiB, alone
   share @23 :Float64;          # of new writes, by what the paths give now; all add up to 1
-  # As its last transfers were, both directions at once; 0: too few so far, and not measured.
+  # Rates of the path's last transfers, in both directions at once; 0: too few so far, and not measured.
   readRateNow @24 :Float64;
   writeRateNow @25 :Float64;
   marked @26 :Bool;  # it has failed again and again: it gets new writes where no other path has room, its blocks move away
-  # Of readRate and writeRate, what its last transfers had; 0: not measured, or too few so far. Where it reads and
-  # writes at once, each of both counts the time that the other leaves.
+  # Shares of readRate and writeRate that the last transfers reached; 0: not measured, or too few so far. While the path reads
+  # and writes at once, each direction counts the time that the other leaves.
   readShare @27 :Float64;
   writeShare @28 :Float64;
   writtenInAll @29 :UInt64;  # over all starts of the daemon if the path's files are kept; zeros over slots that jobs
@@ -382,7 +382,7 @@ struct JobStatus {
 }
 
 struct ScrubReport {
-  # What durable jobs have on swap, read and verified: every slot that the newest durable ledger names.
+  # Every slot of durable jobs that the newest durable ledger names was read and verified.
   clean @0 :Bool;             # every job comes back as its newest durable step left it
   sequence @1 :UInt64;        # of the ledger; 0: nothing was ever committed
   fellBack @2 :Bool;          # a newer one may be lost, by damage or by a power cut while it was written: jobs may

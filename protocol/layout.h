@@ -30,8 +30,8 @@ inline constexpr uint64_t kStatesAlignElems = 64;
 // Gradients in a grad arena begin at a multiple of this.
 inline constexpr uint64_t kGradAlignBytes = 64;
 
-// What a client asks for, in the order of the model: parameters of one group are neighbours, groups
-// ascend from 0. Within a group frozen parameters should come last (PartitionPlace::gradient_elems).
+// A parameter of the model. Parameters are in the model's order: those of one group are neighbours, and groups ascend from 0.
+// Within a group frozen parameters should come last (PartitionPlace::gradient_elems).
 struct ParamSpec {
   // Unique, 1 to kNameBytesMax bytes.
   std::string name;
@@ -39,7 +39,7 @@ struct ParamSpec {
   std::vector<uint64_t> shape;
   // Gathered together; < kGroupsMax.
   uint32_t group = 0;
-  // Which hyper-parameters; < kParamGroupsMax.
+  // Number of the parameter group, which has its own hyper-parameters; < kParamGroupsMax.
   uint32_t param_group = 0;
   // A frozen parameter has weights and no states: it takes no gradient and is never updated.
   bool trainable = true;
@@ -49,21 +49,21 @@ struct ParamSpec {
 
 // Independent of the world size: ranks belong to the job's sessions, not to its layout.
 struct LayoutSpec {
-  DType dtype = DType::kFloat32;  // of weights
-  // In which gradients are delivered: that of the weights, or float32. Empty: that of the weights.
+  DType dtype = DType::kFloat32;  // type of the weights
+  // Element type of delivered gradients: the type of the weights, or float32. Empty: the type of the weights.
   std::optional<DType> grad_dtype = {};
   Optimizer optimizer = Optimizer::kAdamW;
   Format format = Format::kFp32;
-  uint64_t seed = 0;  // of formats that round stochastically: bf16, int8
+  uint64_t seed = 0;  // for formats that round stochastically: bf16, int8
   std::vector<ParamSpec> params;
-  // One per group, for messages and the trace.
+  // Name of each group, for messages and the trace.
   std::vector<std::string> group_names;
   // Empty: shared attachment, where the node is the one owner and holds every group whole.
   std::vector<PartitionSpec> partitions;
-  // Of a job over several nodes: the partitions are those of one node's ranks, and the other elements are elsewhere.
+  // True for a job over several nodes: the partitions are those of one node's ranks, and other nodes hold the other elements.
   bool is_part = false;
   uint32_t first_rank = 0;  // the rank of owner 0 in the world
-  // Of one: other nodes hold some of its partitions too, and compare their weights.
+  // True if other nodes hold some of these partitions too. The nodes then compare the weights.
   bool has_replicas = false;
 
   bool operator==(const LayoutSpec&) const = default;
@@ -87,7 +87,7 @@ struct GroupPlace {
   // Shared attachment: from the start of the weights arena; a multiple of kPageBytes. Else 0.
   uint64_t weights_offset_bytes;
   uint64_t elems;
-  // Its parameters are [param_begin, param_end).
+  // The group's parameters are [param_begin, param_end).
   uint32_t param_begin;
   uint32_t param_end;
 };
@@ -99,10 +99,10 @@ struct PartitionPlace {
   // From the start of the owner's weights; a multiple of kPageBytes.
   uint64_t weights_offset_bytes;
   uint64_t elems;
-  // Its gradient ends behind the last trainable box: frozen parameters that come last in their group take no
-  // room in gradients and in their sums. 0: all are frozen.
+  // The gradient ends after the last trainable box: frozen parameters at the end of their group take no room in gradients and
+  // in their sums. 0: all parameters are frozen.
   uint64_t gradient_elems;
-  // Its boxes are [box_begin, box_end).
+  // The partition's boxes are [box_begin, box_end).
   uint32_t box_begin;
   uint32_t box_end;
 };
@@ -147,22 +147,21 @@ class Layout {
 
   uint64_t total_elems() const { return total_elems_; }
   uint64_t trainable_elems() const { return trainable_elems_; }
-  // Of all owners, with padding.
+  // Elements of the states of all owners, with padding.
   uint64_t states_elems() const;
-  // Of the weights arena: all owners' weights.
+  // Bytes of the weights arena, which holds all owners' weights.
   uint64_t weights_bytes() const;
-  // What a box begins at a multiple of in the states.
+  // Each box begins at a multiple of this many elements in the states.
   uint64_t states_align_elems() const;
   DType grad_dtype() const { return spec_.grad_dtype.value_or(spec_.dtype); }
   // Rounded up to kGradAlignBytes: room for the gradient of any partition, for its weights, and for a
   // range of its masters.
   uint64_t largest_gradient_bytes() const { return largest_gradient_bytes_; }
-  // Of a partition's weights, and of its gradient (gradient_elems). With shared attachment partition g is
-  // group g.
+  // Bytes of a partition's weights, and of its gradient (gradient_elems). With shared attachment partition g is group g.
   uint64_t partition_bytes(uint32_t partition) const;
   uint64_t gradient_bytes(uint32_t partition) const;
   std::span<const BoxPlace> boxes_of(uint32_t partition) const;
-  // As the world numbers a rank of this node.
+  // The number in the world of a rank of this node.
   uint32_t WorldRank(uint32_t rank) const { return spec_.first_rank + rank; }
   // For messages: the name of the group, sharded "NAME of rank 1".
   std::string PartitionName(uint32_t partition) const;

@@ -31,7 +31,7 @@ inline constexpr uint32_t kSessionWaitMsMax = 3'600'000;  // Node.hello, session
 inline constexpr uint64_t kExtraStateBytesMax = uint64_t{480} << 20;
 inline constexpr uint64_t kRemoteExtraStateBytesMax = uint64_t{16} << 20;
 
-inline constexpr size_t kExchangeBytesMax = 4096;        // of one rank
-inline constexpr size_t kExchangedBytesMax = 256 << 10;  // of all, that a rank tells a daemon again
+inline constexpr size_t kExchangeBytesMax = 4096;        // bytes of one rank
+inline constexpr size_t kExchangedBytesMax = 256 << 10;  // bytes of all ranks, in a reattach
 
 }  // namespace forebay::protocol

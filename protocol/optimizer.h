@@ -58,7 +58,7 @@ struct HyperParamInfo {
   std::string_view name;
   double HyperParams::*field;
   HyperRange range;
-  double initial;  // where the user gives none
+  double initial;  // default value
 };
 
 // ------------------------------------------------------------------------------------- the table
@@ -153,7 +153,7 @@ inline constexpr std::array<OptimizerInfo, kOptimizerCount> kOptimizers = {{
      /*passes=*/2},
 }};
 
-// Of a value of the enum: clients name optimizers by text, so no other number arrives.
+// Returns an optimizer's row of the table. `optimizer` is a value of the enum, because clients name optimizers by text.
 constexpr const OptimizerInfo& Info(Optimizer optimizer) {
   return kOptimizers[static_cast<size_t>(optimizer) - 1];
 }
@@ -183,7 +183,7 @@ absl::Status CheckHyperParams(Optimizer optimizer, const HyperParams& hyper_para
 
 // --------------------------------------------------------------------------------- state planes
 
-// One plane of the states of a block, contiguous.
+// A plane of the states of a block, contiguous.
 struct Plane {
   // "remainder", "master", or as torch calls the state: "exp_avg", "sum", ...
   std::string_view name;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel must know of types, optimizers and formats at compile time. Numbers alone, no
-// function: this is the one header of ours that a kernel's contract includes (optimizer.h has the
-// rest of the table).
+// Types, optimizers and formats, for kernels at compile time. This file has numbers and no functions: it is the one header of
+// Forebay that a kernel's contract includes (optimizer.h has the rest of the table).
 #pragma once
 
 #include <cstddef>
@@ -40,22 +39,22 @@ enum class Optimizer : uint8_t {
 };
 inline constexpr size_t kOptimizerCount = 9;
 
-// How many moments an optimizer keeps per element. Bit i of `squares`: moment i is a mean or sum of
-// squares, never negative.
+// Number of moments that an optimizer has per element. If bit i of `squares` is set, moment i is a mean or sum of squares,
+// which is never negative.
 struct MomentShape {
   uint8_t count;
   uint8_t squares;
 };
-// By optimizer, less 1.
+// Moments of each optimizer, at the index of its number less 1.
 inline constexpr MomentShape kMomentShapes[kOptimizerCount] = {
     {2, 0b010}, {2, 0b010}, {3, 0b110}, {3, 0b110}, {1, 0b001}, {1, 0}, {1, 0}, {1, 0}, {2, 0b010},
 };
 inline constexpr size_t kMomentsMax = 3;
 
-// How masters and moments are stored: docs/reference/formats.md.
+// Storage of masters and moments: docs/reference/formats.md.
 enum class Format : uint8_t { kFp32 = 1, kExact = 2, kBf16 = 3, kInt8 = 4 };
 
-// A format beside weights of one type: what the planes of a state depend on, the optimizer aside.
+// A format and the type of the weights beside it. The planes of a state depend on these two and on the optimizer.
 struct StateFormat {
   Format format;
   DType weights;
@@ -74,7 +73,7 @@ inline constexpr StateFormat StateFormat::kInt8 = {Format::kInt8, DType::kBFloat
 inline constexpr StateFormat StateFormat::kFp32Bf16 = {Format::kFp32, DType::kBFloat16};
 inline constexpr StateFormat StateFormat::kFp32Fp16 = {Format::kFp32, DType::kFloat16};
 
-// All that there are.
+// All state formats.
 inline constexpr size_t kStateFormatCount = 6;
 inline constexpr StateFormat kStateFormats[kStateFormatCount] = {
     StateFormat::kFp32, StateFormat::kExact,    StateFormat::kBf16,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which elements of which parameters an owner holds: partitions of groups, made of boxes.
+// The elements of parameters that an owner holds: partitions of groups, made of boxes.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,13 @@ struct BoxSpec {
   uint64_t runs = 1;
 
   uint64_t elems() const { return run_elems * runs; }
-  // Behind the last element; of a box that was checked.
+  // End of the box: the element after its last one. The box must have been checked.
   uint64_t end_elem() const { return first_elem + (runs - 1) * stride_elems + run_elems; }
 
   bool operator==(const BoxSpec&) const = default;
 };
 
-// What one owner holds of a group. Replica 0 is the state's home: reads, norms and exports count it
-// alone.
+// One owner's part of a group. Replica 0 is the state's home: reads, norms and exports count only replica 0.
 struct PartitionSpec {
   uint32_t group = 0;
   uint32_t owner = 0;
@@ -41,7 +40,7 @@ struct PartitionSpec {
   bool operator==(const PartitionSpec&) const = default;
 };
 
-// What the check knows of a parameter.
+// A parameter, as CheckPartitions needs it.
 struct BoxedParam {
   std::string_view name;
   uint32_t group = 0;

@@ -23,7 +23,7 @@ interface RemoteNode {
   # The next piece of an encoded LayoutSpec, at most 256 KiB. The next attach uses what has come.
 
   attach @2 (request :Forebay.AttachRequest, worker :Data) -> (outcome :Forebay.Outcome, session :Forebay.Session, reply :Forebay.AttachReply, terms :RemoteTerms);
-  # As Node.attach. `worker`: the address of the agent's UCX worker. Of the session, descriptor() is refused.
+  # Attaches like Node.attach. `worker`: the address of the agent's UCX worker. descriptor() of the session is refused.
 
   admin @3 () -> (outcome :Forebay.Outcome, admin :Forebay.Admin);
 }

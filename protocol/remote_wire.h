@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What travels over UCX between a gateway, which is a client of the daemon on its node, and an agent, which serves a
-// trainer on another node. Every message has this header; it and every range in it are checked before they are used.
+// The messages over UCX between a gateway, which is a client of the daemon on its node, and an agent, which serves a trainer on
+// another node. Every message has the header below. The receiver checks the header, and every range in it, before use.
 #pragma once
 
 #include <array>
@@ -17,16 +17,18 @@ namespace forebay::protocol {
 inline constexpr uint32_t kRemoteVersion = 2;
 inline constexpr uint32_t kRemoteMagic = 0x31524246;  // "FBR1" on a little-endian machine
 
-// Of weights and states, on their way to the agent. Gradients travel in pieces of their own (kGradPieceBytesMax).
+// Bytes of a piece of weights or states that the gateway sends to the agent. Gradients travel in pieces of up to
+// kGradPieceBytesMax.
 inline constexpr uint64_t kRemotePieceBytes = uint64_t{256} << 10;
-inline constexpr uint64_t kRemoteReadBytes = uint64_t{16} << 20;  // that the agent reads itself
-inline constexpr uint32_t kRemotePiecesInFlight = 32;             // of a session
-// Of the tag of what an agent asks for itself; a trainer's command never has it. The gateway's own commands to the
-// daemon have the other.
+// Bytes of a piece of weights or states that the agent reads itself.
+inline constexpr uint64_t kRemoteReadBytes = uint64_t{16} << 20;
+inline constexpr uint32_t kRemotePiecesInFlight = 32;  // in each session
+// Bits in tags. kAgentTag: a request of the agent itself; a trainer's command never has it. kGatewayTag: a command of the
+// gateway itself to the daemon.
 inline constexpr uint64_t kAgentTag = uint64_t{1} << 63;
 inline constexpr uint64_t kGatewayTag = uint64_t{1} << 62;
 
-using RemoteSecret = std::array<std::byte, 16>;  // of a session, exchanged over TLS
+using RemoteSecret = std::array<std::byte, 16>;  // one per session, exchanged over TLS
 
 enum class RemoteKind : uint16_t {
   kNone = 0,
@@ -51,7 +53,7 @@ enum class RemoteKind : uint16_t {
   kAhead = 8,
 };
 
-// Whether weights of the rank that sends it may be others behind it.
+// Returns whether the command may change the weights of the rank that sends it.
 inline bool MayChangeWeights(const Command& command) {
   switch (static_cast<Op>(command.op)) {
     case Op::kWriteInitial:
@@ -75,8 +77,8 @@ struct RemoteHeader {
   uint16_t region = 0;  // RemoteRegion
   uint64_t session = 0;
   RemoteSecret secret = {};
-  // kCommand and kSync share one sequence 0, 1, 2, ...; kPiece and kRead share another. The receiver restores their order:
-  // UCX may let one message overtake another. In kAhead: see there.
+  // kCommand and kSync share one sequence 0, 1, 2, ...; kPiece and kRead share another. The receiver restores their order: UCX
+  // may let one message overtake another. kAhead: see RemoteKind::kAhead.
   uint64_t number = 0;
   uint64_t offset_bytes = 0;
   uint64_t length_bytes = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every connection of the control plane has in common: how large its messages are, the other side's first capability,
-// and that a server does not pile up answers.
+// Parts that every connection of the control plane shares: limits on the size of messages, the other side's first capability,
+// and a server stream that does not accumulate answers.
 #pragma once
 
 #include <capnp/message.h>
@@ -16,7 +16,7 @@ namespace forebay::protocol {
 
 inline constexpr unsigned kFdsPerMessageMax = 1;
 
-// Of what is read by a client, and sent by a server: the library has one limit for both of a server's directions.
+// Limits on messages that a client reads and that a server sends. Cap'n Proto has one limit for both directions of a server.
 inline capnp::ReaderOptions AnswerLimits() {
   capnp::ReaderOptions options;
   options.traversalLimitInWords = kAnswerBytesMax / sizeof(capnp::word);
@@ -31,7 +31,7 @@ typename Interface::Client BootstrapOf(capnp::RpcSystem<capnp::rpc::twoparty::Va
   return rpc.bootstrap(vat).template castAs<Interface>();
 }
 
-// Of calls not yet answered: then a server reads no more.
+// A server reads no further call while its unanswered calls have more words than this.
 inline constexpr size_t kCallWordsMax = 4096;
 
 // A server's stream. It begins no read while an answer is being written: a client that reads no answers delays itself alone.
@@ -82,7 +82,7 @@ class AnswersFirst final : public capnp::MessageStream {
 
   Messages stream_;
   int writes_ = 0;
-  kj::Own<kj::PromiseFulfiller<void>> written_;  // of the read that waits
+  kj::Own<kj::PromiseFulfiller<void>> written_;  // for the read that waits
 };
 
 }  // namespace forebay::protocol

@@ -10,12 +10,13 @@
 
 namespace forebay::protocol {
 
-// What a client did: its calls, and the work that they began on a device.
+// Kinds of events of a client: its calls, and the work that the calls began on a device.
 enum class ClientLane : uint16_t {
-  kFetch,            // waited for weights
-  kGradient,         // handed gradients over
-  kStep,             // waited for a step
-  kWeightsToDevice,  // of the device: when its streams began and ended
+  kFetch,     // waited for weights
+  kGradient,  // handed gradients over
+  kStep,      // waited for a step
+  // The lanes from here on are work on a device, from its begin to its end on the device's streams.
+  kWeightsToDevice,
   kGradientsFromDevice,
   kAllGather,
   kReduce,
@@ -28,14 +29,14 @@ std::string_view Name(ClientLane lane);  // "fetch", "weights to device"
 
 struct ClientEvent {
   ClientLane lane = ClientLane::kFetch;
-  std::string_view name;  // what: group or step; cut to kTraceNameBytes
+  std::string_view name;  // group or step; cut to kTraceNameBytes
   uint64_t start_ns = 0;  // CLOCK_MONOTONIC
   uint64_t end_ns = 0;
   uint64_t bytes = 0;
 };
 
-// The client's end. What is added since the last commit is the next step's; of more than
-// kTraceRecords the last are left out, but for the step's own, whose name tells how many.
+// The client's end. Events since the last commit belong to the next step. Events beyond kTraceRecords are left out, except the
+// step's own event, whose name tells how many were left out.
 //
 // Threads  One at a time.
 class TraceWriter {
@@ -45,7 +46,7 @@ class TraceWriter {
   TraceWriter& operator=(const TraceWriter&) = delete;
 
   void Add(const ClientEvent& event);
-  void LeaveOut(uint64_t events) { left_out_ += events; }  // that were never made
+  void LeaveOut(uint64_t events) { left_out_ += events; }  // events that were never made
   void Committed(uint64_t step);
 
  private:
@@ -55,10 +56,10 @@ class TraceWriter {
   uint64_t left_out_ = 0;
 };
 
-// The daemon's end: what a client, which may lie, says of its newest step. Names have printable ASCII
-// characters alone; lanes are known ones.
+// The daemon's end: reads a client's events of its newest step. The client may lie: events with an unknown lane are dropped,
+// and bytes of names that are not printable ASCII become '?'.
 //
-// Returns  Nothing where it says nothing of `step`, or is beginning to overwrite it.
+// Returns  Nothing if the trace has no events of `step`, or if the client is beginning to overwrite them.
 std::vector<TraceRecord> ReadTrace(const TraceMemory& memory, uint64_t step);
 
 }  // namespace forebay::protocol

@@ -13,7 +13,7 @@ namespace forebay::protocol {
 inline constexpr uint64_t kKiB = uint64_t{1} << 10;
 inline constexpr uint64_t kMiB = uint64_t{1} << 20;
 inline constexpr uint64_t kGiB = uint64_t{1} << 30;
-inline constexpr double kGb = 1e9;            // of rates: GB/s
+inline constexpr double kGb = 1e9;            // for rates: GB/s
 inline constexpr uint64_t kPageBytes = 4096;  // also the alignment of every O_DIRECT transfer
 inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
 

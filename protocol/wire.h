@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lies in shared memory between a client and the daemon: ring entries and the step request.
-// Trivially copyable, explicit widths, sizes asserted. Whoever reads bytes that the other side can
-// write copies them once, checks the copy, then uses it.
+// The contents of memory that a client and the daemon share: ring entries and step requests. Types are trivially copyable, with
+// explicit widths and asserted sizes. A side that reads bytes which the other side can write copies the bytes once, checks the
+// copy, then uses the copy.
 #pragma once
 
 #include <cstddef>
@@ -66,19 +66,19 @@ enum class Op : uint16_t {
   // Sets how many updates the parameter `partition` (its index) has had to `step`, at most kUpdatesMax;
   // between steps, by any rank.
   kWriteUpdates = 12,
-  // Of a job over several nodes: what its nodes have decided of `step`, a StepSummary of the world where
-  // StepSummaryOffset() says, of StepSummaryBytes(). Of a step that is prepared: from any rank, the first one counts;
-  // answered as kStep is where it is committed, else at once. StepDecision::kWithdraw, of a rank that does not call the
-  // step: calls of the node's other ranks are refused.
+  // The decision of a job's nodes on `step`: a StepSummary of the world, of StepSummaryBytes() bytes at StepSummaryOffset().
+  // For a prepared step any rank may send the decision, and the first one counts. If the decision commits the step, the answer
+  // comes when that of kStep would, else at once. StepDecision::kWithdraw means that the rank does not call the step: calls of
+  // the node's other ranks are then refused.
   kDecide = 13,
-  // Of a job over several nodes, one of which has lost what came after `step`: the job goes back to it, where it stands
-  // behind it or has prepared one. It is durable here (AttachReply). The sessions of all ranks then end with E_FENCED, and
-  // attaches get E_BUSY until the job is back there.
+  // Takes a job over several nodes back to `step`, because a node has lost its newer steps. Does nothing if the job is at
+  // `step` and has prepared no step. Otherwise `step` must be durable on this node (AttachReply). The sessions of all ranks
+  // then end with E_FENCED, and attaches get E_BUSY until the job is back at `step`.
   kGoBack = 14,
 };
 
-inline constexpr uint32_t kAllParams = UINT32_MAX;          // of kGradNorm
-inline constexpr uint64_t kUpdatesMax = uint64_t{1} << 53;  // which a double still counts
+inline constexpr uint32_t kAllParams = UINT32_MAX;          // for kGradNorm
+inline constexpr uint64_t kUpdatesMax = uint64_t{1} << 53;  // a double still counts so far
 
 // A gradient (and initial weights) travels in ranges of elements of a partition; with shared attachment
 // partition g is group g. A range begins at a multiple of kGradUnitElems, ends at one or at the
@@ -96,7 +96,7 @@ inline constexpr uint64_t kUpdatesMax = uint64_t{1} << 53;  // which a double st
 // older ones is discarded, and the step call of an older one fails with E_GRAD_DROPPED.
 inline constexpr uint64_t kGradUnitElems = 4096;
 inline constexpr uint64_t kGradPieceBytesMax = uint64_t{32} << 20;
-inline constexpr uint32_t kGradPassesMax = 65536;  // of a rank in an attempt
+inline constexpr uint32_t kGradPassesMax = 65536;  // for a rank in an attempt
 
 struct Command {
   uint64_t tag;  // chosen by the client, unique among its commands in flight
@@ -109,7 +109,7 @@ struct Command {
   // kWriteUpdates
   uint64_t step;
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
-  uint64_t length_bytes;        // of the bytes in the grad arena; exact, see each Op
+  uint64_t length_bytes;        // bytes in the grad arena; exact, see each Op
   // First element: of the partition for kWriteInitial, kWriteState and kGradReady, of the parameter for
   // kReadState.
   uint64_t element_offset;
@@ -120,10 +120,10 @@ static_assert(sizeof(Command) == 64 && std::is_trivially_copyable_v<Command>);
 
 struct Completion {
   uint64_t tag;
-  uint16_t op;              // of the command
+  uint16_t op;              // the command's
   uint16_t flags;           // CompletionFlags
   uint32_t error;           // ErrorId; 0 is success. Text and hint: Session.explain(tag)
-  uint64_t committed_step;  // of the job, when the answer was written
+  uint64_t committed_step;  // the job's, when the answer was written
   uint64_t lease_id;        // kFetch; 0 where no lease was asked for
   // kFetch: into the weights arena; kReadState: how many updates the parameter has had
   uint64_t offset_bytes;
@@ -136,8 +136,8 @@ struct Completion {
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
 
-// The id of every lease that holds nothing up: of weights that an agent has brought to a trainer before it asked. Giving it
-// back does nothing.
+// Id of every lease that holds nothing up: leases on weights that an agent brought to a trainer before the trainer asked. A
+// release of this lease does nothing.
 inline constexpr uint64_t kAheadLease = uint64_t{1} << 63;
 
 enum class FetchKind : uint16_t {
@@ -160,7 +160,8 @@ enum class StepAnswer : uint16_t {
 enum CompletionFlags : uint16_t {
   kStepRepeated = 1,  // the step had been committed before: nothing was applied
   kStepClipped = 2,   // the gradient was scaled to max_grad_norm
-  // Of a job over several nodes: see kStep; and the call is refused because another rank of the node has withdrawn.
+  // For a job over several nodes. kStepPrepared: see kStep. kStepWithdrawn: the call is refused because another rank of the
+  // node has withdrawn.
   kStepPrepared = 4,
   kStepWithdrawn = 8,
 };
@@ -182,9 +183,9 @@ struct StepRequest {
 };
 static_assert(sizeof(StepRequest) == 48 && std::is_trivially_copyable_v<StepRequest>);
 
-// Which parameters this rank has delivered a gradient of, in this attempt: bit i % 64 of word i / 64
-// is parameter i of the layout; the bits after the last parameter are 0. A parameter that no rank has
-// a gradient of is not updated; where some have one, the others count as zero.
+// Parameters that this rank has delivered a gradient of in this attempt: bit i % 64 of word i / 64 is parameter i of the
+// layout; bits after the last parameter are 0. If no rank has a gradient of a parameter, the parameter is not updated. If only
+// some ranks have one, it counts as zero on the other ranks.
 constexpr uint64_t PresenceWords(uint64_t params) { return (params + 63) / 64; }
 constexpr uint64_t PresenceBytes(uint64_t params) {
   return PresenceWords(params) * sizeof(uint64_t);
@@ -196,12 +197,12 @@ constexpr void SetPresent(std::span<uint64_t> presence, uint32_t param) {
   presence[param / 64] |= uint64_t{1} << (param % 64);
 }
 
-// At the end of a session's step region, behind the summary of a step over several nodes: the client's. Zeros once the
-// daemon has taken the arena's memory back, which it does from the arena's begin on.
+// Bytes of the client's mark at the end of a session's step region, behind the summary of a step over several nodes. The mark
+// is zero once the daemon has taken back the arena's memory, which it does from the arena's begin on.
 inline constexpr uint64_t kSessionMarkBytes = 64;
 
-// Of a message on the control socket. A client of ours stays well below the first; the second holds
-// a status of the largest node: 1024 jobs with all their groups and arenas.
+// Largest request and largest answer on the control socket. Requests of Forebay's client are far smaller. An answer has room
+// for a status of the largest node: 1024 jobs with all their groups and arenas.
 inline constexpr uint64_t kRequestBytesMax = uint64_t{512} << 10;
 inline constexpr uint64_t kAnswerBytesMax = uint64_t{64} << 20;
 
@@ -211,8 +212,8 @@ inline constexpr uint64_t kRingMagic = 0x31474e4952594246;  // "FBYRING1" on a l
 inline constexpr uint32_t kRingEntries = 256;               // each way; a power of two
 inline constexpr size_t kCacheLineBytes = 64;
 
-// What has become of a session, by the daemon's word in its ring. What was sent before a word other than
-// kOpen still counts; a daemon that died has left kOpen.
+// State of a session, which the daemon writes in its ring. Completions written before a state other than kOpen still count. A
+// daemon that died has left kOpen.
 enum class ChannelState : uint32_t {
   kOpen = 0,
   kEnded = 1,  // for good: attach again as a new session
@@ -222,7 +223,7 @@ enum class ChannelState : uint32_t {
   kRestarting = 2,
 };
 
-// One cache line that one side writes and the other reads.
+// A cache line that one side writes and the other reads.
 struct alignas(kCacheLineBytes) RingLine {
   uint64_t index;     // entries written (producer's line) or read (consumer's line) so far
   uint32_t sleeping;  // consumer's line: 1 while the consumer may sleep and wants its doorbell
@@ -233,16 +234,16 @@ static_assert(sizeof(RingLine) == kCacheLineBytes);
 
 struct alignas(kCacheLineBytes) RingHeader {
   uint64_t magic;    // kRingMagic
-  uint32_t version;  // that the client speaks
+  uint32_t version;  // version that the client speaks
   uint32_t entries;  // kRingEntries
   uint64_t reserved[6];
 };
 static_assert(sizeof(RingHeader) == kCacheLineBytes);
 
-// What a client did in a step (protocol/trace.h): at the end of its arena, where it has asked for it, from a
-// page on. Written by the client alone.
+// Trace of a client's newest steps (protocol/trace.h). It lies at the end of the session's arena, from a page boundary on, if
+// the client asked for a trace. Only the client writes it.
 inline constexpr size_t kTraceNameBytes = 38;
-inline constexpr uint64_t kTraceRecords = 511;  // of a step
+inline constexpr uint64_t kTraceRecords = 511;  // for each step
 
 struct TraceRecord {
   uint64_t start_ns;  // CLOCK_MONOTONIC

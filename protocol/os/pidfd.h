@@ -15,7 +15,7 @@ namespace forebay::protocol {
 // Source  pidfd_open(2), Linux 5.3.
 UniqueFd OpenPidfd(pid_t pid);
 
-// How PeerPidfd() finds the process.
+// Method by which PeerPidfd() finds the process.
 enum class PeerPidfdSource { kKernel, kPidOnly };
 
 // The process that connected a Unix socket. Not valid, with errno, where it has ended or belongs to

@@ -65,7 +65,7 @@ void End(UcxOperation* operation, ucs_status_t status) {
   ended->on_done(UcxError(ended->what, status));
 }
 
-// Of a call that returned: it has ended, failed, or ends later with a callback.
+// Ends an operation whose call has succeeded or failed at once. A pending operation ends later, in its callback.
 void EndAtOnce(UcxOperation* operation, ucs_status_ptr_t request) {
   if (UCS_PTR_IS_PTR(request)) return;
   End(operation, UCS_PTR_STATUS(request));
@@ -224,7 +224,7 @@ bool UcxEndpoint::reads_in_hardware() const {
   (void)std::fclose(stream);
   const std::string info(text, size);
   std::free(text);
-  // One line a lane: "#    lane[1]: 3:cma/memory.0 md[2] ... -> ... rma_bw#0"
+  // UCX prints a line for each lane: "#    lane[1]: 3:cma/memory.0 md[2] ... -> ... rma_bw#0"
   for (size_t at = 0; at < info.size();) {
     const size_t end = std::min(info.find('\n', at), info.size());
     const std::string_view line = std::string_view(info).substr(at, end - at);

@@ -37,7 +37,7 @@ class UcxWorker;
 struct UcxEndpointState;
 struct UcxWorkerState;
 
-// How an operation has ended; called once, from Progress() or, where it ended at once, from the call that began it.
+// Called once with the result of an operation: from Progress(), or from the call that began the operation if it ended at once.
 using UcxDone = absl::AnyInvocable<void(const absl::Status&)>;
 
 // A message that has arrived. Valid while the handler runs.
@@ -81,7 +81,7 @@ class UcxMemory {
   std::vector<std::byte> key_;
 };
 
-// A way to another worker. Its destructor ends it by force: what is under way ends with an error.
+// A connection to another worker. The destructor closes it by force: operations in flight end with an error.
 //
 // Threads  The worker's.
 class UcxEndpoint {
@@ -94,7 +94,7 @@ class UcxEndpoint {
   void Send(std::span<const std::byte> header, std::span<const std::byte> data,
             std::shared_ptr<const void> owner, UcxDone on_done);
 
-  // Of the peer: what its UcxMemory is.
+  // Sets the key of the peer's memory (UcxMemory::key), which Get reads.
   absl::Status SetRemoteMemory(std::span<const std::byte> key);
   // Reads the peer's memory.
   void Get(std::span<std::byte> to, uint64_t remote_address, std::shared_ptr<const void> owner,
@@ -119,7 +119,7 @@ class UcxWorker {
 
   // Errors  E_UNSUPPORTED  the library is older than kUcxVersionMin, or has no such transport or device.
   static absl::StatusOr<std::unique_ptr<UcxWorker>> Create(const UcxOptions& options);
-  static UcxVersion version();  // of the library
+  static UcxVersion version();  // version of the library
 
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
