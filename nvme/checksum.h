@@ -23,10 +23,10 @@ using Identity = std::array<std::byte, 32>;
 // Limits   About 26 GB/s and more per core; no allocation.
 uint64_t Checksum(const Identity& identity, std::span<const std::byte> bytes);
 
-// The same from the digests of all pages, in order.
+// Checksum of the same data from the digests of all its pages, in order.
 uint64_t ChecksumOfDigests(const Identity& identity, std::span<const uint64_t> digests);
 
-// The same checksum, made while the bytes are: their pages are digested as they become final.
+// Computes Checksum() while the bytes are made: each page is digested as soon as it is final.
 //
 // Threads  Different pages may be added at once. Checksum() comes after all of them.
 // Memory   `bytes` outlive it. Allocates 8 bytes a page once.
@@ -41,7 +41,7 @@ class PageDigests {
   uint64_t Checksum(const Identity& identity) const;
 
   size_t pages() const { return digests_.size(); }
-  // Of each page, 0 where it has not been added.
+  // Digest of each page; 0 for a page that has not been added.
   std::span<const uint64_t> digests() const { return digests_; }
 
  private:

@@ -134,8 +134,9 @@ bool HasLabel(std::span<const Ends> paths, const VolumeId& volume) {
   });
 }
 
-// Where a path has no records it has data, in which a client may have put anything: a record counts where a label
-// is of its volume, or at the two ends where these paths have records.
+// Returns the records that count. All records at the head of the first path and at the tail of the last path do: these are the
+// places for records. The other ends hold data, to which a client may have given any content: a record there counts only if one
+// of the paths has a label of its volume.
 std::vector<Record> RecordsOf(std::span<const Ends> paths) {
   std::vector<Record> records = paths.front().head_records;
   records.insert(records.end(), paths.back().tail_records.begin(), paths.back().tail_records.end());
@@ -148,7 +149,7 @@ std::vector<Record> RecordsOf(std::span<const Ends> paths) {
   return records;
 }
 
-// No ledger was found: whether there may have been one. A volume has a whole record from its beginning on.
+// Checks, after no ledger was found, that none was lost. A volume has at least one whole record from its creation on.
 absl::Status CheckNoneWasLost(std::span<const Ends> paths, std::span<const Record> records) {
   if (!records.empty()) return absl::OkStatus();
   for (size_t i = 0; i < paths.size(); ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What swap paths hold, before anything on them is locked, reserved or written.
+// Inspects swap paths before anything on them is locked, reserved or written.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,15 @@
 
 namespace forebay::nvme {
 
-// A volume that has a durable ledger, as it was made.
+// A volume that has a durable ledger, with the sizes that it was created with.
 struct FoundVolume {
   uint64_t ledger_bytes_max = 0;  // VolumeOptions
-  uint64_t slots = 0;             // that its newest whole record names
+  uint64_t slots = 0;             // slots that the newest whole record names
 };
 
-// Looks for a durable ledger: OpenMode::kReclaim loses it, kRecover brings it back. Nothing: no file, or one in
-// which nothing was ever committed, or that is not of ours. What cannot be opened for reading is not looked at:
-// Volume::Open says why. Blocks; reads a few pages of each path.
+// Looks for a durable ledger, which OpenMode::kReclaim would lose and kRecover would read. Returns nothing if there is no file,
+// if nothing was ever committed in it, or if the file is not Forebay's. Skips a path that cannot be opened for reading:
+// Volume::Open reports why. Blocks; reads a few pages of each path.
 //
 // Errors  E_SWAP_PATH  these paths are not the whole volume that has the ledger, in its order and with its sizes:
 //                      names the path and what differs; or a newer format.

@@ -71,7 +71,7 @@ class Prober {
     end_ = end;
     shares_left_ = kShares;
     read_rate_ = write_rate_ = 0;
-    // What was never written would be read without the drive.
+    // Writes the slots before they are read: a read of a slot that was never written would not reach the drive.
     RETURN_IF_ERROR(WriteFirst());
     PathRates rates;
     std::array<double, kLoads.size()> reads{};
@@ -114,7 +114,7 @@ class Prober {
     }
   }
 
-  // Of what is left.
+  // Returns `shares` shares of the time left, and takes them from the shares left.
   Clock::duration Share(int shares) {
     const Clock::duration left = std::max(end_ - now_(), Clock::duration::zero());
     const Clock::duration share = left * shares / shares_left_;
@@ -146,7 +146,7 @@ class Prober {
     return 0.0;
   }
 
-  // As far as it is known: bytes a second.
+  // Bytes a second that the mode is expected to reach, by the rates measured so far. 0: nothing is known.
   double ExpectedRate(Mode mode) const {
     if (mode == Mode::kFirst || mode == Mode::kWrite || read_rate_ == 0) return write_rate_;
     return mode == Mode::kRead ? read_rate_ : std::min(read_rate_, write_rate_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a swap path gives, measured through a volume as the daemon uses it.
+// Measures the rates of swap paths, through a volume as the daemon uses it.
 #pragma once
 
 #include <chrono>
@@ -18,10 +18,10 @@ namespace forebay::nvme {
 
 using ProbeClock = std::function<std::chrono::steady_clock::time_point()>;
 
-// Reads and writes free space of each path, up to 512 MiB, one path after the other; what opening the volume takes
-// counts. Ends within `limit`: on a slow path less is written and smaller requests are tried. One alone can take
-// longer: the first of a path, of 256 KiB, or one that takes much longer than those before it. Nothing that was on
-// them is kept (OpenMode::kReclaim). Blocks.
+// Reads and writes free space of each path, up to 512 MiB, one path after the other. The time to open the volume counts too.
+// Ends within `limit`: on a slow path it writes less and tries smaller requests. One request can take longer: the first of a
+// path, of 256 KiB, or one that takes much longer than those before it. The paths' contents are lost (OpenMode::kReclaim).
+// Blocks.
 //
 // Returns  nothing for a path with less than 256 MiB, or too slow for the smallest requests.
 // Errors   of CreateIoEngine and Volume::Open; E_SWAP_IO.
@@ -29,7 +29,7 @@ absl::StatusOr<std::vector<std::optional<PathRates>>> ProbePaths(const VolumeOpt
                                                                  const EngineOptions& engine,
                                                                  std::chrono::nanoseconds limit);
 
-// The same of a volume that holds nothing, on its engine, until `end` by the clock `now`.
+// Measures the paths of a volume that holds nothing, on its engine, until `end` by the clock `now`.
 absl::StatusOr<std::vector<std::optional<PathRates>>> ProbeVolume(
     Volume& volume, IoEngine& engine, std::chrono::steady_clock::time_point end,
     const ProbeClock& now);

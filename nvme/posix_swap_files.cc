@@ -56,7 +56,7 @@ struct Candidate {
   Candidate& operator=(Candidate&&) = default;
 
   uint32_t index = 0;
-  std::string name;  // of the file or device
+  std::string name;  // name of the file or device
   UniqueFd lock;     // the directory, or the device itself
   UniqueFd file;     // O_DIRECT
   bool is_device = false;
@@ -65,7 +65,7 @@ struct Candidate {
   uint64_t capacity_bytes = 0;  // wanted
   uint64_t old_bytes = 0;       // length of the file or device before this call
   uint64_t old_allocated = 0;   // bytes of its blocks
-  dev_t device = 0;             // of the file system
+  dev_t device = 0;             // device of the file system
 };
 
 std::string Text(const Candidate& path) {
@@ -114,9 +114,9 @@ absl::Status AcquireLock(Candidate& path) {
   return BusyError(path, status);
 }
 
-// What a process that was killed has asked the disk for goes on after its end, and would come between ours. Until it
-// has ended it holds the open file, and with that the lock on it. (A device's own lock is of that kind: while they are
-// under way the device is busy.)
+// Waits for transfers of a process that was killed: they continue after its end, and would mix with this process's transfers.
+// Transfers in flight hold the open file, and with it the lock on the file. (The lock on a block device is of that kind too:
+// the device is busy while such transfers are in flight.)
 absl::Status AwaitTransfersOfTheDead(Candidate& path) {
   const auto end = std::chrono::steady_clock::now() + kTransfersEnd;
   while (flock(path.file.get(), LOCK_EX | LOCK_NB) != 0) {
@@ -167,7 +167,7 @@ absl::Status CheckDirect(const Candidate& path) {
   return absl::OkStatus();
 }
 
-// Of an open that was to read, and unless `mode` is kInspect to write.
+// Error of an open for reading and, unless `mode` is kInspect, for writing.
 absl::Status OpenError(const Candidate& path, OpenMode mode, int error) {
   switch (error) {
     case EINVAL:

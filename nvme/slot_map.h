@@ -39,14 +39,14 @@ class SlotMap {
   SlotMap() = default;
   explicit SlotMap(std::span<const PathSpace> paths);
 
-  // How many slots of `slot_bytes` > 0 can be allocated.
+  // Number of slots of `slot_bytes` > 0 that can be allocated.
   uint64_t SlotsFree(uint64_t slot_bytes) const;
 
   // `count` slots, spread over the paths by weight so that any run of them uses every path; nothing
   // where SlotsFree() is below `count`.
   std::optional<std::vector<Slot>> Allocate(uint64_t count, uint64_t slot_bytes);
 
-  // One slot on this path, if there is room.
+  // Allocates a slot on this path, if there is room.
   std::optional<Slot> AllocateOn(uint32_t path, uint64_t slot_bytes);
 
   // Marks one slot as used; false where some of it is used or outside the data.
@@ -54,7 +54,7 @@ class SlotMap {
 
   void Free(std::span<const Slot> slots);
 
-  // Of each path, > 0: for slots that are allocated from now on.
+  // Sets the weight of each path, > 0, for slots that are allocated from now on.
   void SetWeights(std::span<const uint32_t> weights);
 
   uint32_t paths() const { return static_cast<uint32_t>(paths_.size()); }

@@ -17,7 +17,7 @@
 
 namespace forebay::nvme {
 
-// Of a path that is a directory.
+// Name of the swap file in a path that is a directory.
 inline constexpr const char* kSwapFileName = "forebay.swap";
 
 struct PathOptions {
@@ -37,7 +37,7 @@ enum class FileLife { kKept, kUnlinked };
 // descriptors that cannot write; nothing on the paths is changed.
 enum class OpenMode { kReclaim, kRecover, kInspect };
 
-// One open, locked path. Blocking calls; for the time of Volume::Open() alone.
+// An open, locked path. Calls block; they are for Volume::Open() only.
 class SwapFile {
  public:
   virtual ~SwapFile() = default;

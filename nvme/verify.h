@@ -13,10 +13,10 @@
 
 namespace forebay::nvme {
 
-// What a slot must hold. A value: it may be given to a worker.
+// The content that a slot must hold. A value, so that it can be passed to a worker.
 struct ExpectedContent {
   Slot slot = {};
-  // Of the slot's path; lives as long as the volume.
+  // Name of the slot's path. The text lives as long as the volume.
   std::string_view path;
   Identity identity{};
   uint64_t checksum = 0;
@@ -26,7 +26,7 @@ struct ExpectedContent {
 struct ExpectedPages {
   Slot slot = {};
   std::string_view path;
-  uint64_t offset_bytes = 0;  // of the first, from the start of the slot
+  uint64_t offset_bytes = 0;  // offset of the first page in the slot
   std::span<const uint64_t> digests;
 };
 
@@ -39,7 +39,7 @@ absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> by
 // Errors   E_CORRUPT  names path, offset and identity (hex).
 absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes);
 
-// The same where the bytes were read in pieces: by the digests of all their pages, in order.
+// Verifies bytes that were read in pieces, by the digests of all their pages, in order. As Verify above.
 absl::Status VerifyDigests(const ExpectedContent& expected, std::span<const uint64_t> digests);
 
 }  // namespace forebay::nvme

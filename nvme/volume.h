@@ -37,7 +37,7 @@ struct VolumeOptions {
 };
 
 struct PathStats {
-  // As the kernel reported them, short transfers included.
+  // Bytes as the kernel reported them, with those of short transfers.
   uint64_t read_bytes = 0;
   uint64_t written_bytes = 0;
   uint64_t reads = 0;
@@ -65,7 +65,7 @@ struct LateRequests {
   uint64_t oldest_ns = 0;
 };
 
-// How a kRecover or kInspect found the volume; sequence 0: nothing was ever committed.
+// State in which kRecover or kInspect found the volume. Sequence 0: nothing was ever committed.
 struct RecoveryReport {
   uint64_t sequence = 0;
   // Labels of paths that are not whole, where the other copy is.
@@ -123,7 +123,7 @@ class Volume {
   static constexpr uint32_t kPathsMax = 16;
   static constexpr uint32_t kRequestsMax = 1024;
   static constexpr uint64_t kLedgerBytesMax = uint64_t{1} << 30;
-  // Of the capacity of one path, what is no room for slots.
+  // Bytes of a path's capacity that hold labels, records and ledgers instead of slots.
   static uint64_t OwnBytes(uint64_t ledger_bytes_max);
   // Tries after EAGAIN, EINTR and short transfers without progress; after any other errno.
   static constexpr int kRetriesMax = 8;
@@ -146,7 +146,7 @@ class Volume {
   static absl::StatusOr<std::unique_ptr<Volume>> Open(const VolumeOptions& options,
                                                       IoEngine& engine, SwapFileSystem& files);
 
-  // The same on the machine's own file system.
+  // Opens a volume on the machine's own file system.
   static absl::StatusOr<std::unique_ptr<Volume>> Open(const VolumeOptions& options,
                                                       IoEngine& engine);
 
@@ -197,17 +197,17 @@ class Volume {
   absl::Status CommitLedger(std::span<const std::byte> ledger, std::span<const Slot> slots,
                             uint64_t token);
 
-  // Of the last durable commit, after kRecover the one that was found.
+  // The ledger of the last durable commit, and the slots that it names. After kRecover: the ledger that was found.
   std::span<const std::byte> ledger() const;
   std::span<const Slot> ledger_slots() const;
 
-  // Named by one of the last two commits, or by one that failed since: not to be written.
+  // True if one of the last two commits, or one that failed since, names the slot. Such a slot must not be written.
   bool is_pinned(const Slot& slot) const;
 
   // Slots that a failed flush has put in doubt, ascending. Their content is written again.
   std::vector<Slot> Doubted() const;
 
-  // Counts what is newly late; per path, what is late now.
+  // Counts requests that have become late, and returns for each path the requests that are late now.
   std::vector<LateRequests> CheckDeadlines(uint64_t deadline_ns);
 
   // Nobody waits any longer for reads, writes and zeroing that have been in flight for `deadline_ns` and
@@ -221,7 +221,7 @@ class Volume {
 
   // "/mnt/a/forebay.swap", for messages.
   std::string_view path_name(uint32_t path) const;
-  // Of the last durable commit, 0: none.
+  // Sequence number of the last durable commit; 0: none.
   uint64_t durable_sequence() const;
   const RecoveryReport& recovery() const;
   // Reads, writes, zeroing and commits.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same hash compiled for two instruction sets. Plain C types alone: no inline function of ours
-// may be compiled for the wider set.
+// XXH3-64 compiled for two instruction sets. Uses plain C types only: no inline function of Forebay may be compiled for the
+// wider set.
 #pragma once
 
 #include <stddef.h>

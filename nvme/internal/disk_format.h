@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lies where on the swap paths, and how labels, records and ledgers look. Little-endian.
+// Layout of the swap paths, and format of labels, records and ledgers. Little-endian.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ inline constexpr uint64_t kRecordMagic = 0x5259414245524F46;  // "FOREBAYR"
 inline constexpr uint32_t kFormatVersion = 3;
 // Versions up to this one never held anything durable.
 inline constexpr uint32_t kOldVersionMax = 2;
-// Of everything that is not data: at the head and at the tail.
+// Number of copies of each label, record and ledger: one at the head, one at the tail.
 inline constexpr uint32_t kCopies = 2;
 
 // At both ends of every path.
@@ -42,7 +42,7 @@ static_assert(sizeof(Label) == 56);
 struct Record {
   uint64_t magic = kRecordMagic;
   uint32_t version = kFormatVersion;
-  // Which ledger area.
+  // Number of the ledger area: 0 or 1.
   uint32_t area = 0;
   VolumeId volume{};
   // From 1.
@@ -66,7 +66,7 @@ struct SlotEntry {
 };
 static_assert(sizeof(SlotEntry) == 24);
 
-// Of slots and ledger, rounded up to whole pages; nothing where the sum overflows.
+// Bytes of an area with `slots` slot entries and a ledger, rounded up to whole pages. Nothing if the sum overflows.
 std::optional<uint64_t> AreaBytes(uint64_t slots, uint64_t ledger_bytes);
 
 // Labels and records fill one page and end in the XXH3 of what is before.
@@ -86,7 +86,7 @@ std::optional<uint32_t> LabelVersion(std::span<const std::byte> page);
 uint64_t PageChecksum(std::span<const std::byte> page);
 bool IsZero(std::span<const std::byte> bytes);
 
-// Of slots and ledger, with the volume and the sequence that they belong to.
+// Checksum of an area's slot entries and ledger, with the volume and the sequence of its record.
 uint64_t AreaChecksum(const Record& record, std::span<const std::byte> area);
 
 // A 4 KiB multiple on one path.
@@ -95,7 +95,7 @@ struct Place {
   uint64_t offset_bytes = 0;
 };
 
-// Where things are:
+// Places of labels, records, ledgers and data:
 //   every path   [label][...][label]
 //   first path   [label][record 0][record 1][ledger 0][ledger 1][data...
 //   last path    ...data][ledger 0][ledger 1][record 0][record 1][label]

@@ -234,7 +234,7 @@ absl::StatusOr<bool> Volume::State::LoadLedger(const Record& record, std::vector
 }
 
 absl::Status Volume::State::Recover() {
-  // What we read may still be in a volatile cache; before it is relied on it must be durable.
+  // Makes durable the pages that recovery reads and relies on: they may still be in a volatile cache.
   if (!is_read_only) RETURN_IF_ERROR(SyncNow());
   RETURN_IF_ERROR(FindVolume());
   ASSIGN_OR_RETURN(const std::vector<Record> records, FindRecords());

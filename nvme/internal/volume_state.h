@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a Volume knows, and the steps of its requests. Implemented by the volume_*.cc files.
+// The state of a Volume, and the steps of its requests. Implemented by the volume_*.cc files.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ namespace forebay::nvme {
 
 namespace internal {
 
-// Of slots about which there is something to remember; others have no entry.
+// State of a slot. A slot in the default state has no entry.
 struct SlotState {
   uint64_t size_bytes = 0;
   bool writing = false;
@@ -71,14 +71,14 @@ struct Path {
   Answers to_reads;
   Answers to_writes;
   Answers& answers_to(IoKind io) { return io == IoKind::kRead ? to_reads : to_writes; }
-  // Of the last GiveUp() that met one.
+  // Deadline of the last GiveUp() that gave up a request of this path.
   uint64_t deadline_ns = 0;
   PathStats stats;
 };
 
 enum class RequestKind : uint8_t { kRead, kWrite, kZero, kCommitPart };
 
-// One Zero() call.
+// The state of one Zero() call.
 struct ZeroBatch {
   struct Cursor {
     std::vector<Slot> slots;
@@ -93,17 +93,17 @@ struct ZeroBatch {
   uint32_t in_flight = 0;
   uint64_t done_bytes = 0;
   absl::Status status;
-  // It was reported as kGivenUp.
+  // True once the call was reported as kGivenUp.
   bool given_up = false;
 };
 
-// One transfer, in as many engine requests as it takes.
+// A transfer, which takes one engine request or several.
 struct Request {
   bool active = false;
   RequestKind kind = RequestKind::kRead;
   IoKind io = IoKind::kRead;
   uint32_t generation = 0;
-  // The caller's.
+  // Token of the caller.
   uint64_t token = 0;
   uint32_t path = 0;
   uint64_t offset_bytes = 0;
@@ -114,11 +114,11 @@ struct Request {
   // Tries in a row without progress; failures.
   int stalls = 0;
   int errors = 0;
-  // When the engine got it.
+  // Time when the engine got the request.
   uint64_t start_ns = 0;
   bool late = false;
   bool given_up = false;
-  // A flush: the path's writes when it was submitted.
+  // For a flush: the path's number of writes when it was submitted.
   uint64_t covers = 0;
   ZeroBatch* batch = nullptr;
 };
@@ -226,7 +226,7 @@ struct Volume::State {
   std::vector<std::byte> durable_ledger;
   // Oldest first: the last two durable ones, then those of unknown outcome.
   std::deque<internal::NamedSlots> named;
-  // Also of commits that failed.
+  // Newest sequence number, including those of commits that failed.
   uint64_t last_sequence = 0;
   uint64_t commits = 0;
   RecoveryReport recovery;

@@ -218,7 +218,7 @@ void Volume::State::StartZeros(uint32_t path, std::vector<Finished>& finished) {
   }
 }
 
-// Of a batch that was given up: only slots to which a piece of zeros may still be written are kept.
+// Forgets the slots of a batch that was given up, except slots that a piece of zeros in flight may still write.
 void Volume::State::KeepUnended(ZeroBatch& batch) {
   std::set<internal::SlotKey> unended;
   for (const Request& request : requests) {
@@ -315,7 +315,7 @@ void Volume::State::OnCompletion(const Completion& completion, std::vector<Finis
 }
 
 void Volume::State::Complete(uint32_t index, absl::Status status, std::vector<Finished>& finished) {
-  // What ends may start another transfer, which may use this entry again.
+  // A copy: the end of this transfer may start another one, which may reuse this entry.
   const Request ended = requests[index];
   Release(index);
   if (ended.kind == RequestKind::kCommitPart) return EndPart(ended, status, finished);
@@ -334,8 +334,8 @@ void Volume::State::Complete(uint32_t index, absl::Status status, std::vector<Fi
   finished.push_back({.token = ended.token, .status = std::move(status)});
 }
 
-// Its memory stays in use, and of a write the slot. What a read still brings is of no use: its slot is as
-// if it had ended.
+// Reports a request as given up. Its memory stays in use until it ends, and so does the slot of a write. The result of a read
+// is ignored, and its slot is free as if the read had ended.
 void Volume::State::GiveUp(uint32_t index, std::vector<Finished>& finished) {
   Request& request = requests[index];
   internal::Path& path = paths[request.path];

@@ -23,7 +23,7 @@ enum class FileIndex : uint32_t {};
 
 enum class IoKind : uint8_t { kRead, kWrite, kFlush, kEvent };
 
-// What one Submit() asks for. `data` is read by kWrite, written by kRead, null for kFlush.
+// A request for Submit(). kWrite reads `data`, kRead writes it, and for kFlush it is null.
 struct IoRequest {
   IoKind kind = IoKind::kFlush;
   FileIndex file{};

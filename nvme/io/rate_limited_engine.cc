@@ -50,7 +50,7 @@ absl::Status RateLimitedEngine::Submit(const IoRequest& request) {
   return absl::OkStatus();
 }
 
-// How many of `out` were filled.
+// Moves held completions that are due to `out`. Returns their number.
 size_t RateLimitedEngine::DrainDue(std::span<Completion> out) {
   if (held_.empty()) return 0;
   const Clock::time_point now = now_();
@@ -64,7 +64,8 @@ size_t RateLimitedEngine::DrainDue(std::span<Completion> out) {
   return count;
 }
 
-// Those that are due come to the front, with the caller's tokens; how many.
+// Moves events and due completions to the front, with the caller's tokens, and holds the other completions until they are due.
+// Returns the number of entries at the front.
 size_t RateLimitedEngine::HoldEarly(std::span<Completion> ended) {
   const Clock::time_point now = now_();
   size_t count = 0;

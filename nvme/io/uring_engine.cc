@@ -33,8 +33,8 @@ using std::chrono::nanoseconds;
 // The top byte of user_data says what a queue entry was; the rest is its key.
 enum class Tag : uint8_t { kTransfer = 1, kWatch = 2, kIgnored = 3 };
 
-constexpr uint64_t kTransferWaitSecondsMax = 60;  // of the destructor
-// How long Wait() sleeps at most while the kernel takes no new entries.
+constexpr uint64_t kTransferWaitSecondsMax = 60;  // in the destructor
+// Longest sleep of Wait() while the kernel takes no new entries.
 constexpr nanoseconds kUnsentSleepMax(10'000'000);
 
 uint64_t UserData(Tag tag, uint64_t key) { return (static_cast<uint64_t>(tag) << 56) | key; }

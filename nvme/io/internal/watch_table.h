@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which eventfds an engine watches: shared by the engines.
+// The table of eventfds that an engine watches. All engines use it.
 #pragma once
 
 #include <cstdint>
