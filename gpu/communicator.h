@@ -62,7 +62,7 @@ class Communicator {
   // The collectives that `calls` calls may run as one.
   virtual absl::Status Group(const std::function<absl::Status()>& calls) = 0;
 
-  // What has gone wrong so far, also of work that was begun; never blocks.
+  // Returns the first error so far, including errors of collectives in flight. Never blocks.
   virtual absl::Status Check() = 0;
 
   // Ends what is under way, on this rank at once, on the others within the time limit.

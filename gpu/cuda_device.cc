@@ -104,10 +104,10 @@ class CudaDevice::Context {
     const Current current(*this);
     if (current.status().ok()) driver->cuEventDestroy_v2(event);
   }
-  // For what is recorded now. In the context.
+  // Returns the clock for events that are recorded now. The context must be current.
   absl::StatusOr<std::shared_ptr<const Clock>> CurrentClock() const;
 
-  // Of the device, by whoever uses it. In the context.
+  // Free bytes of the device's memory, which all processes share. The context must be current.
   absl::StatusOr<uint64_t> FreeBytes() const {
     size_t free_bytes = 0;
     size_t all_bytes = 0;
@@ -121,7 +121,8 @@ class CudaDevice::Context {
                                   " bytes free; ", needed_bytes, " are needed"));
   }
 
-  // How many bytes from `at` on are registered by one call, or lie before the next that are.
+  // Number of bytes from `at` on that one call has registered, or, if `at` is not registered, that lie before the next
+  // registered bytes.
   size_t BytesAlike(const std::byte* at) const {
     const protocol::MutexLock lock(mutex_);
     const auto after = registered_.upper_bound(at);
@@ -208,7 +209,8 @@ class CudaDevice::Clock {
   Clock& operator=(const Clock&) = delete;
   ~Clock() { context_.Destroy(started_); }
 
-  // Of an event that was recorded later, and has ended.
+  // Returns the time, in ns of CLOCK_MONOTONIC, at which `event` ended. The event was recorded after this clock's own event,
+  // and has ended.
   absl::StatusOr<std::optional<uint64_t>> EndedNs(CUevent event) const {
     constexpr double kNsOfMs = 1e6;
     const Context::Current current(context_);
@@ -422,7 +424,7 @@ class CudaDevice::CudaStream final : public Stream {
   }
 
  private:
-  // One that nobody holds, or a new one. In the context.
+  // Returns an event that nobody holds, or a new one. The context must be current.
   template <typename Event>
   absl::StatusOr<std::shared_ptr<Event>> FreeOf(internal::FreeEvents<Event>& events) {
     std::shared_ptr<Event> event = events.Find();

@@ -24,8 +24,8 @@ class CudaDevice final : public Device {
  public:
   struct Options {
     int ordinal = 0;                           // among those that CUDA_VISIBLE_DEVICES leaves
-    std::string soname = "libcuda.so.1";       // as dlopen(3) takes it
-    uint64_t piece_bytes = uint64_t{1} << 30;  // that are registered by one call; whole pages
+    std::string soname = "libcuda.so.1";       // name for dlopen(3)
+    uint64_t piece_bytes = uint64_t{1} << 30;  // most bytes that one call registers; whole pages
   };
 
   // Errors  E_OPTION       piece_bytes.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What computes: streams of ordered work, events between them, memory of its own, and host memory that it
-// may reach.
+// A compute device: streams of ordered work, events between them, its own memory, and host memory that it can reach.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +15,7 @@
 
 namespace forebay::gpu {
 
-// How the process has mapped memory.
+// Access that the process's mapping of memory allows.
 enum class HostAccess : uint8_t { kRead, kReadWrite };
 
 // Host memory that the device reaches by itself; its destructor gives it back.
@@ -30,7 +29,7 @@ class HostRegistration {
   virtual ~HostRegistration() = default;
 };
 
-// Where memory of a device comes from.
+// Allocator to which DeviceMemory returns its memory.
 //
 // Threads  Any.
 class MemorySource {
@@ -40,7 +39,7 @@ class MemorySource {
   MemorySource& operator=(const MemorySource&) = delete;
   virtual ~MemorySource() = default;
 
-  virtual void Free(std::span<std::byte> bytes) = 0;  // that it has given
+  virtual void Free(std::span<std::byte> bytes) = 0;  // memory of this source
 };
 
 // Memory of the device, for the work of one stream; empty: none. Its destructor frees it behind the work
@@ -83,7 +82,7 @@ class Event {
   virtual absl::StatusOr<bool> Done() const = 0;
 };
 
-// The same, to know when that was.
+// An event that also tells when the work before it ended.
 class TimedEvent {
  public:
   TimedEvent() = default;
@@ -129,13 +128,13 @@ class Stream {
   // For libraries of the device's: a CUstream of CUDA; 0 of the host.
   virtual uintptr_t handle() const = 0;
 
-  // Of any content; for work begun from now on.
+  // Allocates memory with undefined content for work that is begun on this stream from now on.
   //
   // Errors  E_DEVICE_MEMORY  the device has too little left.
   virtual absl::StatusOr<DeviceMemory> Allocate(size_t size_bytes) = 0;
 };
 
-// Of Stream::Copy.
+// Checks the arguments of Stream::Copy.
 absl::Status CheckCopy(std::span<std::byte> to, std::span<const std::byte> from);
 
 // Threads  Any.
@@ -157,10 +156,10 @@ class Device {
   // keeps it alive; the destructor of what is returned waits for nothing.
   virtual absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) = 0;
 
-  // That new memory can have; nothing where the device has no limit of its own.
+  // Bytes that new memory can have. Nothing if the device has no limit of its own.
   virtual absl::StatusOr<std::optional<uint64_t>> FreeBytes() = 0;
 
-  // Whether its streams may copy from or to the bytes: memory of its own, or of the host.
+  // Checks that the device's streams can copy from or to `bytes`: memory of the device, or of the host.
   //
   // Errors  E_RANGE  memory of another device.
   virtual absl::Status CheckReach(std::span<const std::byte> bytes) const = 0;

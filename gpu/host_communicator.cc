@@ -42,15 +42,15 @@ constexpr std::chrono::milliseconds kLook{50};  // for an abort
 
 enum class Kind : uint8_t { kAllGather = 1, kReduceScatter, kAllReduce };
 
-// What a rank says of a barrier that it has come to.
+// The operation and the number of bytes with which a rank has reached a barrier.
 struct Arrival {
   std::atomic<uint64_t> what{0};  // Operation::what()
   std::atomic<uint64_t> bytes{0};
 };
 
-// One writer. Of two arrivals one may still be looked at while the next is written.
+// Written by one rank. Other ranks may still read one arrival while the rank writes the next.
 struct alignas(64) RankState {
-  std::atomic<uint64_t> barriers{0};  // that it has reached
+  std::atomic<uint64_t> barriers{0};  // number of barriers that the rank has reached
   std::array<Arrival, 2> arrivals;
 };
 
@@ -134,7 +134,7 @@ struct HostCommunicator::Shared {
   std::atomic<uint32_t> aborted{0};
   alignas(64) std::atomic<uint32_t> arrivals{0};  // a futex: changes with each
   std::array<RankState, kRanksMax> ranks;
-  // Behind it: of each rank two slots.
+  // Two slots of each rank follow this struct.
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
@@ -213,7 +213,7 @@ absl::StatusOr<std::unique_ptr<HostCommunicator>> HostCommunicator::Create(
       status = MakeError(ErrorId::kLimit, ErrnoText("mmap for collectives", errno));
     }
   }
-  // Its one initialization, before any rank passes the exchange that follows.
+  // Initializes the shared memory once, before any rank passes the exchange that follows.
   if (status.ok() && options.rank == 0) std::construct_at(static_cast<Shared*>(mapped));
   std::unique_ptr<HostCommunicator> made;
   if (status.ok()) {

@@ -23,12 +23,12 @@ namespace forebay::gpu {
 class HostCommunicator final : public Communicator {
  public:
   static constexpr uint32_t kRanksMax = 64;
-  static constexpr size_t kSlotBytes = size_t{1} << 20;  // of a rank; there are two
+  static constexpr size_t kSlotBytes = size_t{1} << 20;  // size of a slot; each rank has two
 
   struct Options {
     uint32_t rank = 0;
     uint32_t size = 1;
-    std::chrono::milliseconds time_limit = std::chrono::minutes(10);  // of each collective
+    std::chrono::milliseconds time_limit = std::chrono::minutes(10);  // for each collective
   };
 
   // A call of all ranks.

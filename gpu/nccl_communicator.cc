@@ -61,7 +61,7 @@ class NcclCommunicator::State {
     }
     if (watch_.joinable()) watch_.join();
     const protocol::MutexLock lock(mutex_);
-    // Behind collectives that still run; those that take too long are aborted.
+    // Waits for collectives that still run. Those that take too long are aborted.
     while (!under_way_.empty()) {
       LookLocked().IgnoreError();
       changed_.wait_for(mutex_, kPause);
@@ -189,7 +189,7 @@ class NcclCommunicator::State {
     }
   }
 
-  // What was begun on the stream is under way.
+  // Adds the collective that was begun on the stream to the collectives in flight.
   absl::Status FollowLocked(Stream& stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const absl::Status ready = WaitUntilReadyLocked("a collective's begin");
     if (!ready.ok()) return FailLocked(ready);

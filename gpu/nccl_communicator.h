@@ -25,9 +25,9 @@ class NcclCommunicator final : public Communicator {
   struct Options {
     uint32_t rank = 0;
     uint32_t size = 1;
-    // Of the start, and of each collective.
+    // Time limit of the communicator's start, and of each collective.
     std::chrono::milliseconds time_limit = std::chrono::minutes(10);
-    std::string soname = "libnccl.so.2";  // as dlopen(3) takes it
+    std::string soname = "libnccl.so.2";  // name for dlopen(3)
   };
 
   // A call of all ranks: rank 0's id of the communicator travels through `exchange`.

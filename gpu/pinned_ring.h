@@ -42,7 +42,7 @@ class PinnedRing {
 
   std::span<std::byte> bytes_;
   std::unique_ptr<HostRegistration> registration_;
-  std::array<std::shared_ptr<const Event>, kSlots> copied_;  // of each slot; null: it is free
+  std::array<std::shared_ptr<const Event>, kSlots> copied_;  // last copy of each slot; null: free
   size_t next_ = 0;
 };
 

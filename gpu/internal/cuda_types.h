@@ -3,7 +3,7 @@
 // toolkit; internal/cuda_header_check.cc compares them with NVIDIA's header.
 #pragma once
 
-// As cuda.h names them.
+// Structs with the names of cuda.h.
 struct CUctx_st;
 struct CUevent_st;
 struct CUstream_st;

@@ -8,7 +8,7 @@
 
 namespace forebay::gpu::internal {
 
-// What waits for an earlier record of an event goes on to wait for that.
+// An event may be recorded again while work waits for its earlier record: that work still waits for the earlier record.
 //
 // Threads  One at a time; whoever holds an event, any.
 template <typename Event>

@@ -6,7 +6,7 @@
 #include <array>
 #include <cstddef>
 
-// As nccl.h and CUDA's runtime name them.
+// Structs with the names of nccl.h and of CUDA's runtime.
 struct ncclComm;
 struct CUstream_st;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an application and a tool of NVIDIA's (Nsight Systems) agree on, declared here so that no build
-// needs the header; internal/nvtx_header_check.cc compares it with NVIDIA's.
+// The interface between an application and a tool of NVIDIA's (Nsight Systems), declared here so that no build needs NVIDIA's
+// header; internal/nvtx_header_check.cc compares the two.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,13 @@
 
 namespace forebay::gpu::nvtx {
 
-// As nvtxTypes.h has them, version 3.
+// Values of nvtxTypes.h, version 3.
 inline constexpr const char* kEntryPoint = "InitializeInjectionNvtx2";
 inline constexpr uint32_t kTableCallbacks = 1;
 inline constexpr uint32_t kTableVersionInfo = 3;
 inline constexpr uint32_t kVersion = 3;
 inline constexpr int kModuleCore = 1;
-inline constexpr unsigned kRangePush = 9;  // of the core's functions
+inline constexpr unsigned kRangePush = 9;  // index in the core's functions
 inline constexpr unsigned kRangePop = 11;
 inline constexpr unsigned kCoreFunctions = 16;
 
@@ -33,7 +33,7 @@ struct VersionInfo {
 };
 
 using GetExportTable = const void*(uint32_t id);
-using EntryPoint = int(GetExportTable* get_table);  // of the tool; 0: it takes no part
+using EntryPoint = int(GetExportTable* get_table);  // the tool's; 0: it takes no part
 
 using Push = int(const char* message);
 using Pop = int();
