@@ -106,7 +106,8 @@ float TrustRatio(const LambSums& sums) {
   return TrustRatio(sums.weight.ToDouble(), sums.update.ToDouble());
 }
 
-// What is saved is as it was before both halves of the update: so both are made of as few elements as are saved at once.
+// Saved elements are those before both halves of the update. So if elements are saved, both halves run on kSavedElems elements
+// at a time.
 uint64_t UpdateLamb(StateFormat format, const StepScalars& scalars, float trust, size_t n,
                     Gradient g, const StatePlanes& state, const SavedElems* saved) {
   const auto apply = internal::ChosenKernels().of(format).lamb_apply;

@@ -19,13 +19,13 @@ namespace forebay::cpu_adam {
 // Source  You et al., arXiv:1904.00962, algorithm 2, with φ the identity; the ratio is 1 where a norm
 //         is 0.
 struct LambSums {
-  SquareSum weight;  // of w
-  SquareSum update;  // of u
+  SquareSum weight;  // squares of w
+  SquareSum update;  // squares of u
 
   void Merge(const LambSums& other);  // any order: the same bits
 };
 
-// Of the update of n elements; changes none.
+// Sums the squares of w and u that an update of n elements would have. Changes no element.
 //
 // Exact    The sums of disjoint ranges, merged in any order, are the same bits on every target and
 //          any number of threads; another split at places that are no multiples of kSumChunkElems

@@ -9,16 +9,15 @@
 
 namespace forebay::cpu_adam {
 
-// Of step t >= 1, computed in double and then rounded to float32. The rounding key is that of
-// RoundingKey{}.
+// Computes the scalars of step t >= 1 in double, and rounds them to float32. The rounding key is that of RoundingKey{}.
 StepScalars MakeStepScalars(Optimizer optimizer, const protocol::HyperParams& hyper, uint64_t t,
                             float grad_scale);
 
 // Sets the bounds of the scaled gradient: min < 0 < max.
 void SetGradientBounds(float min, float max, StepScalars& scalars);
 
-// What stochastic rounding of one parameter in one step depends on, besides the element: the key of
-// StepScalars.
+// Inputs of the stochastic rounding of one parameter in one step, besides the element. SetRoundingKey makes the rounding key of
+// StepScalars from them.
 //
 // Source  The finalizer of SplitMix64: Steele, Lea & Flood, OOPSLA 2014.
 struct RoundingKey {

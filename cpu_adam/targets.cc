@@ -32,8 +32,8 @@ constexpr NamedTarget kTargets[] = {
 };
 
 #if defined(__x86_64__)
-// What this processor and its kernel can run of Highway's targets AVX2 and AVX3, for which a kernel file is compiled with
-// all of these bits. Highway's own function would be all that is needed of its library, of which Debian has no archive.
+// Targets among AVX2 and AVX3 of Highway that this processor and the operating system can run. A kernel file for a target is
+// compiled with all of the bits below. hwy::SupportedTargets() would need Highway's library, of which Debian has no archive.
 //
 // Source  Intel SDM, volume 2, CPUID and XGETBV; HWY_TARGET_STR of hwy/ops/set_macros-inl.h.
 int64_t RunnableTargets() {

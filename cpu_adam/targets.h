@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction set the kernels of update_kernel.h run on.
+// Chooses the instruction set that the kernels of update_kernel.h run on.
 #pragma once
 
 #include <string>

@@ -29,7 +29,7 @@ struct StepScalars {
   float grad_min, grad_max;
   // λ of a decay that is added to the gradient.
   float l2;
-  // What a weight keeps: fma(-η, λ, 1); LAMB: λ.
+  // Factor of the weight: fma(-η, λ, 1). LAMB: λ.
   float decay;
   // 1 - β from double, which 1.0f - β is not (0.999: 5e-5 off). SGD: momentum, and 1 - dampening (1
   // at t = 1 or momentum 0).
@@ -44,7 +44,7 @@ struct StepScalars {
   float initial_accumulator;
   // LAMB: 1 / (1 - β₁ᵗ)
   float inv_bias1;
-  // Of stochastic rounding: see SetRoundingKey.
+  // Key of stochastic rounding (SetRoundingKey).
   uint32_t rounding_key[2];
 };
 
@@ -80,30 +80,30 @@ struct StepScalars {
 struct StatePlanes {
   void* weights = nullptr;       // float32; bfloat16 or binary16 as raw bits
   int16_t* remainder = nullptr;  // kExact, kBf16, kInt8
-  // As many as the optimizer has (kMomentShapes): float32, bfloat16 as raw bits, or bytes of codes,
-  // whole groups of kScaleElems: the bytes behind element n - 1 are written too.
+  // One plane for each moment of the optimizer (kMomentShapes): float32, bfloat16 as raw bits, or codes of 8 bits. Codes come
+  // in whole groups of kScaleElems: the bytes after element n - 1 are written too.
   void* moments[kMomentsMax] = {};
   float* scales[kMomentsMax] = {};  // kInt8: one for each group that has begun
   float* master = nullptr;          // kFp32Bf16, kFp32Fp16
   uint32_t first_elem = 0;          // index of the first element in its parameter: see Rounding
 };
 
-// The same planes from element `elems` on, which is a multiple of kScaleElems in kInt8.
+// Returns the planes from element `elems` on. In kInt8 `elems` is a multiple of kScaleElems.
 StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems);
 
-// Elements that are saved at once.
+// Number of elements that an update saves at once.
 inline constexpr size_t kSavedElems = 128;
 static_assert(kSavedElems % kScaleElems == 0);
 
-// Where an update saves what it is about to change, so that whoever finds the memory later, because the process was
-// killed, can undo the elements in hand. Before it writes any of elements [i, i + kSavedElems), i a multiple of
-// kSavedElems, it writes all of them to slot i / kSavedElems % 2, then stores at_first + 2·i in `done`: those before i
-// are done. The stores are in the order of the program; nothing is fenced.
+// Memory where an update saves elements before it changes them. If the process is killed, the reader of this memory can undo
+// the elements that were being updated. Before the update writes any of elements [i, i + kSavedElems), i a multiple of
+// kSavedElems, it writes all of them to slot i / kSavedElems % 2, then stores at_first + 2·i in `done`: elements before i are
+// done. The stores are in program order, without fences.
 //
-// A slot has the 8 bytes of a count, how many masters of elements before i have become non-finite beside `non_finite`,
-// then, each at a multiple of 64 bytes, the planes in the order of StatePlanes: weights, remainder, moments, scales,
-// master, as far as there are any, of kSavedElems elements each; of fewer behind the last whole piece, but whole groups
-// of codes.
+// A slot begins with a count of 8 bytes: how many masters of elements before i have become non-finite, in addition to
+// `non_finite`. The planes follow, each at a multiple of 64 bytes, in the order of StatePlanes: weights, remainder, moments,
+// scales, master, as far as the format has them. A plane has kSavedElems elements, or fewer after the last whole piece, but
+// whole groups of codes.
 struct SavedElems {
   std::byte* slots = nullptr;  // two, of SavedSlotBytes(), each aligned to 64 bytes
   std::atomic<uint64_t>* done = nullptr;

@@ -20,7 +20,7 @@ struct WorkerPoolOptions {
   std::vector<int> cpus = {};
   // 0 to 19, best effort; a higher value of the calling thread stays.
   int nice = 0;
-  // Of each group and of those for any group; > 0, <= kQueueTasksMax.
+  // Most tasks that can wait in each queue: one queue for each group, one for any group; > 0, <= kQueueTasksMax.
   size_t queue_tasks = 1024;
   // Tests alone: CPUs of each group, on a machine that has fewer NUMA nodes.
   std::vector<std::vector<int>> groups_for_test = {};

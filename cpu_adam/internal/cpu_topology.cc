@@ -45,7 +45,7 @@ std::string ListOf(const Bitmap& set) {
   return text;
 }
 
-// What the process may run on: its own affinity, and no CPU that is off-line.
+// CPUs that the calling thread may run on: those that are on-line and allowed, within the thread's own affinity.
 Bitmap Allowed(const Topology& topology) {
   Bitmap allowed(hwloc_bitmap_dup(hwloc_topology_get_allowed_cpuset(topology.get())));
   const Bitmap bound(hwloc_bitmap_alloc());

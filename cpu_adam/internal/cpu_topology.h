@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which CPUs the threads of a pool may use, by NUMA node, and how many cores these are.
+// Finds the CPUs that the threads of a pool may use, by NUMA node, and counts their cores.
 #pragma once
 
 #include <string>

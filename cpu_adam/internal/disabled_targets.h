@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel files leave out of Highway's targets: those without a fused multiply-add, whose
-// place the scalar definition takes, and SVE of one length, where SVE of any length serves. Comes
-// before every header of Highway.
+// Highway's targets that the kernel files leave out: targets without a fused multiply-add, which the scalar definition
+// replaces, and SVE of one length, which SVE of any length replaces. Include this file before every header of Highway.
 #pragma once
 
 #ifdef FOREBAY_KERNELS_WITHOUT_AVX512  // a sanitizer's build: one instruction set shows what all of them do

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each instruction set provides. Part of the kernels' contract: no function of ours is inline
-// here, so that nothing compiled for a newer processor can replace code of an older one.
+// The kernels of each instruction set. Part of the kernels' contract: no function of Forebay is inline here, so that code
+// compiled for a newer processor cannot replace code of an older one.
 #pragma once
 
 #include <cstddef>
@@ -24,10 +24,11 @@ inline constexpr int32_t kFp32NonFiniteBits = 0x7F800000;
 inline constexpr int32_t kBf16NonFiniteBits = 0x7F7F8000;
 inline constexpr int32_t kFp16NonFiniteBits = 0x477FF000;
 
-// What the random bits and codes of update_kernel.h are made of.
+// Constants of the random bits and codes of update_kernel.h.
 inline constexpr uint32_t kElemStep = 0x9E3779B9u, kFirstRounding = 0x846CA68Bu,
                           kThirdRounding = 0x9E3779B1u;
-inline constexpr float kRootLimit = 1.8e19f;  // whose square is finite
+// A root whose square is finite.
+inline constexpr float kRootLimit = 1.8e19f;
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // A little more than 1/127 and 1/255: the largest moment never rounds up past the last code.
 inline constexpr float kLinearUnit = 1.000001f / 127, kRootUnit = 1.000001f / 255;
@@ -63,7 +64,7 @@ constexpr size_t MomentWidth(StateFormat format) {
                                           : sizeof(float);
 }
 
-// Of a slot of SavedElems.
+// Bytes of the parts of a slot of SavedElems.
 inline constexpr size_t kSavedCountBytes = 64;
 inline constexpr size_t kSavedScaleBytes = 64;
 constexpr size_t SavedPlaneBytes(size_t width) { return (kSavedElems * width + 63) / 64 * 64; }
@@ -71,8 +72,8 @@ constexpr size_t SavedPlaneBytes(size_t width) { return (kSavedElems * width + 6
 // The kernels of one format.
 struct FormatKernels {
   UpdateFn* updates[kOptimizerCount];  // by optimizer, less 1
-  // Of LAMB (lamb.h), behind its update of the moments, n elements: w and u out of planes, and
-  // fma(-step_size, u, w) into them, which returns how many masters are non-finite.
+  // The second half of a LAMB update of n elements (lamb.h), after the update of the moments. lamb_direction computes w and u
+  // from the planes. lamb_apply writes fma(-step_size, u, w) to the planes, and returns the number of non-finite masters.
   void (*lamb_direction)(const StepScalars&, size_t n, const StatePlanes&, float* w, float* u);
   uint64_t (*lamb_apply)(float step_size, size_t n, const float* w, const float* u,
                          const StatePlanes&);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a kernel file offers one table per compiled target: FOREBAY_TABLE_OF_TARGET(Type, Function,
-// kTable) defines Function(hwy_target), which returns the address of that target's kTable or null.
-// For kernel files alone, behind "hwy/highway.h" and under HWY_ONCE.
+// Lets a kernel file offer one table per compiled target: FOREBAY_TABLE_OF_TARGET(Type, Function, kTable) defines
+// Function(hwy_target), which returns the address of that target's kTable or null. For kernel files only, after "hwy/highway.h"
+// and under HWY_ONCE.
 #pragma once
 
 #if HWY_TARGETS & HWY_AVX3
