@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much memory this process may use: of the machine, and of its control group.
+// The memory that this process may use: limits of the machine and of its control group.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace forebay::pinned_mem {
 
-// Where the kernel says which control groups this process is in; a test names files of its own.
+// Files in which the kernel names the control groups of this process. A test gives files of its own.
 struct CgroupFiles {
   std::string membership = "/proc/self/cgroup";
   std::string mounts = "/proc/self/mountinfo";
@@ -18,14 +18,14 @@ struct CgroupMemory {
   uint64_t limit_bytes = 0;
   // The file that sets it; empty: none does.
   std::string limit_file;
-  // What these groups leave: limit less usage, at the group where that is least. Page cache that the
-  // kernel would drop (inactive_file) counts as free.
+  // Smallest difference of limit and usage among these groups. Page cache that the kernel would drop (inactive_file) counts as
+  // free.
   uint64_t available_bytes = 0;
 };
 
 inline constexpr uint64_t kNoLimit = ~uint64_t{0};
 
-// Of the memory controller of version 1 or 2, whichever is mounted. What cannot be read sets no
+// Reads limit and usage from the memory controller of version 1 or 2, whichever is mounted. A file that cannot be read sets no
 // limit.
 //
 // Source  Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst, Linux; proc(5),
@@ -35,8 +35,8 @@ CgroupMemory ReadCgroupMemory(const CgroupFiles& files = {});
 // MemTotal of the machine.
 uint64_t MachineBytes();
 
-// What can still be allocated: MemAvailable of the machine, or what the control group leaves if that
-// is less. An estimate: the kernel may find less.
+// Bytes that can still be allocated: the machine's MemAvailable, or the control group's available bytes if these are fewer. An
+// estimate: the kernel may find fewer.
 uint64_t AvailableBytes();
 
 // Whether RLIMIT_MEMLOCK and the capabilities of this process let it lock so much at once. Takes no memory.

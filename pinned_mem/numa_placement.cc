@@ -72,8 +72,8 @@ absl::StatusOr<NumaTopology> LoadNumaTopology(const std::string& synthetic) {
     if (node->attr->numanode.local_memory == 0) continue;
     by_index.emplace(static_cast<int>(node->os_index), node);
   }
-  // Where several nodes are near the same CPUs (fast memory beside DRAM), Linux numbers first the
-  // one that it gives those CPUs by default.
+  // If several nodes are near the same CPUs (fast memory beside DRAM), Linux gives the lowest number to the node that those
+  // CPUs use by default.
   std::set<int> assigned;
   for (const auto& [index, node] : by_index) {
     NumaNode& one = topology.nodes.emplace_back(NumaNode{.index = index, .cpus = {}});

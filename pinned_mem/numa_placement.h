@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which NUMA node each part of an arena comes from.
+// Chooses the NUMA node of each part of an arena.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace forebay::pinned_mem {
 struct NumaNode {
   // The operating system's index.
   int index = 0;
-  // Of the CPUs that have this node as their own; every CPU is in one node alone.
+  // The operating system's indices of the CPUs that belong to this node. Each CPU belongs to one node only.
   std::vector<int> cpus;
 };
 

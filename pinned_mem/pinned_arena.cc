@@ -45,9 +45,9 @@ struct PinnedArena::State {
     return (bytes + protocol::kHugePageBytes - 1) / protocol::kHugePageBytes;
   }
   absl::Status Populate(const ArenaPart& part, int threads);
-  // With the threads of the options.
+  // Populates a part that has no memory, with the threads of the options.
   absl::Status PopulateNew(const ArenaPart& part);
-  // Of a part that has memory.
+  // Maps and locks a part that has memory.
   absl::Status Adopt(const ArenaPart& part);
   absl::Status Lock(const ArenaPart& part);
   internal::PopulateOptions HowToPopulate(int threads);

@@ -30,7 +30,7 @@ enum class Access {
   kShared,   // one client reads and writes
 };
 
-// What the destructor does with the pages while somebody else still has the segment open or mapped.
+// Fate of the pages when the destructor runs while another process has the segment open or mapped.
 enum class AtEnd {
   kFreePages,       // frees them; a client reads zeros from then on
   kKeepForReaders,  // leaves them to the kernel, which frees them with the last descriptor or mapping
@@ -158,13 +158,13 @@ class PinnedArena {
   // The whole segment; aligned to 2 MiB.
   std::span<std::byte> bytes() const;
   uint64_t capacity_bytes() const;
-  uint64_t inode() const;  // of its file, stat(2); 0: the system does not say
-  // Of all parts that have memory.
+  uint64_t inode() const;  // inode of the memfd, stat(2); 0: the system does not tell
+  // Bytes of all parts that have memory.
   uint64_t populated_bytes() const;
   // st_blocks of the segment: what the kernel counts.
   uint64_t allocated_bytes() const;
-  // On 2 MiB pages when they got memory; of an adopted arena, when it was adopted, and 0 where the
-  // kernel does not say.
+  // Bytes that were on 2 MiB pages when they got memory; for an adopted arena, when it was adopted. 0 if the kernel does not
+  // tell.
   uint64_t huge_bytes() const;
   // NUMA nodes on which the pages were after Create() or Adopt(), ascending, one page of 2 MiB looked at.
   // Empty: the kernel does not say.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which pages of a segment are taken. Arithmetic on offsets alone: no memory is touched.
+// Allocates pages of a segment. Computes offsets only: touches no memory.
 #pragma once
 
 #include <cstddef>

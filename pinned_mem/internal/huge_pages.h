@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which pieces of a mapping the kernel has on 2 MiB pages.
+// Finds the pieces of a mapping that the kernel has on 2 MiB pages.
 #pragma once
 
 #include <cstddef>

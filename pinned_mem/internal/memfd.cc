@@ -118,7 +118,7 @@ absl::Status CheckMemfd(const protocol::UniqueFd& fd, const std::string& name, u
 
 absl::StatusOr<std::optional<uint64_t>> FindHole(const protocol::UniqueFd& fd,
                                                  std::span<const ArenaPart> parts) {
-  // What the last search found: the kernel's goes on beyond a part.
+  // Result of the last search. The kernel's search does not stop at the end of a part.
   std::optional<uint64_t> hole_bytes;
   for (const ArenaPart& part : parts) {
     if (!hole_bytes || *hole_bytes < part.offset_bytes) {
@@ -166,8 +166,8 @@ bool FreePages(int fd, const ArenaPart& part) {
 }
 
 UseCheck::UseCheck(int reader_fd) : fd_(reader_fd), result_(OtherUsers::kNone) {
-  // Whoever opens the memfd while we hold the lease makes the kernel send a signal: SIGIO would end
-  // this process, SIGURG is ignored unless somebody handles it.
+  // If another process opens the memfd while this process holds the lease, the kernel sends a signal to this process. SIGIO
+  // would end it; SIGURG is ignored unless there is a handler.
   if (fcntl(fd_, F_SETSIG, SIGURG) == 0 && fcntl(fd_, F_SETLEASE, F_WRLCK) == 0) return;
   result_ = errno == EAGAIN ? OtherUsers::kSome : OtherUsers::kUnknown;
 }

@@ -31,8 +31,8 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
 absl::Status CheckMemfd(const protocol::UniqueFd& fd, const std::string& name, uint64_t size_bytes,
                         Access access);
 
-// Where the first page without memory is in the parts, which are ascending; nothing: all have some,
-// in DRAM or in swap. Looks at each page once.
+// Returns the offset of the first page without memory in `parts`, which are ascending. Nothing: all pages have memory, in DRAM
+// or in swap. Looks at each page once.
 //
 // Errors  E_INTERNAL  the kernel does not say.
 // Source  lseek(2) SEEK_HOLE.
@@ -45,8 +45,8 @@ absl::StatusOr<std::optional<uint64_t>> FindHole(const protocol::UniqueFd& fd,
 // Errors  as MakeMemfd.
 absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flags);
 
-// The same with O_RDWR, of a memfd whose mode is 0400. For that moment its owner may open it for
-// writing: nobody who has only one of the clients' descriptors is the owner.
+// Opens a memfd whose mode is 0400 once more, with O_RDWR. During the call the memfd's owner can open it for writing: a process
+// that has only a client's descriptor is not the owner.
 absl::StatusOr<protocol::UniqueFd> ReopenWritable(const protocol::UniqueFd& fd);
 
 // Frees a part's pages. Mappings stay valid and read as zeros. False if the kernel refuses.
