@@ -154,7 +154,7 @@ make_venv() {
     if [[ $missing == *torch* ]]; then minutes=$MINUTES_FOR_TORCH; fi
     announce "installing Python packages (${missing//$'\n'/ })" "$minutes"
     mapfile -t packages <<<"$missing"
-    # Of ten thousand files a tenth is imported, and compiled then.
+    # --no-compile: about a tenth of ten thousand files is ever imported. Python compiles each of these at its first import.
     if ! "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile "${packages[@]}"; then
       die "pip could not install: ${missing//$'\n'/ } (no network, or no room)" \
         "$VENV_PYTHON -m pip install -r tools/python-requirements.txt"

@@ -30,7 +30,7 @@ struct BenchOptions {
   // empty: one path and no limit. RunBench() makes the numbers of it.
   std::string limit_rate;
   std::vector<uint64_t> limit_rates;
-  // Of a forward and a backward; 0: as long as the update takes, or as the GPUs' rate says.
+  // Milliseconds of compute in one forward and backward together. 0: as long as the update takes, or as the GPUs' rate says.
   uint32_t compute_ms = 0;
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
   std::vector<std::string> given;                    // options on the command line, "--case"

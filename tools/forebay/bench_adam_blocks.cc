@@ -119,7 +119,8 @@ void AdamBlocks::MakeBlocks(std::span<std::byte> states) {
   }
 }
 
-// One for each parameter in the block, as where each has a scale or a key of its own.
+// Adds one segment for each parameter that has elements in the block, like in a job in which each parameter has its own scale
+// or key.
 void AdamBlocks::AddSegments(uint64_t block_begin, daemon::UpdateBlock& action) const {
   const uint64_t size = ParameterElems(pass_, params_);
   const uint64_t stride = RoundUp(size, protocol::kScaleElems);
@@ -150,8 +151,8 @@ void AdamBlocks::Update(AdamPass::Hash hash) {
   UpdateBlocks(UpdatePass::kWhole, hash);
 }
 
-// As the daemon's workers: whoever is free takes the next part of a resident block, or the next
-// block that goes to disk.
+// Schedules the work like the daemon's workers: a free thread takes the next part of a resident block, or the next block that
+// goes to disk.
 void AdamBlocks::UpdateBlocks(UpdatePass update_pass, AdamPass::Hash hash) {
   struct Task {
     Block* block;
@@ -212,7 +213,7 @@ void AdamBlocks::FillData() {
   if (pass_.data == AdamPass::Data::kDenormal) MakeDenormal(pattern.weights.size());
 }
 
-// The second moments of what has no gradient.
+// Sets every kDenormalEvery-th second moment to a denormal number, the value that it decays to without a gradient.
 void AdamBlocks::MakeDenormal(uint64_t pattern_bytes) {
   const uint64_t pattern_elems = pattern_bytes / protocol::SizeBytes(pass_.format.weights);
   const auto planes = PlanesOf(pass_);

@@ -19,12 +19,12 @@ using protocol::DType;
 using Access = StreamShape::Access;
 using Clock = std::chrono::steady_clock;
 
-// Of the sums: one rank's gradient is its own sum.
+// Type of the sum's elements. The gradient of a single rank is its own sum and has the type of the source.
 DType SumTypeOf(const GradientTask& task) {
   return task.ranks == 1 ? task.source : DType::kFloat32;
 }
 
-// The sources, then the sum.
+// Shapes of the source arrays, followed by the shape of the sum.
 std::vector<StreamShape> ShapesOf(const GradientTask& task) {
   const auto shape = [](DType type, Access access) {
     return StreamShape{static_cast<uint32_t>(protocol::SizeBytes(type) * kStreamGroupElems),
@@ -39,7 +39,7 @@ ArraySet ArraysOf(const GradientTask& task, uint64_t params) {
   return {.shapes = ShapesOf(task), .elems = protocol::RoundUp(params, kLoopElems)};
 }
 
-// Arrays whose values are all 0.125.
+// Runs the task over one range of elements. All values in the arrays are 0.125, so that no value is rejected as not finite.
 void RunPart(const GradientTask& task, const std::vector<BenchStream>& streams,
              daemon::ElemRange range) {
   const BenchStream& sum = streams.back();

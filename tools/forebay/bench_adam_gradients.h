@@ -12,8 +12,8 @@
 
 namespace forebay::tools {
 
-// Of the gradients of `ranks` ranks: added (one rank's alone is copied), or, of 0 ranks, the squares of
-// a sum that is there.
+// One task over gradients. ranks > 1: adds the gradients of `ranks` ranks. ranks == 1: copies one gradient. ranks == 0: sums
+// the squares of an existing sum.
 struct GradientTask {
   size_t ranks = 0;
   protocol::DType source = protocol::DType::kFloat32;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the cases of `forebay bench adam` share: memories, pools, and one way to measure.
+// Memories, worker pools and the way to measure that all cases of `forebay bench adam` share.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@ namespace forebay::tools {
 struct AdamFixture {
   uint64_t params = 0;
   uint32_t samples = 0;
-  std::unique_ptr<BenchMemory> huge;                         // both have room for the largest case
-  std::unique_ptr<BenchMemory> small;                        // 4 KiB pages
+  std::unique_ptr<BenchMemory> huge;   // huge pages; room for the largest case
+  std::unique_ptr<BenchMemory> small;  // 4 KiB pages; room for the largest case
   std::vector<std::unique_ptr<cpu_adam::WorkerPool>> pools;  // of 1 thread, of 2, …, of every core
 
   cpu_adam::WorkerPool& Pool(int threads) const { return *pools[static_cast<size_t>(threads) - 1]; }
@@ -29,13 +29,13 @@ struct AdamFixture {
 struct MeasuredSide {
   Sampler run;
   std::vector<BenchStream> streams;
-  ArraySet arrays = {};  // that the streams are of; whole runs of kLoopElems elements
+  ArraySet arrays = {};  // the arrays of `streams`; whole runs of kLoopElems elements
   int threads = 1;
   std::vector<BenchLoop> shown = {};
 };
 
-// Measures it beside the four loops of bench_adam_limits.h over the same arrays and over such on
-// pages of 4 KiB, and a ping-pong of two threads.
+// Measures `side` beside the four loops of bench_adam_limits.h, over the arrays of `side` and over equal arrays on 4 KiB
+// pages, and beside a ping-pong of two threads.
 absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side);
 

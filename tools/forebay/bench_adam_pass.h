@@ -11,7 +11,7 @@
 
 namespace forebay::tools {
 
-// What a pass touches: gradient, weights, planes.
+// The arrays that a pass reads or writes: gradient, weights, planes.
 ArraySet Streams(const AdamPass& pass, uint64_t params);
 
 // Bytes of each memory that the pass needs.

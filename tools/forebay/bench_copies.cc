@@ -40,7 +40,7 @@ constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 29;  // 1 GiB of 16-bit weights
 constexpr uint64_t kBytesPerParam = 2;
 constexpr int kPopulateThreads = 8;
-// Of one call, as groups of a model have.
+// Bytes of one copy call, about as many as a group of a model has.
 constexpr uint64_t kCopyBytes = 64 * protocol::kMiB;
 
 double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
@@ -181,7 +181,7 @@ class Copies {
                            protocol::kGb};
   }
 
-  // Whether the bytes come through the device as they are.
+  // Checks that bytes copied to the device and back are unchanged.
   absl::Status Check(std::span<const std::byte> weights, std::span<std::byte> gradients) {
     RETURN_IF_ERROR(up_->Copy(from_.bytes(), weights));
     RETURN_IF_ERROR(up_->Synchronize());
@@ -198,7 +198,7 @@ class Copies {
   gpu::DeviceMemory from_;
 };
 
-// What the process has by itself: the limit.
+// Private memory of this process. Copies from and to it are the limit.
 struct OwnMemory {
   std::unique_ptr<Mapped> weights;
   std::unique_ptr<Mapped> gradients;
@@ -215,7 +215,7 @@ absl::StatusOr<OwnMemory> MakeOwnMemory(uint64_t size_bytes) {
   return own;
 }
 
-// A word for each of its own address, so that no two pages are alike.
+// Fills each 8-byte word with a hash of its index, so that no two pages are equal.
 void Fill(std::span<std::byte> bytes) {
   auto* const words = reinterpret_cast<uint64_t*>(bytes.data());
   for (uint64_t i = 0; i < bytes.size() / sizeof(uint64_t); ++i) {

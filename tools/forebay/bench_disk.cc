@@ -73,7 +73,7 @@ class SwapLoop {
     return loop;
   }
 
-  // Every block once. GB/s of what is read and written.
+  // Transfers every block once. The sample's value is GB/s of bytes read and written together.
   absl::StatusOr<Sample> Run(Transfers transfers) {
     transfers_ = transfers;
     next_block_ = 0;
@@ -105,7 +105,7 @@ class SwapLoop {
     return sample;
   }
 
-  // What the blocks' slots lie in, one behind the other.
+  // The contiguous range of the swap file that holds one slot of each block.
   DiskLimit::Part part() const {
     const uint64_t begin = std::min(current_[0].offset_bytes, next_[0].offset_bytes);
     return {.path = std::string(space_->path_name(0)),
@@ -124,9 +124,9 @@ class SwapLoop {
   }
 
  private:
-  static constexpr daemon::TaskId kZeroTask = kStagingSlots;  // others: the staging slot
+  static constexpr daemon::TaskId kZeroTask = kStagingSlots;  // transfers: their staging slot
 
-  // What there is room for: as many reads at once as the daemon has on one path.
+  // Starts as many transfers as staging slots and the limit on reads allow. At most daemon::kReadsPerPath reads run at once.
   void Begin() {
     while (next_block_ < current_.size() && !free_staging_.empty()) {
       if (transfers_ == Transfers::kWrites) {
@@ -169,7 +169,7 @@ class SwapLoop {
     return slot;
   }
 
-  // Until something has ended.
+  // Waits until at least one transfer has ended.
   absl::Status AwaitDone() {
     std::array<nvme::Completion, 64> completions;
     while (done_.empty()) {

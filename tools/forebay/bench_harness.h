@@ -30,13 +30,13 @@ struct Sample {
   uint64_t bytes_written = 0;
 };
 
-// Between two neighbours in proportion. `sorted` is not empty; q in [0, 1].
+// Interpolates linearly between two neighbouring values. `sorted` is not empty; q in [0, 1].
 double Quantile(const std::vector<double>& sorted, double q);
 
 using Sampler = std::function<absl::StatusOr<Sample>()>;
 
-// What runs in every round beside the measured side: a candidate for the limit, or something shown
-// with the result.
+// A loop that runs in every round beside the measured side. Its median is a candidate for the limit, or is only shown with the
+// result.
 struct BenchLoop {
   enum class Role { kLimit, kShown };
   std::string name;  // key in the JSON line
@@ -60,14 +60,15 @@ struct BenchResult {
 absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
                                         const Sampler& value, const Sampler& limit);
 
-// The same with any number of loops, at least one of them a limit; each has its median in `more`.
+// Alternates the measured side with any number of loops. At least one loop is a limit. `more` of the result has the median of
+// each loop.
 absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
                                         const Sampler& value, const std::vector<BenchLoop>& loops);
 
 nlohmann::ordered_json ToJson(const BenchResult& result);
 std::string ResultsText(const std::vector<BenchResult>& results);
 
-// Receives a result as soon as it is there.
+// Receives each result as soon as its case is measured.
 using Report = std::function<absl::Status(const BenchResult& result)>;
 
 // The benches of `forebay bench`; each reports its cases one by one.

@@ -46,13 +46,13 @@ class BenchJob {
   client::Attachment& attachment() { return *attachments_.front(); }  // of rank 0
   uint32_t groups() const;
 
-  // work(attachment, the rank's partitions in the order of the groups) of all ranks at once, rank 0's on this
-  // thread. Of several errors the one of the lowest rank.
+  // Runs work(attachment, the rank's partitions in the order of the groups) for all ranks at once; rank 0 runs on this thread.
+  // Returns the error of the lowest rank that failed.
   using RankWork = std::function<absl::Status(client::Attachment&, std::span<const uint32_t>)>;
   absl::Status OnEachRank(const RankWork& work);
 
-  absl::Status DeliverGradient(uint32_t group);  // of a job of one rank
-  // Of every group; nothing of it is timed by the benches.
+  absl::Status DeliverGradient(uint32_t group);  // for a job of one rank
+  // Delivers the gradients of all groups on all ranks. The benches do not time this.
   absl::Status DeliverGradients();
 
   // Says the scalars of the next step: what is delivered from now on is of its last backward pass.
@@ -61,8 +61,8 @@ class BenchJob {
   absl::StatusOr<double> TimedStep();
 
   absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it
-  // What dram.limit counts beside staging and the job's states: with no more than this, all of them go to
-  // swap.
+  // Bytes that dram.limit counts besides the staging buffer and the job's states. A dram.limit of these bytes plus the staging
+  // buffer puts all states on swap.
   absl::StatusOr<uint64_t> BytesBesideStates();
   // The same job's plan on an empty node with so much DRAM and no swap.
   absl::StatusOr<client::JobPlan> Plan(uint64_t dram_bytes);
@@ -81,7 +81,7 @@ class BenchJob {
 
 // A path in the bench's folder for each of its limit_rates, with that limit; without them one path.
 void UseSwap(const BenchOptions& options, PrivateDaemonOptions& daemon);
-// Of limit_rates: bytes a second.
+// Sum of options.limit_rates, in bytes a second.
 double TotalRate(const BenchOptions& options);
 
 }  // namespace forebay::tools

@@ -62,7 +62,7 @@ class Trainer {
   }
 
  private:
-  // Of each group the weights are asked for while the one before computes.
+  // Runs one step. The weights of each group are fetched while the previous group computes.
   absl::Status Step() {
     const uint32_t groups = job_.groups();
     const Seconds forward(compute_s_ / 3 / groups);
@@ -80,7 +80,7 @@ class Trainer {
     return job_.TimedStep().status();
   }
 
-  // That the i-th lease of a step is of: up in forward, down in backward.
+  // The group of the i-th lease of a step. Forward takes the groups in ascending order, backward in descending order.
   uint32_t GroupOf(uint32_t i) const { return i < job_.groups() ? i : 2 * job_.groups() - 1 - i; }
 
   absl::Status Ask(uint32_t group) {
@@ -136,7 +136,7 @@ absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
   return job;
 }
 
-// Of what a step reads and writes, at --limit-rate; 0: there is none.
+// Seconds to read and write the job's states once at --limit-rate. Returns 0 if there is no limit.
 double SecondsAtLimit(const BenchOptions& options) {
   if (options.limit_rates.empty()) return 0;
   const uint64_t bytes = 2 * JobOptions(options, 0).params * kStateBytes;

@@ -69,7 +69,7 @@ absl::Status CheckCluster(const ClusterModel& model, const ClusterOptions& optio
   return absl::OkStatus();
 }
 
-// Weights come first, then states, as attach has it.
+// Places weights in DRAM first, then states, in the order in which attach places them.
 absl::StatusOr<ClusterMemory> PlaceOn(const ClusterModel& model, const ClusterOptions& options) {
   const double weights_width = WeightsWidth(model);
   const double states_width = StatesWidth(model);
@@ -134,14 +134,14 @@ ClusterTraffic TrafficOf(const ClusterModel& model, const ClusterOptions& option
       kCollectives * params * width / options.tensor_parallel * (sharers - 1) / sharers;
   traffic.to_gpus = 2 * node.params * width;
   traffic.from_gpus = node.params * width;
-  // Weights there are read by forward, backward and the update.
+  // Forward, backward and the update each read the weights on swap.
   traffic.swap_read = node.states_on_swap + 3 * node.weights_on_swap;
   traffic.swap_written = node.states_on_swap + node.weights_on_swap;
   traffic.update = node.params * UpdateBytesPerParam(model);
   return traffic;
 }
 
-// The longest is called.
+// A part of a step: its name and its seconds.
 using Part = std::pair<std::string_view, double>;
 template <size_t kParts>
 Part Longest(const std::array<Part, kParts>& parts) {
@@ -162,7 +162,7 @@ ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
               TransferSeconds(traffic.swap_written, options.write_rate);
   time.update = TransferSeconds(traffic.update, options.update_rate);
   const double forward_share = ForwardShare(options);
-  // In each direction.
+  // Seconds to read all weights on swap once, in forward and again in backward.
   const double fetched = TransferSeconds(node.weights_on_swap, options.read_rate);
   const Part forward = Longest<5>({Part("compute", time.compute * forward_share),
                                    {"link", time.link / kCollectives},

@@ -25,12 +25,12 @@ struct ClusterOptions {
   double link_rate = 0;       // to the other nodes
   double host_link_rate = 0;  // DRAM to all GPUs of the node
   double update_rate = 0;     // DRAM traffic of the optimizer's pass
-  // Of the swap of a node. Reads and writes share it: their times add up.
+  // Rates of a node's swap. Reads and writes share the disk: their times add up.
   double read_rate = 0;
   double write_rate = 0;
-  // The update runs under backward and the next forward; else after backward.
+  // True: the update runs during backward and the next forward. False: it runs after backward.
   bool early_updates = true;
-  // Of a node; 0: as much as everything takes, and no swap limit.
+  // Limits of one node. dram_bytes 0: DRAM holds everything. swap_bytes 0: no limit.
   uint64_t dram_bytes = 0;
   uint64_t swap_bytes = 0;
 };
@@ -49,7 +49,7 @@ struct ClusterMemory {
   double weights = 0;
   double states = 0;
   double gradients = 0;    // until their step is decided
-  double new_weights = 0;  // of blocks on swap that are updated before it
+  double new_weights = 0;  // of blocks on swap that are updated before the decision
   double weights_on_swap = 0;
   double states_on_swap = 0;
   double swap = 0;  // taken: two slots of each block
@@ -57,8 +57,7 @@ struct ClusterMemory {
   double dram() const { return weights + states + gradients + new_weights; }
 };
 
-// Bytes of one step through the links of one node; `gpu_link`: into one GPU. What is gathered goes in, as much
-// goes out.
+// Bytes of one step through the links of one node. `gpu_link` counts the bytes into one GPU. As many bytes leave as enter.
 struct ClusterTraffic {
   double link = 0;
   double gpu_link = 0;
@@ -69,7 +68,7 @@ struct ClusterTraffic {
   double update = 0;  // DRAM, of the optimizer's pass
 };
 
-// Seconds of one step. Each of the parts is what it takes alone.
+// Seconds of one step. Each part counts the seconds that it takes alone.
 struct ClusterTime {
   double compute = 0;
   double link = 0;
@@ -95,15 +94,15 @@ struct ClusterPlan {
 //         E_SWAP_NOSPC  what does not fit in DRAM does not fit on swap either.
 absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options);
 
-// What the closed form and the simulation of a node both count.
+// The closed form and the simulation of a node share the following functions and the constant.
 
-// Gathers of the weights for forward and for backward, and the reduce-scatter of the gradient.
+// Collectives of a step: gathers of the weights for forward and for backward, and the reduce-scatter of the gradient.
 inline constexpr double kCollectives = 3;
-// At GB/s; 0: no time.
+// Seconds to transfer `bytes` at `rate` GB/s. Returns 0 if the rate is 0.
 double TransferSeconds(double bytes, double rate);
-// What an update moves in DRAM: states read and written, gradient and weights.
+// Bytes that an update reads and writes in DRAM for one parameter: states, gradient and weights.
 double UpdateBytesPerParam(const ClusterModel& model);
-// Of a step's compute.
+// Share of forward in the compute of a step.
 double ForwardShare(const ClusterOptions& options);
 
 // Operations of one GPU in one step: 6 a parameter and token, 8 with recomputation.

@@ -25,7 +25,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-// As systemd has them: NOTIFY_BUFFER_MAX, NOTIFY_FD_MAX (of unix(7), SCM_RIGHTS), FDNAME_MAX.
+// Limits of systemd: NOTIFY_BUFFER_MAX, NOTIFY_FD_MAX (the limit of SCM_RIGHTS, unix(7)), FDNAME_MAX.
 constexpr size_t kTextBytesMax = 4096;
 constexpr size_t kFdsPerMessageMax = 253;
 constexpr size_t kNameBytesMax = 255;
@@ -47,7 +47,7 @@ std::vector<UniqueFd> FdsOf(msghdr& header) {
   return fds;
 }
 
-// The next message that has come. One that is cut off has no text and no descriptors.
+// Returns the next message in the socket's queue. A truncated message is returned without text and descriptors.
 std::optional<Message> Receive(int socket) {
   std::array<char, kTextBytesMax> text;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kFdsPerMessageMax * sizeof(int))> control;
@@ -96,7 +96,7 @@ absl::StatusOr<DescriptorStore> DescriptorStore::Create(const std::string& socke
   return DescriptorStore(socket_path, capacity, std::move(socket));
 }
 
-// FDSTORE also where nothing is kept: this process may have one of its own service manager.
+// FDSTORE is set even if the capacity is 0: it overrides a value that this process has from its own service manager.
 std::vector<std::string> DescriptorStore::environment() const {
   return {absl::StrCat("NOTIFY_SOCKET=", socket_path_), absl::StrCat("FDSTORE=", capacity_)};
 }
@@ -107,8 +107,8 @@ void DescriptorStore::Drain() {
   }
 }
 
-// Of BARRIER=1 nothing is left to do: the service waits until its descriptor is closed, and the messages before it
-// are done.
+// Handles one message. BARRIER=1 needs no code: the service waits until the descriptor that it has sent is closed. It is closed
+// at the end of this call, when all earlier messages are handled.
 void DescriptorStore::Handle(const std::string& text, std::vector<UniqueFd> fds) {
   bool stores = false;
   bool removes = false;

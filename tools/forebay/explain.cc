@@ -308,7 +308,7 @@ std::string_view PythonClassOf(absl::StatusCode code) {
   }
 }
 
-// Of a row of the table of errors; tests/tools/troubleshooting_test.py finds one without.
+// Returns the explanation of an error, or an empty one. tests/tools/troubleshooting_test.py fails if an error has none.
 const Explanation& Of(const ErrorInfo& info) {
   static constexpr Explanation kNone;
   const auto found = std::ranges::find(kExplanations, info.id, &Explanation::id);

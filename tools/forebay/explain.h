@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each error id means and what to do about it: `forebay explain`, and the source of
-// docs/reference/troubleshooting.md.
+// `forebay explain`: the meaning of each error id and its remedy. docs/reference/troubleshooting.md is made from it.
 #pragma once
 
 #include <string>
@@ -15,9 +14,8 @@ struct ExplainOptions {
   bool as_json = false;
 };
 
-// Of one id all that is known, of all ids a line each. As JSON a list of {"id", "class" (of the
-// Python package), "retryable", "meaning", "remedy", "example", "hint" (of an error without one of
-// its own)}.
+// Returns the whole explanation of one id, or a table with a line for each id. JSON is a list of {"id", "class" (the Python
+// exception), "retryable", "meaning", "remedy", "example", "hint" (the default hint)}.
 //
 // Errors  kInvalidArgument (E_OPTION)  there is no such id.
 absl::StatusOr<std::string> Explain(const ExplainOptions& options);

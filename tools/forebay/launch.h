@@ -23,18 +23,20 @@ struct LaunchOptions {
   std::vector<std::string> command;      // not empty; one that begins with a script is torchrun's
 };
 
-// What every host gets of `environment`: what `exported` names, and what programs are found and collectives set by.
+// Variables of `environment` that every host gets: those named by `exported`, and those that programs are found by or that
+// configure Forebay, Python, torch and collectives.
 //
 // Errors  E_OPTION  `exported` has a name that is not set.
 absl::StatusOr<std::vector<std::string>> ExportedVariables(const LaunchOptions& options);
 
-// What torchrun reads where its options are not given: `hosts[node]` as node so-and-so of all of them.
+// Variables from which torchrun takes the options that its command line does not give: `hosts[node]` is node `node` of
+// hosts.size().
 std::vector<std::string> TorchrunVariables(const std::vector<HostSlots>& hosts, size_t node,
                                            const std::string& master_addr, int master_port);
 
-// Runs the command once on each host, its output line by line behind the host's name, and returns its exit status: 0
-// where every host's is, else that of the host that failed first; the others' commands are then ended. Signals sent to
-// this process reach every command. A command ends too when this process or its connection does.
+// Runs the command once on each host and prints its output line by line behind the host's name. Returns 0 if the command
+// succeeds on every host. At the first failure, ends the commands of the other hosts and returns the exit status of the failed
+// one. Signals sent to this process reach every command. A command also ends when this process or its connection ends.
 //
 // Threads  Before the process has a second thread.
 int Launch(const LaunchOptions& options);

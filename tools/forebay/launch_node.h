@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `forebay launch` starts on each host: one command, ended with the connection.
+// The program that `forebay launch` starts on each host. It runs one command and ends it when the connection ends.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace forebay::tools {
 
-// The hidden command of forebay, and what it writes to its stdout before its command can.
+// The hidden command of forebay, and the line that it writes to stdout before it starts the host's command.
 inline constexpr std::string_view kNodeCommand = "launch-node";
 inline constexpr std::string_view kNodeAnswer = "forebay launch-node 1";
 inline constexpr size_t kNodeMessageMax = 512 << 10;  // bytes
@@ -21,7 +21,7 @@ struct NodeMessage {
   std::vector<std::string> command;
 };
 
-// One line, with its end.
+// Formats the message as one line with a newline at its end.
 //
 // Errors  E_OPTION  a text is no UTF-8.
 //         E_LIMIT   longer than kNodeMessageMax.

@@ -17,7 +17,8 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Of a config, so that its parameters can be listed: of layers and experts, and of both.
+// Upper bounds for the layers of a config, the experts of a layer, and the experts of all layers. They bound the list of
+// parameters.
 constexpr uint64_t kLayersMax = 4096;
 constexpr uint64_t kExpertsMax = 1024;
 constexpr uint64_t kExpertsInAllMax = uint64_t{1} << 17;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Models as lists of shapes: what `forebay plan` reckons with.
+// Models as lists of shapes, from which `forebay plan` computes.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@
 
 namespace forebay::tools {
 
-// Of the parameters outside the layers.
+// Name of the group of the parameters outside the layers.
 inline constexpr char kRootGroup[] = "root";
 
-// Parameters that are gathered together: of a decoder, those of a layer; first those outside the layers.
+// Parameters that are gathered together. A decoder has a group for the parameters outside the layers, then one for each layer.
 struct ShapeGroup {
   struct Param {
     std::string name;
@@ -42,14 +42,14 @@ ModelShape EvenShape(uint64_t params, uint32_t layers);
 // a head of its own.
 ModelShape DecoderShape(uint32_t layers, uint64_t width, uint64_t vocab);
 
-// Of a config.json as Hugging Face's transformers writes it: model_type gpt2, llama, mistral, mixtral, qwen2 or
+// Shape of the model in a config.json of Hugging Face's transformers: model_type gpt2, llama, mistral, mixtral, qwen2 or
 // qwen3.
 //
 // Errors  E_OPTION  another model_type, or a key is missing: names it.
 absl::StatusOr<ModelShape> HuggingFaceShape(const nlohmann::json& config);
 
-// The layout of such a model. Sharded: as FSDP2 cuts it, each parameter along its rows into as many chunks as
-// there are ranks; the last may be short or empty.
+// Choices for the layout of a model. A layout that is not shared is cut like FSDP2's: each parameter along its rows into as
+// many chunks as there are ranks. The last chunks may be short or empty.
 struct LayoutChoice {
   protocol::DType dtype = protocol::DType::kBFloat16;
   protocol::Format format = protocol::Format::kExact;

@@ -96,7 +96,8 @@ struct DiskRates {
   bool is_measured = false;
 };
 
-// What the caller says; else, of this node, what its paths were measured with.
+// Returns the rates of the options if both are set or another node is planned. Otherwise returns the sum of the rates that the
+// daemon has measured on this node's paths; 0 if a path was not measured.
 DiskRates RatesOf(const PlanOptions& options, schema::NodeStatus::Reader status) {
   const bool is_given = options.read_rate > 0 && options.write_rate > 0;
   if (is_given || !options.dram.empty()) {
@@ -111,15 +112,17 @@ DiskRates RatesOf(const PlanOptions& options, schema::NodeStatus::Reader status)
   return rates;
 }
 
-// Of a step of the disk, and of what a durable one writes besides: each so many steps, 1: each.
+// Seconds that the disk works in a step, and the seconds that it writes more in a durable step. Every durable_every-th step is
+// durable; 0: no step is.
 struct DiskTime {
   double step_s = 0;
   double durable_s = 0;
   uint64_t durable_every = 0;
 };
 
-// What is hidden under compute is hidden: the longer of both, less where an option switches that off. A call of step waits
-// until its step is durable where each is to be; else that happens under the next step.
+// Appends the time of a step. Early updates hide the disk under compute: the step takes the longer of both. Otherwise the step
+// takes the sum. If every step is durable, the call of step also waits for the durable writes. If only some steps are, the
+// durable writes run during the next step.
 void AppendStepTime(const PlanOptions& options, const DiskTime& disk, std::string& text) {
   if (options.compute_s == 0) return;
   const bool hides = options.early_updates && !options.is_shared;
@@ -142,7 +145,7 @@ void AppendStepTime(const PlanOptions& options, const DiskTime& disk, std::strin
                                                           : "the disk waits for compute");
 }
 
-// What partitions of each rank take; ranks with the same in one row.
+// Table of the bytes that the partitions of each rank take. Neighbouring ranks with equal bytes share a row.
 std::string RanksText(schema::JobPlan::Reader plan) {
   Table table({"RANK", "WEIGHTS", "CACHE", "STATES", "GRADIENT SUMS", "WEIGHTS ON SWAP",
                "STATES ON SWAP", "LARGEST SHARD"});
@@ -172,7 +175,7 @@ std::string RanksText(schema::JobPlan::Reader plan) {
   return table.empty() ? "" : "\n" + table.Text();
 }
 
-// Of `sessions`.
+// Describes the arenas of each rank, which the DRAM table counts in one row.
 std::string ArenasText(schema::JobPlan::Reader plan) {
   std::string text = absl::StrCat("each rank has an arena of ", FormatBytes(plan.getGradArena()),
                                   " for gradients");
@@ -187,9 +190,9 @@ std::string ArenasText(schema::JobPlan::Reader plan) {
   return text + "\n";
 }
 
-// What FSDP2 holds in each process. The group outside the layers stays gathered from forward to backward.
-// A rank that is alone on a GPU gathers nothing, but copies (client/python/forebay/sharded/copy_ahead.py): of the group in use and
-// of the next.
+// Describes the gathered weights that FSDP2 holds in each process. The group outside the layers stays gathered from forward to
+// backward. A single rank on a GPU gathers nothing. It holds copies of the group in use and of the next group
+// (client/python/forebay/sharded/copy_ahead.py).
 std::string GatheredText(const ModelShape& model, protocol::DType dtype,
                          const PlanOptions& options) {
   uint64_t root_bytes = 0;
@@ -210,7 +213,7 @@ std::string GatheredText(const ModelShape& model, protocol::DType dtype,
     absl::StrAppend(&text, ", and ", FormatBytes(root_bytes), " of what belongs to no layer");
   }
   if (options.is_on_gpu && options.ranks == 1) {
-    const uint64_t gathered_ahead = layers[1];  // which it does not
+    const uint64_t gathered_ahead = layers[1];  // a single rank gathers no group ahead
     layers.push_back(root_bytes);
     std::ranges::sort(layers, std::greater());
     absl::StrAppend(&text, "; ", FormatBytes(layers[0] + layers[1] - gathered_ahead),
@@ -219,7 +222,7 @@ std::string GatheredText(const ModelShape& model, protocol::DType dtype,
   return text + "\n";
 }
 
-// `is_made`: of a job that is there.
+// `is_made`: the job exists.
 std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t ranks, bool is_made) {
   Table table({"DRAM", "BYTES", "PER PARAMETER"});
   const auto add = [&](std::string what, uint64_t bytes) {
@@ -271,7 +274,7 @@ std::string DurableText(schema::JobPlan::Reader plan) {
                       " more for what is in DRAM\n");
 }
 
-// Empty where nothing is there.
+// Returns an empty text if the job takes no swap.
 std::string SwapText(const PlanOptions& options, schema::JobPlan::Reader plan,
                      const DiskRates& rates) {
   if (plan.getSwap() == 0) return {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `forebay plan`: what a job would take, before there is one; and what one that is there takes.
+// `forebay plan`: the memory and swap that a job would take, or that an existing job takes.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace forebay::tools {
 
 struct PlanOptions {
   std::string socket;
-  // One of these.
-  std::string job;           // as it is on this node; with `dram` on another one
+  // Exactly one of the next four names the model.
+  std::string job;           // an existing job on this node; with `dram`: planned for another node
   std::string hugging_face;  // a config.json
   uint64_t params = 0;       // in `layers` layers of one size
   uint64_t width = 0;        // of a decoder of `layers` layers
@@ -32,23 +32,23 @@ struct PlanOptions {
   std::string format = {};  // empty: exact for bfloat16, else fp32
   std::string optimizer = "adamw";
   std::string durability = {};  // "memory", "epoch=N", "step"; empty: the daemon's default
-  // Of another node, with this daemon's settings; empty: this node as it is.
+  // DRAM and swap of another node with this daemon's settings. Empty: plans for this node.
   std::string dram;
   std::string swap_size;
-  // Of the node's swap, GB/s; 0: no time is shown.
+  // Rates of the node's swap, in GB/s. 0: the measured rates of this node; without these, no time is shown.
   double read_rate = 0;
   double write_rate = 0;
-  // Of forward and backward, seconds a step; 0: not known.
+  // Seconds that forward and backward compute in a step. 0: unknown.
   double compute_s = 0;
   bool as_json = false;
-  // With nodes: of a cluster, by its closed form, without a daemon. Its rates of swap, placing and early_updates
-  // are those above.
+  // If cluster.nodes > 0, plans a cluster by its closed form, without a daemon. The cluster's swap rates, memory sizes and
+  // early_updates are the fields above.
   ClusterOptions cluster;
 };
 
-// What options of a cluster say.
+// The model and the cluster that the options describe.
 //
-// Errors  E_OPTION  none or two models, or a name or size that is none.
+// Errors  E_OPTION  no model or several, or an unknown name, or a size that cannot be parsed.
 absl::StatusOr<ClusterModel> ClusterModelOf(const PlanOptions& options);
 absl::StatusOr<ClusterOptions> ClusterOptionsOf(const PlanOptions& options);
 

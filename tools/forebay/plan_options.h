@@ -11,10 +11,10 @@ class Option;
 
 namespace forebay::tools {
 
-// Of a model, and of the node it is for; --params aside.
+// Adds the options that describe a model and the node that it is planned for, except --params.
 void AddModelOptions(CLI::App* command, PlanOptions& plan);
 
-// Returns --nodes, without which there is no cluster.
+// Adds the options that describe a cluster. Returns --nodes, which all of them need.
 CLI::Option* AddClusterOptions(CLI::App* command, ClusterOptions& cluster);
 
 }  // namespace forebay::tools

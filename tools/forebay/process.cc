@@ -59,7 +59,7 @@ std::vector<std::string> Environment(const std::vector<std::string>& extra) {
   return all;
 }
 
-// What sd_listen_fds(3) reads. The child writes its own id behind LISTEN_PID=.
+// The environment variables that sd_listen_fds(3) reads. The child writes its own process id behind LISTEN_PID=.
 std::vector<std::string> ListenVariables(const std::vector<PassedDescriptor>& passed) {
   const auto name = [](std::string* out, const PassedDescriptor& one) { *out += one.name; };
   std::string pid(kListenPid);
@@ -68,7 +68,7 @@ std::vector<std::string> ListenVariables(const std::vector<PassedDescriptor>& pa
           absl::StrCat("LISTEN_FDNAMES=", absl::StrJoin(passed, ":", name))};
 }
 
-// What the child needs and cannot make: memory is not allocated between fork and exec.
+// Memory prepared for the child before fork, because the child must not allocate between fork and exec.
 struct Launch {
   std::vector<char*> arguments;
   std::vector<char*> environment;
@@ -77,7 +77,8 @@ struct Launch {
   int errno_fd = -1;           // where the errno of a failed exec goes
 };
 
-// In the child. Numbers are free from kPassedFdsStart on once everything there is moved out of the way.
+// Runs in the child. First moves the descriptors above the target numbers, so that dup2 to kPassedFdsStart and the following
+// numbers overwrites none of them. Returns 0 or an errno.
 int PassDescriptors(Launch& launch) {
   const int end = kPassedFdsStart + static_cast<int>(launch.passed_fds.size());
   for (int& fd : launch.passed_fds) {
@@ -94,8 +95,7 @@ int PassDescriptors(Launch& launch) {
   return 0;
 }
 
-// In the child, between fork and exec: async-signal-safe calls alone. Returns the errno of what
-// failed.
+// Runs in the child between fork and exec, with async-signal-safe calls only. Returns the errno of the call that failed.
 int BecomeProgram(const ProcessOptions& options, pid_t parent, Launch& launch) {
   if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
   if (::getppid() != parent) ::_exit(127);  // it died before prctl

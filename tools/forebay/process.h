@@ -17,7 +17,7 @@
 
 namespace forebay::tools {
 
-// One that a child gets. Borrowed.
+// A descriptor that is passed to a child. The descriptor is borrowed.
 struct PassedDescriptor {
   std::string name;
   int fd = -1;
@@ -29,13 +29,13 @@ struct ProcessOptions {
   bool own_group = false;                // out of reach of the terminal's signals
   std::optional<pid_t> group = {};       // a process group of this session to join
   bool null_stdin = false;
-  // In the place of this process's own.
+  // Descriptors that replace this process's own in the child.
   std::optional<int> stdin_fd = {};
   std::optional<int> stdout_fd = {};
   std::optional<int> stderr_fd = {};
-  // From number 3 on, their names in the variables LISTEN_*, as sd_listen_fds(3) has it.
+  // Descriptors that the child gets from number 3 on. The variables LISTEN_* name them for sd_listen_fds(3).
   std::vector<PassedDescriptor> passed = {};
-  std::optional<sigset_t> signal_mask;  // of the child; this thread's where absent
+  std::optional<sigset_t> signal_mask;  // of the child; absent: this thread's mask
 };
 
 // One child. It gets SIGKILL when the thread that started it dies.
@@ -67,18 +67,18 @@ class Process {
   std::optional<int> status_;
 };
 
-// Blocks the signals that a command which stands for another one passes on, and gives a signalfd for them, not valid where
-// there is none (errno says why). `before`: the mask that was.
+// Blocks the signals that a wrapper command passes on to its child and returns a signalfd for them. The signalfd is invalid if
+// it cannot be created; errno says why. `before` gets the previous mask.
 protocol::UniqueFd CatchForwardedSignals(sigset_t* before = nullptr);
 
-// Exit statuses of a command that stands for another one.
+// Exit statuses of a wrapper command for its own failures.
 inline constexpr int kFailed = 1;
-inline constexpr int kNotFound = 127;  // as a shell says it
+inline constexpr int kNotFound = 127;  // the status of shells if a command cannot be executed
 
 // The time between SIGTERM and SIGKILL for processes that a command has left running.
 inline constexpr std::chrono::milliseconds kLeftOverGrace(3000);
 
-// Of a wait status, as a shell has it: 128 and its number for a signal.
+// Converts a wait status to the exit status that a shell reports: 128 plus the number for a signal.
 int ShellStatus(int wait_status);
 
 // "exit status 3", "signal 9 (Killed)".

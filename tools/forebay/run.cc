@@ -39,7 +39,7 @@ using protocol::PrintError;
 using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
-// Of the daemon, after it has ended by itself.
+// Limits for restarts of a daemon that has ended by itself: so many restarts within the period.
 constexpr size_t kStartsAgainMax = 5;
 constexpr std::chrono::seconds kStartsAgainPeriod(60);
 constexpr int kOfTerminal = 0x666f7265;  // marks a signal that the first process hands on
@@ -48,10 +48,10 @@ int ExitStatus(int code) { return W_EXITCODE(code, 0); }
 
 struct Signal {
   int number = 0;
-  bool of_terminal = false;  // which the command gets by itself
+  bool of_terminal = false;  // the terminal sends the signal to the command too
 };
 
-// What came through a signalfd.
+// Reads the next signal from a signalfd. Returns nothing if none is pending.
 std::optional<Signal> NextSignal(int signal_fd) {
   signalfd_siginfo info;
   if (::read(signal_fd, &info, sizeof(info)) != sizeof(info)) return std::nullopt;
@@ -64,7 +64,7 @@ void HandOn(pid_t to, const Signal& signal) {
   ::sigqueue(to, signal.number, sigval{.sival_int = signal.of_terminal ? kOfTerminal : 0});
 }
 
-// What the second process tells the first: folders it has made, then the wait status to pass on.
+// The report of the second process to the first: the folders that the second has created, then the wait status to pass on.
 class Report {
  public:
   static void Folder(int fd, const std::filesystem::path& folder) {
@@ -76,7 +76,7 @@ class Report {
     return ::write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
   }
 
-  // False at its end.
+  // Reads more of the report. Returns false at the end of the pipe or after an error.
   bool Read(int fd) {
     std::array<char, 4096> bytes;
     const ssize_t got = ::read(fd, bytes.data(), bytes.size());
@@ -102,7 +102,7 @@ class Report {
   std::string text_;
 };
 
-// Of the command. Its daemon is started again where that dies: an attach meanwhile waits for it.
+// Environment of the command. FOREBAY_DAEMON_WAIT lets an attach wait while a daemon that has died is restarted.
 std::vector<std::string> Environment(const std::string& socket, const std::string& run) {
   std::vector<std::string> variables = {absl::StrCat("FOREBAY_SOCKET=", socket),
                                         absl::StrCat("FOREBAY_RUN=", client::RunToken(run))};
@@ -154,14 +154,14 @@ class Supervisor {
   }
 
  private:
-  // A kept run that has not begun leaves nothing.
+  // Removes the files of a new kept run that has not started its command.
   void GiveUpNew() {
     if (kept_ == nullptr || options_.keep.keep.empty()) return;
     const absl::Status status = kept_->Remove();
     if (!status.ok()) PrintError(status);
   }
 
-  // Returns the wait status to pass on, once nothing is left that it has started.
+  // Runs the command. Returns the wait status to pass on after all processes that the command has started have ended.
   int RunCommand(PrivateDaemon& daemon) {
     auto command = Process::Start({.arguments = options_.command,
                                    .environment = Environment(daemon.socket(), Token()),
@@ -180,7 +180,7 @@ class Supervisor {
 
   std::string Token() const { return kept_ == nullptr ? std::string() : kept_->run().run; }
 
-  // Until the command has ended: its wait status; absent when the first process has died.
+  // Waits until the command has ended and returns its wait status. Returns nothing if the first process has died.
   std::optional<int> Watch(PrivateDaemon& daemon, Process& command) {
     std::array<pollfd, 5> watched = {{{signal_fd_, POLLIN, 0},
                                       {front_pidfd_.get(), POLLIN, 0},
@@ -203,7 +203,7 @@ class Supervisor {
     }
   }
 
-  // A daemon that has ended though nobody asked this process to stop.
+  // Restarts a daemon that has ended although nobody asked this process to stop.
   absl::Status StartAgain(PrivateDaemon& daemon) {
     daemon.HandleMessages();  // its last ones
     const std::string ended = absl::StrCat(

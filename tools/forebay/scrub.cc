@@ -44,7 +44,7 @@ std::string ReadAll(int fd) {
   }
 }
 
-// What the program writes to its stdout.
+// Runs a program to its end and returns its stdout.
 absl::StatusOr<std::string> Run(const std::vector<std::string>& arguments) {
   std::array<int, 2> ends;
   if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
@@ -59,7 +59,7 @@ absl::StatusOr<std::string> Run(const std::vector<std::string>& arguments) {
   ASSIGN_OR_RETURN(Process process, Process::Start(options));
   write_end.Reset();
   std::string output = ReadAll(read_end.get());
-  // It has closed its output: it ends now.
+  // The program has closed its stdout, so it ends soon.
   if (process.WaitFor(std::chrono::minutes(1))) return output;
   return MakeError(ErrorId::kTimeout, absl::StrCat("forebayd ", arguments[1], " does not end"));
 }
@@ -80,7 +80,7 @@ std::string JobName(const json& job) {
   return absl::StrCat(job["uid"].get<uint32_t>(), ":", job["name"].get<std::string>());
 }
 
-// What is not as it was written, where another copy of it is.
+// Lists the damaged copies of labels, records and ledgers, each of which is stored in more than one copy.
 std::string CopiesText(const json& report) {
   std::string text;
   for (const auto& [key, what] :

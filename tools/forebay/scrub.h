@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What durable jobs have on swap, read and verified.
+// `forebay scrub`: reads and verifies the bytes of durable jobs on swap.
 #pragma once
 
 #include <optional>
@@ -12,23 +12,24 @@
 namespace forebay::tools {
 
 enum class ScrubExtent {
-  kSlots,   // all that the ledger names is read
-  kLedger,  // jobs and steps alone; of a stopped daemon
+  kSlots,   // reads every slot that the ledger names
+  kLedger,  // reads only the jobs and steps in the ledger; the daemon must be stopped
 };
 
 struct ScrubOptions {
   std::vector<std::string> swap;  // directories or block devices, in the daemon's order
   std::string config;             // or the daemon's TOML file
-  // "500MiB": bytes a second at most, of a stopped daemon of each path; empty: no limit, or the daemon's choice.
+  // Limit in bytes a second, "500MiB"; for a stopped daemon the limit of each path. Empty: no limit, or the daemon's choice.
   std::string rate;
-  std::string socket;  // of a daemon that runs, where neither swap nor config is given
+  std::string socket;  // of a running daemon; used if neither swap nor config is given
   ScrubExtent extent = ScrubExtent::kSlots;
 };
 
-// A ScrubReport (forebay.capnp): from the daemon that runs, or from the forebayd in this program's folder, which reads
-// the volume of a stopped one. Its messages go to stderr. Nothing: it could not read the volume, and has said why.
+// Returns a ScrubReport (forebay.capnp) from the running daemon, or from the forebayd in this program's folder, which reads the
+// volume of a stopped daemon. Messages of that forebayd go to stderr. Returns nothing if that forebayd could not read the
+// volume and has printed why.
 //
-// Errors  E_OPTION  the rate is none, or there is no forebayd. Else those of client::AdminClient::Scrub.
+// Errors  E_OPTION  the rate cannot be parsed, or there is no forebayd. Else those of client::AdminClient::Scrub.
 absl::StatusOr<std::optional<nlohmann::ordered_json>> Scrub(const ScrubOptions& options);
 
 std::string ScrubText(const nlohmann::ordered_json& report);

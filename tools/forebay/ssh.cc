@@ -48,7 +48,7 @@ std::vector<std::string> CommandWords(const SshOptions& options) {
   return words;
 }
 
-// Of two values that ssh is given for one option it takes the first: the user's own.
+// Command line of ssh. The user's words come first, because ssh uses the first value that it gets for an option.
 std::vector<std::string> SshWords(const SshOptions& options, const std::string& host,
                                   const std::string& remote_command) {
   std::vector<std::string> words = CommandWords(options);

@@ -75,7 +75,7 @@ void AwaitAll(std::vector<Question>& questions, std::chrono::milliseconds limit)
   }
 }
 
-// The line that says it: an error of Forebay's, else the last one.
+// Returns the line that explains the failure: the first error line of Forebay, or the last line if there is none.
 std::string Reason(const Question& one, std::chrono::seconds limit) {
   if (one.is_late) return absl::StrCat("no answer within ", 2 * limit.count(), " s");
   std::string last;
@@ -88,7 +88,7 @@ std::string Reason(const Question& one, std::chrono::seconds limit) {
   return last.empty() ? absl::StrCat("ssh: ", DescribeWaitStatus(*one.ended)) : last;
 }
 
-// A login shell may print something before it.
+// Parses the JSON at the end of the output. A login shell may print lines before the JSON.
 json ParseOutput(const std::string& text) {
   const size_t before = text.starts_with('{') ? 0 : text.find("\n{");
   if (before == std::string::npos) return nullptr;
@@ -96,7 +96,7 @@ json ParseOutput(const std::string& text) {
   return parsed.is_object() ? parsed : json();
 }
 
-// Of another version's answer a field may be missing, or be something else.
+// Returns 0 if the field is missing or is no number. The daemon of another version may answer so.
 uint64_t Number(const json& object, const char* key) {
   const auto found = object.find(key);
   return found != object.end() && found->is_number() ? found->get<uint64_t>() : 0;

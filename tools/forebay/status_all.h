@@ -21,9 +21,9 @@ struct StatusAllOptions {
 
 struct HostStatus {
   std::string host;
-  // What `forebay status --json` prints there; null where nothing came.
+  // Output of `forebay status --json` on the host; null if the host did not answer.
   nlohmann::ordered_json status;
-  std::string error;  // one line: why nothing came; else empty
+  std::string error;  // one line: why the host did not answer; empty if it did
 };
 
 // Asks all hosts at once; each has ssh.limit to connect, and as long again to answer.
