@@ -39,7 +39,7 @@ daemon::NodeOptions OptionsOf(const VirtualNodeOptions& options) {
                            .block_elems = options.block_elems,
                            .workers = options.workers};
   if (options.dram_bytes == 0) return node;
-  // As the daemon's settings have it: room for a block of any usual format; two a worker, and four.
+  // Staging slots like the daemon's default: two for each worker plus four. A slot has room for a block of any usual format.
   const uint64_t slot_bytes = 12 * options.block_elems;
   const uint64_t slots =
       options.staging_bytes == 0 ? 2 * options.workers + 4 : options.staging_bytes / slot_bytes;
@@ -132,7 +132,7 @@ void VirtualDaemon::Begin(const daemon::Action& action, daemon::TaskId task) {
   clock_.At(end, [this, done] { Send(done); });
 }
 
-// Of one worker, which has its share of the DRAM's rate.
+// Seconds that one worker takes for an action. Each worker has an equal share of the DRAM's rate.
 double VirtualDaemon::WorkSeconds(const daemon::Action& action) const {
   uint64_t bytes = 0;
   double update_bytes = 0;

@@ -19,7 +19,8 @@
 
 namespace forebay::tools {
 
-// Seconds of virtual time, and what happens in it, in order; of one moment, in the order in which it was said.
+// Virtual time in seconds, with a queue of callbacks. Callbacks run in the order of their times. Callbacks of the same time run
+// in the order in which they were added.
 class VirtualClock {
  public:
   double now() const { return now_; }
@@ -45,7 +46,7 @@ struct Server {
   double free_at = 0;
   double worked_s = 0;
 
-  // When it will be done.
+  // Returns the time at which the request ends.
   double Serve(double now, double seconds) {
     free_at = std::max(free_at, now) + seconds;
     worked_s += seconds;
@@ -59,17 +60,17 @@ struct Transfer {
   uint64_t written = 0;
 };
 
-// Carries out the actions: events that follow from one another are handled before time goes on.
+// Carries out the actions of the state machine. Events that follow from one another are handled before time advances.
 class VirtualDaemon {
  public:
   using OnAnswer = std::function<void(const protocol::Completion&)>;
 
-  // Both outlive it. Tasks take no time before StartTime().
+  // `options` and `clock` outlive the daemon. Tasks take no time before StartTime().
   VirtualDaemon(const VirtualNodeOptions& options, VirtualClock& clock);
 
   void Send(daemon::Event event);
   void Call(uint64_t session, protocol::Command command, OnAnswer on_answer);
-  // `copied`: what lies in the step region.
+  // `copied`: the contents of the step region.
   void CallStep(uint64_t session, protocol::Command command, daemon::StepRequestCopied copied,
                 OnAnswer on_answer);
   void StartTime() { takes_time_ = true; }

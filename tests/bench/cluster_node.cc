@@ -67,7 +67,7 @@ class VirtualTrainer {
     return absl::OkStatus();
   }
 
-  // Until the answer to the call of the step.
+  // Runs one step until all ranks have the answer to their call of step.
   absl::Status Step(uint64_t step) {
     step_ = step;
     next_ = 0;
@@ -88,7 +88,7 @@ class VirtualTrainer {
 
  private:
   struct Piece {
-    uint32_t index = 0;  // of the step's computations, that made it
+    uint32_t index = 0;  // of the computation in the step that made the gradient
     uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -182,7 +182,8 @@ class VirtualTrainer {
     }
   }
 
-  // Where weights are copied to GPUs, the gradient of one group may wait there for room.
+  // True if the next group may be computed. If weights are copied to GPUs, the gradient of one group may wait on the GPUs until
+  // an arena has room.
   bool MayCompute() const {
     const uint32_t waiting_max = options_.host_link_rate > 0 ? 1 : 0;
     return !computing_ && next_ < 2 * groups_ && ready_[next_] && undelivered_ <= waiting_max;
@@ -254,7 +255,7 @@ class VirtualTrainer {
     }
   }
 
-  // Of every rank. Each parameter has a gradient.
+  // Sends the call from every rank. In a call of step each parameter has a gradient.
   void CallStep(Op op) {
     for (uint32_t number = 0; number < ranks_.size(); ++number) {
       Rank& rank = ranks_[number];

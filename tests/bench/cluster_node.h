@@ -20,8 +20,8 @@ struct VirtualNodeOptions {
   uint64_t staging_bytes = 0;  // 0: the daemon's default
   bool early_updates = true;
   bool drain = true;  // the call of step returns at its decision
-  // Nothing crosses a link while GPUs compute: a group is fetched and gathered when the one before is done with, and the
-  // next waits for the reduction of its gradient. So FSDP2 does it over gloo.
+  // True: no link is used while GPUs compute. A group is fetched and gathered after the previous group is computed and its
+  // gradient is reduced. FSDP2 works like this over gloo.
   bool in_turn = false;
   double compute_s = 0;  // of forward and backward of all groups
   double forward_share = 1.0 / 3;
@@ -31,19 +31,20 @@ struct VirtualNodeOptions {
   double host_link_rate = 0;  // each way; 0: ranks compute where the weights are
   double update_rate = 0;     // DRAM traffic of all workers
   double update_bytes_per_param = 0;
-  // 0: nothing is on swap.
+  // Rates of the swap.
   double read_rate = 0;
   double write_rate = 0;
 };
 
 struct VirtualSteps {
   double step_s = 0;
-  // Of one step.
+  // Averages for one step.
   double read_bytes = 0;
   double written_bytes = 0;
-  double disk_s = 0;      // in which the disk worked
-  double gpu_wait_s = 0;  // in which the GPUs waited, for anything
-  uint64_t events = 0;    // that the state machine has handled in all
+  double disk_s = 0;      // seconds in which the disk worked
+  double gpu_wait_s = 0;  // seconds in which the GPUs waited for anything
+  // Number of events that the state machine has handled in the whole run.
+  uint64_t events = 0;
   uint32_t blocks = 0;
   uint32_t resident_blocks = 0;
   uint64_t weights_on_swap_bytes = 0;

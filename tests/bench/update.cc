@@ -84,7 +84,7 @@ absl::StatusOr<Traffic> TrafficOf(BenchJob& job) {
                  .written_bytes = one.getStateWrittenBytes()};
 }
 
-// What the daemon's loop thread has done so far.
+// Events that the daemon's loop thread has handled so far, and the CPU seconds that it has used.
 struct LoopWork {
   uint64_t events = 0;
   double cpu_seconds = 0;
@@ -95,7 +95,7 @@ absl::StatusOr<LoopWork> LoopWorkOf(BenchJob& job) {
   return LoopWork{.events = status->getLoopEvents(), .cpu_seconds = status->getLoopCpuSeconds()};
 }
 
-// What `measure` returns, with what an event has cost the loop thread meanwhile.
+// Returns the result of `measure`, with the CPU microseconds that the loop thread has used for an event during the measurement.
 absl::StatusOr<BenchResult> WithLoopWork(BenchJob& job,
                                          absl::FunctionRef<absl::StatusOr<BenchResult>()> measure) {
   constexpr double kMicro = 1e6;
@@ -107,9 +107,9 @@ absl::StatusOr<BenchResult> WithLoopWork(BenchJob& job,
   return result;
 }
 
-// One step; the result is bytes of the pass (all in DRAM), or bytes that crossed to or from swap
-// while the step was applied, per second. What was read ahead counts in the sample's bytes alone,
-// which are those since `last`.
+// Runs one step. The sample's value is GB/s: bytes of the pass if `pass_bytes` is not 0 (all states in DRAM), otherwise bytes
+// transferred to or from swap during the call of step. The sample's byte counts are the transfers since `last`. They include
+// bytes that were read ahead, which the value does not count.
 absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes, Traffic& last) {
   RETURN_IF_ERROR(job.DeliverGradients());
   ASSIGN_OR_RETURN(const Traffic before, TrafficOf(job));
@@ -140,7 +140,7 @@ BenchJobOptions JobOptions(const CaseOptions& options, Format format, uint64_t d
   return job;
 }
 
-// Leaves the job's memory beside its states in `beside_states`.
+// Measures a job in DRAM. Sets `beside_states` to the bytes of the job's memory other than its states.
 absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
                                    uint64_t& beside_states) {
   // weights, sums, states, and ample arenas
@@ -166,8 +166,8 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
   });
 }
 
-// What it costs that another daemon can go on in the middle of the update: the same job, on a daemon whose descriptors
-// are kept.
+// Measures the cost of the record that lets another daemon resume in the middle of an update. Compares a daemon that can be
+// restarted with a daemon that cannot; both have the same job in DRAM.
 absl::StatusOr<BenchResult> Recorded(const CaseOptions& options, Format format) {
   BenchJobOptions plain = JobOptions(options, format, options.params * 24 + 512 * kMiB);
   BenchJobOptions recorded = plain;
@@ -215,8 +215,8 @@ absl::StatusOr<BenchResult> MeasureOnSwap(const CaseOptions& options, BenchJob& 
       options.samples, [&] { return TimeStep(job, 0, last); }, [&] { return limit->RunCopies(); });
 }
 
-// `in_dram`: the share of the states that stays there. Where the rate of what crosses to and from swap is that of
-// all on swap, the time of a step is linear in the rest.
+// `in_dram`: the share of the states that is resident. If the swap rate is the same as with all states on swap, the time of a
+// step is linear in the share on swap.
 absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_states,
                                    double in_dram) {
   const uint64_t staging = 64 * kMiB;

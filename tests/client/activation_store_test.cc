@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What a forward pass saves is what its backward finds, however late the device does its work; each
-//         event and each wait is needed for that; the room is never exceeded, and whole again at the end.
+// Goal    A backward pass loads the bytes that its forward pass has saved, however late the device works. Each event and each
+//         wait is needed for this. The room is never exceeded, and all of it is free again at the end.
 // Method  CUDA over a driver that does nothing before it must: once as it is, and once without each of the
 //         waits. Compute is copies between memory that is poison when it is freed. Random sizes on the host.
 
@@ -75,8 +75,8 @@ Bytes ValuesOf(uint64_t step, size_t layer) {
   return values;
 }
 
-// Trains with one layer loaded ahead. Forward and backward are on streams that wait for each other in nothing
-// but the store.
+// Trains with one layer loaded ahead. Forward and backward run on two streams, which wait for each other only through the
+// store.
 class Loop {
  public:
   Loop(const Attachment& attachment, const std::shared_ptr<gpu::Device>& device)
@@ -94,7 +94,7 @@ class Loop {
   Loop(const Loop&) = delete;
   Loop& operator=(const Loop&) = delete;
 
-  // What went wrong; empty: nothing.
+  // Trains two steps. Returns the errors; empty if there are none.
   std::vector<std::string> Run() {
     Read(0);
     for (uint64_t step = 1; step <= 2; ++step) {
@@ -145,7 +145,7 @@ class Loop {
       if (!has_left.ok() || *has_left) return;
     }
   }
-  // To memory that the stream has read in the use before.
+  // Starts to load a layer into one of two buffers. The backward stream has read this buffer before.
   void StartLoad(uint64_t step, size_t layer) {
     Note(store_->Load(numbers_[layer], *buffers_[layer % 2], *backward_));
     holds_[layer % 2] = {step, layer};
@@ -204,7 +204,7 @@ class ActivationStoreOnADevice : public ActivationStoreTest {
     if (left_out.has_value()) FakeCuda::LeaveOut(*left_out);
     return Loop(*attachment, device).Run();
   }
-  // As late as can be, and with any choice of streams that are late.
+  // Options of a device on which all work is as late as possible, and of devices with every choice of late streams.
   static std::vector<FakeCuda::Options> Devices() {
     constexpr uint64_t kStreams = 4;  // the loop's two, and the store's two
     std::vector<FakeCuda::Options> devices{{}};

@@ -78,7 +78,7 @@ class AttachmentDeviceTest : public ::testing::Test {
     return rank;
   }
 
-  // Each parameter's gradient comes from memory that the caller gives up at once.
+  // Delivers the gradient of each parameter from device memory that the caller frees at once.
   static absl::Status Deliver(Rank& rank, uint64_t t) {
     const protocol::Layout& layout = rank.session->layout();
     for (uint32_t param = 0; param < layout.params().size(); ++param) {
@@ -99,7 +99,7 @@ class AttachmentDeviceTest : public ::testing::Test {
     RETURN_IF_ERROR(Deliver(rank, t));
     return Step(rank, t);
   }
-  // What is on the device after a fetch.
+  // Copies the weights of all groups to the device and compares them with the reference.
   static void ExpectWeights(Rank& rank, const testing::ReferenceTrainer& reference) {
     for (const uint32_t group : kAllGroups) {
       const auto want = reference.Weights(group);
@@ -110,7 +110,7 @@ class AttachmentDeviceTest : public ::testing::Test {
       EXPECT_TRUE(std::ranges::equal(*to, want)) << "group " << group;
     }
   }
-  // Both ranks' steps from `first` to `last`.
+  // Runs the steps `first` to `last` on both ranks and compares their weights with the reference.
   static void Train(Rank& rank0, Rank& rank1, uint64_t first, uint64_t last,
                     testing::ReferenceTrainer& reference) {
     for (uint64_t t = first; t <= last; ++t) {

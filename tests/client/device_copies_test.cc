@@ -226,7 +226,7 @@ TEST_P(DeviceCopies, AreOfTheRightBytesInAnyOrderThatStreamsAllow) {
   }
 }
 
-// A slot that is private memory needs none: the device is done with it when the copy has begun.
+// Copies to slots in the arena. Slots in private memory are left out, because they need no event and no wait.
 class CopiesToTheArena : public DeviceCopies {};
 
 TEST_P(CopiesToTheArena, NeedEachEventAndEachWait) {
@@ -252,7 +252,7 @@ INSTANTIATE_TEST_SUITE_P(Arenas, DeviceCopies,
 INSTANTIATE_TEST_SUITE_P(Arenas, CopiesToTheArena,
                          ::testing::Values(kRoomForAll, kFlushedUnits, kRoomForTwo), kNameOf);
 
-// What the arena holds where the first piece lies, after a gradient that was dropped.
+// Returns the first element of parameter 1 in the arena after its gradient was delivered and dropped.
 float ElementAfterADrop(std::optional<size_t> left_out) {
   Training training(StartDevice(), 2, Flush::kEachUnit);
   if (left_out.has_value()) FakeCuda::LeaveOut(*left_out);

@@ -64,7 +64,8 @@ class ExchangeTest : public ::testing::Test {
     return session.InitialDone(kTimeout);
   }
 
-  // What each rank gets that calls with its own bytes; `last` instead of calling, where it is given.
+  // Calls Exchange() on every rank except the last one, each on a thread of its own. Calls `last` in place of the last rank's
+  // call. Returns the results of the other ranks.
   template <typename Last>
   std::vector<All> WaitingFor(Last last) {
     std::vector<All> all(kRanks - 1, All(absl::UnknownError("not answered")));

@@ -64,7 +64,7 @@ protocol::LayoutSpec Spec() {
           .partitions = {}};
 }
 
-// What the quickstart trains on, its first chapters; empty where the program `bible` is missing.
+// The first chapters of the text that the quickstart trains on. Returns an empty text if the program `bible` is missing.
 std::string Text() {
   std::string text;
   FILE* const output = ::popen("bible -f gen1:1-gen5:32 2>/dev/null", "r");

@@ -126,8 +126,8 @@ class PiecesTest : public ::testing::Test {
     const std::array<protocol::HyperParams, 1> hyper{};
     return session_->Step(t, hyper, 0, {}, kTimeout).status();
   }
-  // What was delivered, after a Step: every element of each parameter has its value here, 0 for one
-  // without a gradient; bit i of `presence` says whether parameter i has one.
+  // Checks the deliveries after a Step: every delivered element of parameter i equals values[i], 0 without a gradient. Bit i of
+  // `presence` is set if parameter i has a gradient.
   void ExpectDelivered(std::array<float, 3> values, uint64_t presence) const {
     for (uint32_t param = 0; param < values.size(); ++param) {
       EXPECT_THAT(DeliveredOf(param), Each(values[param])) << "parameter " << param;
@@ -135,7 +135,7 @@ class PiecesTest : public ::testing::Test {
     EXPECT_EQ(presence_, presence);
   }
 
-  // What was delivered of parameter `param`, by element; the deliveries are read after a Step.
+  // The delivered elements of parameter `param`, in the order of the deliveries. Call this after a Step.
   std::vector<float> DeliveredOf(uint32_t param) const {
     const protocol::ParamPlace& place = layout_->params()[param];
     std::vector<float> values;
@@ -155,7 +155,7 @@ class PiecesTest : public ::testing::Test {
   std::shared_ptr<Mapping> grad_;
   ScriptedDaemon daemon_;
   std::unique_ptr<Attachment> session_;
-  // Of the daemon's thread until Step has returned.
+  // Only the daemon's thread uses these until Step has returned.
   std::vector<Delivery> delivered_;
   uint64_t presence_ = 0;
   uint64_t attempt_of_step_ = 0;

@@ -70,7 +70,7 @@ struct LoopOptions {
   uint32_t nodes = 1;                                               // of as many ranks each
   testing::ThreadExchange* all_gather = nullptr;                    // of several
   std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives
-  // Whether a rank leaves before it reduces in this step; 0: none does.
+  // The step in which rank 1 leaves before it reduces. 0: no rank leaves.
   uint64_t leaves_in_step = 0;
 };
 
@@ -110,7 +110,7 @@ class Loop {
   Loop(const Loop&) = delete;
   Loop& operator=(const Loop&) = delete;
 
-  // Of a job that one owner holds: what the reference computes with.
+  // Layout with a single owner, which the reference trainer uses.
   static protocol::LayoutSpec Spec() {
     return testing::MakeLayoutSpec({.groups = kGroups, .group_elems = kGroupElems});
   }
@@ -119,7 +119,7 @@ class Loop {
     return layout;
   }
 
-  // Trains, and compares what was gathered with the reference.
+  // Trains and compares the gathered weights with the reference.
   absl::Status Run() {
     reference_ = std::make_unique<testing::ReferenceTrainer>(Whole(), options_.ranks, kSeed);
     testing::ReferenceTrainer& reference = *reference_;
@@ -152,7 +152,7 @@ class Loop {
     RETURN_IF_ERROR(stream.Copy(to, gradients_[group].bytes()));
     return own_.pipeline->Reduce(group, stream);
   }
-  // Of all groups, as compute sees them.
+  // Gathers the weights of all groups and returns them as the compute stream sees them.
   absl::StatusOr<Bytes> Weights() {
     Bytes all;
     for (uint32_t group = 0; group < kGroups; ++group) {
@@ -165,7 +165,7 @@ class Loop {
     used_.clear();
     return all;
   }
-  // After Run: a step whose gradients are made on two streams, which wait for no weights.
+  // Call this after Run. Runs a step whose gradients are made on two streams, which wait for no weights.
   absl::Status StepOnTwoStreams(uint64_t t) {
     ASSIGN_OR_RETURN(second_, own_.device->MakeStream());
     RETURN_IF_ERROR(MakeGradients(t));
@@ -180,12 +180,12 @@ class Loop {
     reference_->Step(t, testing::MakeHyperParams(), 0, std::vector<uint32_t>{0, 1, 2});
     return Forward();
   }
-  // After Run, and steps without gradients, which change nothing.
+  // Call this after Run. Compares the weights of all groups with the reference; steps without gradients in between change none.
   absl::Status Forward() {
     for (uint32_t group = 0; group < kGroups; ++group) RETURN_IF_ERROR(Use(group));
     return CompareUsed(*reference_, options_.steps + 1);
   }
-  // Each group on two streams, of which either may be late; then the step frees them.
+  // Uses each group on two streams, each of which may be late. Then the step frees the weights.
   absl::Status UseOnTwoStreams(uint64_t t) {
     ASSIGN_OR_RETURN(second_, own_.device->MakeStream());
     std::vector<gpu::DeviceMemory> seen;
@@ -694,7 +694,7 @@ TEST_F(PipelineTest, AnExchangeOfTooManyBytesIsRefusedAndTheSessionGoesOn) {
 TEST_F(PipelineTest, AnotherLayoutIsRefused) {
   StartDaemon();
   protocol::LayoutSpec spec = ShardFlat(Loop::Spec(), 2);
-  // Of one rank.
+  // Rank 0 owns all elements.
   std::erase_if(spec.partitions, [](const auto& one) { return one.owner == 1; });
   for (auto& partition : spec.partitions)
     partition = ShardFlat(Loop::Spec(), 1).partitions[partition.group];

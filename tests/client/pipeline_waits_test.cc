@@ -50,7 +50,7 @@ class Alone final : public gpu::Communicator {
                              gpu::Reduction) override {
     return stream.Copy(to, from);
   }
-  // Reads and writes, as a reduction does.
+  // Reads and writes `bytes`, like a reduction.
   absl::Status AllReduce(gpu::Stream& stream, std::span<std::byte> bytes, protocol::DType,
                          gpu::Reduction) override {
     ASSIGN_OR_RETURN(const auto sum, stream.Allocate(bytes.size()));
@@ -83,7 +83,7 @@ class Loop {
   Loop(const Loop&) = delete;
   Loop& operator=(const Loop&) = delete;
 
-  // What went wrong; empty: nothing.
+  // Trains two steps. Returns the errors; empty if there are none.
   std::vector<std::string> Run() {
     for (uint64_t step = 1; step <= 2; ++step) {
       for (uint32_t group = 0; group < kGroups; ++group) Use(group);
@@ -101,7 +101,8 @@ class Loop {
     return wrong_;
   }
 
-  // Of Step, for which other ranks might not come: one rank alone does not need them.
+  // Numbers of the first wait in each call of Step. This wait lets Step detect ranks that are lost, so a single rank does not
+  // need it.
   const std::vector<size_t>& waits_for_collectives() const { return waits_for_collectives_; }
 
  private:
@@ -178,9 +179,11 @@ class PipelineWaits : public ::testing::TestWithParam<StageCase> {
 
 constexpr uint64_t kSeeds = 20;
 
-// Where some streams run as far as others wait for them, and the others at once; or all of them late.
+// Options of a device on which all streams are late, and of devices with every choice of late streams. The other streams run
+// their work at once.
 std::vector<FakeCuda::Options> PipelineWaits::Devices() {
-  // The session looks at its copies in each call, and every 100 us: not until it waits for them.
+  // The session queries its copies in each call and every 100 us. With this limit they end only when the session waits for
+  // them.
   constexpr int kLooks = 40;
   constexpr uint64_t kStreams = 4;  // the session's, compute, and the pipeline's two
   std::vector<FakeCuda::Options> devices{{.looks_until_done = kLooks}};
@@ -190,7 +193,8 @@ std::vector<FakeCuda::Options> PipelineWaits::Devices() {
   return devices;
 }
 
-// A machine that stops this process for long lets the session's thread end copies early: once more then.
+// True if the tests fail without the wait. If the machine stops this process for long, the session's thread ends copies early,
+// so a run that notices nothing is repeated.
 bool PipelineWaits::IsNoticed(size_t wait) {
   constexpr int kTries = 3;
   for (int tries = 0; tries < kTries; ++tries) {

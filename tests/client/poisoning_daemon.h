@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A daemon that serves weights from slots which are poison as soon as they are given back, and poisons
-// gradients when it has taken them: whatever a device reads or writes too early or too late is seen.
+// A daemon that poisons a slot of weights as soon as the slot is released, and a gradient as soon as it has read the gradient.
+// Tests see the poison if a device reads or writes too early or too late.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 
 namespace forebay::client::internal {
 
-// One value for each purpose: an element that is another one's, of another step or poison is seen.
+// A distinct value for each element and step, so that tests see a wrong element, a wrong step or poison.
 inline float WeightOf(uint64_t step, uint32_t partition, uint64_t elem) {
   return static_cast<float>(step * 1000003 + partition * 100003 + elem);
 }
@@ -52,9 +52,9 @@ inline protocol::LayoutSpec UnitsSpec(uint32_t units, uint32_t params_of_unit,
   return ShardFlat(std::move(spec), 1);
 }
 
-// Of a job of one rank: partitions of one size, in float32, with one size of parameters.
+// A daemon with a job of one rank in float32. All partitions have the same size, and all parameters have the same size.
 //
-// Threads  The script runs on the daemon's; gradients may be looked at when Step has returned.
+// Threads  The script runs on the daemon's thread. Tests may read gradients after Step has returned.
 class PoisoningDaemon {
  public:
   static constexpr std::chrono::milliseconds kTimeout = kTestDeadline;
@@ -105,7 +105,7 @@ class PoisoningDaemon {
   PoisoningDaemon(const PoisoningDaemon&) = delete;
   PoisoningDaemon& operator=(const PoisoningDaemon&) = delete;
 
-  // Of which no other reference is left.
+  // Ends the session. The caller has dropped all other references to it.
   void EndSession() { session_.reset(); }
 
   const std::shared_ptr<Attachment>& session() { return session_; }
@@ -113,7 +113,7 @@ class PoisoningDaemon {
   const protocol::Layout& layout() const { return *layout_; }
   std::span<std::byte> grad() const { return grad_->bytes(); }
 
-  // Whether these are the partition's weights of the step.
+  // Returns true if `bytes` are the partition's weights after the step.
   bool AreWeights(uint64_t step, uint32_t partition, std::span<const std::byte> bytes) const {
     const std::span<const float> values(reinterpret_cast<const float*>(bytes.data()), elems_);
     for (uint64_t i = 0; i < values.size(); ++i) {
@@ -122,8 +122,8 @@ class PoisoningDaemon {
     return true;
   }
 
-  // What is wrong with the gradients that the last step was applied with; of absent parameters units may
-  // be missing.
+  // Returns the errors in the gradients that the last step was applied with. Gradients of absent parameters are zeros or
+  // missing.
   template <typename HasGradient>
   std::vector<std::string> CheckGradients(uint64_t step, HasGradient has_gradient) const {
     std::vector<std::string> wrong;
@@ -173,7 +173,7 @@ class PoisoningDaemon {
         if (leases_.size() == slots_) {
           return ScriptedDaemon::Failure(command, protocol::ErrorId::kLimit);
         }
-        // A slot that was given back is not the next one's: its poison is seen.
+        // A released slot is not used again at once, so that tests can see its poison.
         uint32_t slot = last_slot_;
         do {
           slot = (slot + 1) % slots_;
@@ -226,7 +226,7 @@ class PoisoningDaemon {
     }
   }
 
-  // What was sent is what the daemon has looked at: nothing that happens later excuses it.
+  // Waits until the daemon has handled every command that was sent. Device work that runs later cannot change what it has read.
   void WaitForDaemon() {
     const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
     while (daemon_.SeenCount() < gauge_->commands && std::chrono::steady_clock::now() < deadline) {
@@ -242,7 +242,7 @@ class PoisoningDaemon {
   std::shared_ptr<SessionGauge> gauge_;
   ScriptedDaemon daemon_;
   std::shared_ptr<Attachment> session_;
-  // Of the daemon's thread until Step has returned.
+  // Only the daemon's thread uses these until Step has returned.
   std::map<uint32_t, uint32_t> leases_;  // slots, to their partitions
   uint32_t last_slot_ = 0;
   uint64_t step_ = 0;

@@ -32,7 +32,7 @@ inline constexpr std::chrono::seconds kTestDeadline{20};
 // Threads  Any; the script runs on the daemon's thread.
 class ScriptedDaemon {
  public:
-  // The completion of a command, or nothing: then the test answers later.
+  // Returns the completion of a command, or nothing if the test answers later.
   using Script = std::function<std::optional<protocol::Completion>(const protocol::Command&)>;
 
   ScriptedDaemon() {
@@ -58,7 +58,7 @@ class ScriptedDaemon {
     thread_.join();
   }
 
-  // Ends the session as a daemon does that exits: nothing is read or answered any more.
+  // Ends the session like a daemon that exits: no further command is read or answered.
   void Close(protocol::ChannelState state) {
     {
       const protocol::MutexLock lock(mutex_);
@@ -68,7 +68,7 @@ class ScriptedDaemon {
     protocol::RingDoorbell(stop_.get());
   }
 
-  // As a success of `command`.
+  // A completion that reports success of `command`.
   static protocol::Completion Success(const protocol::Command& command) {
     protocol::Completion completion{};
     completion.tag = command.tag;
@@ -115,7 +115,7 @@ class ScriptedDaemon {
   protocol::RingMemory& ring() {
     return *reinterpret_cast<protocol::RingMemory*>(ring_->bytes().data());
   }
-  // Of the client.
+  // The client's ends of the ring channel.
   protocol::RingChannelOptions Ends() {
     return {.ring = &ring(),
             .command_doorbell_fd = command_doorbell_.get(),
@@ -177,8 +177,7 @@ class ScriptedDaemon {
   std::thread thread_;
 };
 
-// Four groups of 64, 64, 128 and 64 float32 elements; room for three of the
-// largest.
+// A session with four groups of 64, 64, 128 and 64 float32 elements. The gradient arena has room for three of the largest.
 class SessionTest : public ::testing::Test {
  protected:
   static constexpr uint64_t kLargest = 512;
@@ -186,7 +185,7 @@ class SessionTest : public ::testing::Test {
   static constexpr uint64_t kStepBytes = 8192;
   static constexpr Timeout kTimeout = kTestDeadline;
 
-  // `script` answers; nothing answers where it is empty.
+  // Starts a session whose daemon runs `script`.
   void StartSession(ScriptedDaemon::Script script,
                     const std::function<void(SessionParts&)>& change = {}) {
     protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
@@ -231,7 +230,7 @@ class SessionTest : public ::testing::Test {
             }};
   }
 
-  // Answers everything with success, a fetch with the right place.
+  // A script that answers every command with success, and a fetch with the place of its weights.
   ScriptedDaemon::Script Obey() {
     return [this](const protocol::Command& command) {
       return std::optional<protocol::Completion>(Obeyed(command));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A session whose daemon says that it is being restarted asks the next daemon on the socket for the same
-//         job and memory, and ends where that has another, or where none comes in time.
+// Goal    A session whose daemon announces its restart asks the next daemon on the socket for the same job and memory. The
+//         session ends if that daemon does not have them, or if no daemon starts in time.
 // Method  A real forebayd, whose word the test writes into the ring before it kills the daemon: the next one
 //         knows nothing of the job, so the session must not go on.
 
@@ -29,7 +29,7 @@ using ::testing::HasSubstr;
 
 constexpr Timeout kTimeout = std::chrono::seconds(60);
 
-// Of this process's only session: the ring is the one mapping that begins with its magic.
+// Finds the ring of this process's only session: the mapping that begins with the ring's magic number.
 protocol::RingMemory* FindRing() {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {

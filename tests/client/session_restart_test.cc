@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A session whose daemon is restarted goes on with the next one as if nothing had happened: what was
-//         not answered is sent again, old leases are nobody's, but for those on weights on swap, which go on, and nothing
-//         waits longer than it may. Where the next daemon has not the same job and memory, the session ends.
+// Goal    A session whose daemon is restarted continues with the next daemon. Unanswered commands are sent again. Old leases
+// are void, except leases on weights on swap, which continue. No call waits longer than its limit. If the next daemon does not
+// have the same job and memory, the session ends.
 // Method  Both ends of a real ring in one process; one script plays the daemon before, another the one after
 //         the restart.
 
@@ -64,7 +64,7 @@ class SessionRestart : public SessionTest {
             .port = PortTo(daemon)};
   }
 
-  // As Obey; its leases are newer than those of the daemon before.
+  // Answers like Obey(), with lease ids that the previous daemon has not used.
   ScriptedDaemon::Script ObeyNext() {
     return [this](const Command& command) {
       Completion completion = Obeyed(command);
@@ -77,9 +77,11 @@ class SessionRestart : public SessionTest {
 
   ScriptedDaemon next_;
   bool on_swap_ = false;
-  std::vector<uint64_t> held_;  // at the last attach, on weights on swap
-  uint64_t grad_arena_ = 0;     // likewise: the inode of its gradient arena
-  uint64_t newest_tag_ = 0;     // likewise: of what was sent
+  // Values that the session has sent with the last attach: its leases on weights on swap, the inode of its gradient arena, and
+  // the tag of its newest command.
+  std::vector<uint64_t> held_;
+  uint64_t grad_arena_ = 0;
+  uint64_t newest_tag_ = 0;
   std::atomic<int> attaches_{0};
   std::function<absl::StatusOr<GrantedSession>()> grant_ = [this] { return Granted(next_); };
 };

@@ -224,8 +224,7 @@ TEST(EncodeMasters, OfAFrozenParameterSetsWeightsAlone) {
 
 class Encoding : public ::testing::TestWithParam<Optimizer> {};
 
-// Of a state that is decoded and encoded again: every format but int8 gives back its bits; int8 the codes
-// of a group whose largest has the last code, and else what is within half a code.
+// A state that is decoded and encoded again keeps its bits in every format but int8. An int8 value stays within half a code.
 TEST_P(Encoding, IsTheInverseOfDecoding) {
   for (const StateFormat format :
        {StateFormat::kFp32, StateFormat::kExact, StateFormat::kBf16, StateFormat::kInt8,
@@ -251,7 +250,7 @@ TEST_P(Encoding, IsTheInverseOfDecoding) {
       for (size_t i = 0; i < kElems && format.format == protocol::Format::kInt8; ++i) {
         const bool root = IsRoot(GetParam(), m);
         const auto coded = [&](float value) { return root ? std::sqrt(value) : value; };
-        // A scale is 1.000001 times what its group needs; where none has the last code it is smaller.
+        // A scale is 1.000001 times what its group needs. It becomes smaller if no element of the group has the last code.
         const float unit = state.scales[m].data()[i / 128];
         ASSERT_NEAR(coded(after[i]), coded(before[i]), 0.501F * unit) << i << " of moment " << m;
       }
@@ -351,9 +350,9 @@ TEST_P(NarrowFormat, Int8IsWithinOneCodeOfTheMomentsOfFloat32) {
   }
 }
 
-// Of 400 independent roundings the mean of an error below one code has a standard deviation below
-// 0.5 / 20 codes; over 1000 elements 5.5 of them are passed by none but one time in 20,000. A code
-// of 0, which stands for 1, is left out: it is wrong upwards by design.
+// The mean of 400 independent rounding errors below one code has a standard deviation below 0.5 / 20 codes. Only one time in
+// 20,000 does any of 1000 elements pass 5.5 deviations. Code 0, which stands for 1, is left out: its error is upwards by
+// design.
 TEST_P(NarrowFormat, RoundingIsRightOnAverage) {
   const AdamData data = CleanData(GetParam());
   for (const StateFormat format : {StateFormat::kBf16, StateFormat::kInt8}) {

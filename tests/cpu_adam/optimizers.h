@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parameterized tests of the kernels run over.
+// Optimizers, names of test cases and hyperparameters for the parameterized tests of the kernels.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ inline constexpr std::array<protocol::Optimizer, protocol::kOptimizerCount> kAll
   return all;
 }();
 
-// For names of tests, which take letters, digits and underscores alone.
+// Names for tests, which may contain only letters, digits and underscores.
 inline std::string NameOf(protocol::Optimizer optimizer) {
   return std::string(protocol::Name(optimizer));
 }
@@ -30,7 +30,7 @@ inline size_t MomentCount(protocol::Optimizer optimizer) {
   return protocol::Info(optimizer).moments.size();
 }
 
-// Of all optimizers alike: what an optimizer does not have, it does not read.
+// Hyperparameters for all optimizers. An optimizer reads only those that it has.
 inline constexpr protocol::HyperParams kHyper = {
     .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2};
 

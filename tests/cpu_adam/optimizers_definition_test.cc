@@ -38,8 +38,8 @@ double Ulp(double x) {
   return std::ldexp(1.0, std::ilogb(magnitude) - 23);
 }
 
-// What a step makes of one element. The gradient, scaled and with its decay, is taken as float32
-// rounds it: its cancellation is not the optimizer's.
+// Expected results of a step for one element. They start from the gradient, scaled and with weight decay, rounded to float32:
+// cancellation in that sum is not the optimizer's error.
 struct Expected {
   Sum w;
   Sum moments[kMomentsMax];
@@ -86,9 +86,8 @@ Expected Other(Optimizer optimizer, const StepScalars& k, double g, double w, do
 
 class OptimizerDefinition : public ::testing::TestWithParam<Optimizer> {};
 
-// Of ten thousand elements over ten steps none is off by more: products, quotient and root round by
-// half an ulp each, the sum by one more half, and at most six of them enter a result. Where a sum
-// cancels, what was rounded is its terms.
+// Products, quotient and root round by half an ulp each, and the sum by another half. At most six such roundings enter a
+// result. If a sum cancels, the bound is in ulp of its largest term.
 TEST_P(OptimizerDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
   const Optimizer optimizer = GetParam();
   const HyperParams hyper = {.lr = 1e-3,

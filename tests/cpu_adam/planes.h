@@ -75,12 +75,12 @@ inline uint16_t TopHalf(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
-// To nearest, ties away from zero: the weights of `exact` and of float32 masters beside bfloat16.
+// Rounds to nearest, ties away from zero, as for the weights of `exact` and of float32 masters beside bfloat16.
 inline uint16_t RoundToBf16(float master) {
   return static_cast<uint16_t>((std::bit_cast<uint32_t>(master) + 0x8000) >> 16);
 }
 
-// What `exact` keeps of a master beside its weights.
+// The 16 bits of a master that format `exact` stores beside the bfloat16 weight.
 inline int16_t RemainderOf(float master) {
   return static_cast<int16_t>(std::bit_cast<uint32_t>(master) -
                               (uint32_t{RoundToBf16(master)} << 16));

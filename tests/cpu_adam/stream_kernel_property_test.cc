@@ -27,7 +27,7 @@ constexpr uint32_t kSeed = 41;
 
 class StreamKernels : public ::testing::TestWithParam<std::string> {
  protected:
-  // What `run` returns on the target under test and on the definition.
+  // Runs `run` on the target under test and on the definition. Returns both results.
   template <class Run>
   auto Both(Run run) {
     target_.Force("scalar");
@@ -231,7 +231,7 @@ TEST_P(StreamKernels, SeveralSourcesAreAddedAsOneAfterAnotherWithTheSquaresOfThe
   }
 }
 
-// What IEEE 754 says of the bits, in double.
+// Value of a finite IEEE 754 binary16.
 double ValueOfFp16(uint16_t bits) {
   const int exponent = (bits >> 10) & 31;
   const int fraction = bits & 1023;

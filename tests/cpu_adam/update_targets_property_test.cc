@@ -80,7 +80,7 @@ struct GuardedGrad {
   DType type;
 };
 
-// Where two steps end, and the count of bad masters.
+// State after the last step, and the number of bad masters in all steps.
 struct Result {
   Result(size_t n, size_t offset) : state(n, offset) {}
 

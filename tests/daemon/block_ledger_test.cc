@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint64_t kSlotBytes = 4096;
 
-// As many slots on each path as named.
+// Returns slots of kSlotBytes, end to end on each path: `counts[path]` of them.
 std::vector<nvme::Slot> Slots(const std::vector<uint32_t>& counts) {
   std::vector<nvme::Slot> slots;
   for (uint32_t path = 0; path < counts.size(); ++path) {
@@ -41,7 +41,7 @@ nvme::Slot Write(BlockLedger& ledger, uint32_t block, uint64_t step) {
   return target->slot;
 }
 
-// How many a copy of it gives away.
+// Number of free slots in `ledger`. The free slots are removed from a copy to count them.
 size_t FreeSlots(BlockLedger ledger) { return ledger.RemoveFreeSlots(SIZE_MAX).size(); }
 
 TEST(BlockLedger, KeepsThePublishedVersionUntilPublish) {

@@ -91,10 +91,10 @@ struct Place {
   bool operator==(const Place&) const = default;
 };
 
-// (parameter, element, partition), for elements of a replica are there again.
+// (parameter, element, partition). The partition is in the key because replicas hold the same elements.
 using Key = std::tuple<uint32_t, uint64_t, uint32_t>;
 
-// Of every trainable element, from the boxes one by one.
+// Returns the place of every trainable element, from a walk over all boxes.
 std::map<Key, std::pair<uint64_t, uint64_t>> ElementsOf(const Layout& layout) {
   std::map<Key, std::pair<uint64_t, uint64_t>> found;  // partition element, states element
   for (const protocol::BoxPlace& place : layout.boxes()) {

@@ -135,7 +135,7 @@ class BlockMoverTest : public ::testing::Test {
   BlockPlace place() const {
     return {.resident = true, .state_offset_bytes = kMoved * kBlockBytes, .slot = slot_};
   }
-  // Of the arena; every block that has memory has its bytes.
+  // Expects memory for `blocks` blocks in the arena, and the right bytes in every block that has memory.
   void ExpectResident(uint64_t blocks) {
     EXPECT_EQ(arena_->allocated_bytes(), blocks * kBlockBytes);
     EXPECT_EQ(arena_->populated_bytes(), blocks * kBlockBytes);

@@ -78,7 +78,7 @@ absl::Status Train(const std::string& socket, const std::string& job, const JobS
   return session->Detach();
 }
 
-// What the kernel says of one thread of this process.
+// Niceness and allowed CPUs of one thread of this process, from /proc.
 struct ThreadFacts {
   int nice = 0;
   std::string cpus;  // "0-1"

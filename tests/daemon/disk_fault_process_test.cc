@@ -90,8 +90,8 @@ class DiskFaults : public ::testing::Test {
  protected:
   void SetUp() override {
     auto disk = FuseDisk::Mount(faulty_, kDiskBytes);
-    // Where /dev/fuse cannot be had (in most containers) no disk of a process can be made to fail. The same
-    // faults through the seam of I/O engines run everywhere: node_state_swap_fault_test, volume_deadline_fault_test.
+    // A process's disk can be made to fail only with /dev/fuse, which most containers lack. node_state_swap_fault_test and
+    // volume_deadline_fault_test simulate the same faults and run everywhere.
     if (absl::IsUnavailable(disk.status())) GTEST_SKIP() << disk.status().message();
     ASSERT_OK(disk);
     disk_ = *std::move(disk);
@@ -114,7 +114,7 @@ class DiskFaults : public ::testing::Test {
     for (int step = 0; step < 2; ++step) ASSERT_OK(job_->Step());
   }
 
-  // Until the next call.
+  // Returns the node's status. The reader is valid until the next call.
   schema::NodeStatus::Reader Status() {
     status_ = admin_->Status().value();
     return *status_;
@@ -236,8 +236,8 @@ INSTANTIATE_TEST_SUITE_P(
       return param_info.param.error == EIO ? "AreErrors" : "FindNoSpace";
     });
 
-// What was written since the last good flush is written to other slots: states on swap, copies of those in DRAM, and of
-// weights.
+// After a failed flush, all bytes written since the last good flush are written again to other slots: states on swap, and
+// copies of resident states and of weights.
 TEST_F(DiskFaults, AFailedFlushDelaysADurableStepAlone) {
   ASSERT_NO_FATAL_FAILURE(Start(Paths::kFaultyAlone, "step", "7296KiB"));
   disk_->Order(

@@ -25,13 +25,14 @@ std::shared_ptr<const DurableJob> Job(size_t number) {
   return testing::MakeDurableNode(/*begin_bytes=*/0).jobs.at(number);
 }
 
-// By element ranges of partitions: in blocks, and, where a partition's weights are in DRAM, in parts of the arena.
+// Returns the parameter names in each block and, for resident weights, in each part of the arena. The names follow from the
+// element ranges of partitions.
 Named Wanted(const DurableJob& job) {
   const protocol::Layout& layout = *job.layout;
   const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
   const uint64_t width = protocol::SizeBytes(layout.spec().dtype);
   Named wanted;
-  // Of the partitions before: all owners' lie end to end, in the layout's order.
+  // Arena bytes of the resident partitions so far. Each partition begins on a page.
   uint64_t arena_bytes = 0;
   for (uint32_t owner = 0; owner < layout.owners().size(); ++owner) {
     for (uint32_t i = 0; i < layout.partitions().size(); ++i) {

@@ -334,7 +334,7 @@ TEST_F(FdStoreTest, ForgetsWhatItTookAndNothingElse) {
                                               Message{.text = "BARRIER=1"}));
 }
 
-// Those of jobs that go on stay where they are, and are removed when the jobs are no more.
+// Descriptors of jobs that continue stay in the store until Drop() removes them.
 TEST_F(FdStoreTest, ForgetsAllButWhatIsKeptOnAndDropsThatLater) {
   ServiceManager manager(socket_, Barriers::kAnswered);
   const UniqueFd one = Memfd("one"), other = Memfd("other");

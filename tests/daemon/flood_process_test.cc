@@ -155,7 +155,7 @@ class Flood : public ::testing::Test {
   std::unique_ptr<DaemonProcess> daemon_;
 };
 
-// What would be freed as one long chain when the connection ends.
+// If the daemon read on, it would hold the unread answers as one long chain and free that chain when the connection ends.
 TEST_F(Flood, OfAnswersThatNobodyTakesIsReadNoFurther) {
   MuteClient mute(socket_);
   mute.SayHello();

@@ -252,7 +252,7 @@ TEST_F(GatewaySessionTest, AStepIsAnsweredWhenAllWeightsAreThere) {
   }
 }
 
-// Of two ranks, this one is rank 1; with all its partitions and those of the other in the window.
+// Rank 1 of a sharded job of two ranks. Its window holds the partitions of both ranks.
 class ShardedGatewaySessionTest : public GatewaySessionTest {
  protected:
   std::shared_ptr<const protocol::Layout> MakeLayout() override {
@@ -268,7 +268,7 @@ class ShardedGatewaySessionTest : public GatewaySessionTest {
     return offset;
   }
 
-  // A step that makes `value` of all weights, and where they are, is asked for by the gateway.
+  // Runs a step that fills all weights with `value`. The gateway then asks the daemon for their places: see AnswerFetches().
   void MakeStep(uint64_t step, std::byte value) {
     Send(Op::kStep);
     const auto command = Received();
@@ -287,7 +287,7 @@ class ShardedGatewaySessionTest : public GatewaySessionTest {
       Answer(*fetch, step);
     }
   }
-  // The lease that the trainer's fetch is answered with here; none: the daemon is asked, and answers.
+  // Fetches `partition` as the trainer. Returns the lease if the agent answers. Returns nothing if the daemon is asked.
   std::optional<uint64_t> FetchHere(uint32_t partition, uint64_t step) {
     Send(Op::kFetch, partition);
     const auto next = Await<std::variant<Command, Completion>>(
@@ -304,7 +304,7 @@ class ShardedGatewaySessionTest : public GatewaySessionTest {
     EXPECT_TRUE(Answered().has_value());
     return std::nullopt;
   }
-  // Waits until it is so: what is brought ahead comes when it comes.
+  // Repeats a fetch until the agent answers it from weights that were brought ahead. Their arrival time is unknown.
   bool BecomesHere(uint32_t partition, uint64_t step) {
     const auto here = Await<uint64_t>([&] { return FetchHere(partition, step); });
     return here == protocol::kAheadLease;
@@ -360,7 +360,8 @@ TEST_F(ShardedGatewaySessionTest, AStepIsPreparedThenDecided) {
   AnswerFetches(own_.size(), 1);
 }
 
-// Those that wait for the command itself are answered behind it, and given up.
+// A step does not wait until the daemon has answered the gateway's own fetches. The gateway ignores the late answers and
+// fetches again after the step.
 TEST_F(ShardedGatewaySessionTest, NoCommandWaitsForFetchesThatAreNotAnswered) {
   MakeStep(1, std::byte{1});
   std::vector<Command> fetches;

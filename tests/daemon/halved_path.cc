@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step gets of two swap paths with different rates, and of what is left when one becomes half as fast and again
-// as fast as before. By hand: it needs /dev/fuse.
+// Prints the share of two swap paths' rates that a step uses. The paths have different rates. Each rate in turn is halved and
+// restored. Run by hand: needs /dev/fuse.
 //
 // usage: halved_path     in the working directory
 
@@ -63,7 +63,8 @@ class Job {
     rates_[path] = bytes_per_second;
   }
 
-  // Bytes of swap from the end of the last step to that of this one, over what the paths could have moved meanwhile.
+  // Prints for each step the bytes that swap moved since the end of the previous step, divided by the bytes that the paths
+  // could have moved in that time.
   absl::Status PrintSteps(const char* what) {
     for (int step = 1; step <= kSteps; ++step) {
       ASSIGN_OR_RETURN(const double before, MovedBytes());

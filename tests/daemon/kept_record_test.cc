@@ -41,7 +41,7 @@ constexpr nvme::Slot kSlot{.path = 0, .offset_bytes = uint64_t{3} << 40, .size_b
 
 class KeptRecordTest : public ::testing::Test {
  protected:
-  // A job at step 6 whose blocks are all in DRAM but those that have slots already.
+  // Makes a job at step 6. Blocks without a slot are resident.
   void SetUp() override {
     const DurableNode node = testing::MakeDurableNode(1 << 20);
     job_ = *node.jobs.back();
@@ -80,7 +80,7 @@ class KeptRecordTest : public ::testing::Test {
     slot.offset_bytes += index * job_.slot_bytes;
     return slot;
   }
-  // As another process finds it.
+  // Reads the record through a duplicate of its descriptor, as another process does.
   absl::StatusOr<DurableJob> Found() {
     UniqueFd fd(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0));
     auto adopted = KeptRecord::Adopt(std::move(fd));
@@ -105,7 +105,7 @@ class KeptRecordTest : public ::testing::Test {
     return {
         .block = block, .slot = SlotOf(step), .checksum = step, .written_step = step, .step = step};
   }
-  // Of a block that has none yet.
+  // Returns the first block without a slot.
   uint32_t InDram() const {
     uint32_t block = 0;
     while (job_.blocks[block]) ++block;
@@ -203,7 +203,7 @@ TEST_F(KeptRecordTest, AStepTakesAllOfItsBlocksAtOnceAndSoOn) {
   }
 }
 
-// What is said is the step's, and what blocks were before it, until it is published.
+// Until a step is published, the record holds the step's decision and the blocks as they were before the step.
 TEST_F(KeptRecordTest, TheMiddleOfAnUpdateIsSaid) {
   const uint32_t block = InDram();
   for (uint64_t step = 7; step < 10; ++step) {

@@ -71,7 +71,7 @@ TEST(LedgerCodec, ALedgerWithoutJobsComesBack) {
   EXPECT_TRUE(decoded.node.jobs.empty());
 }
 
-// As older programs wrote it.
+// Older programs wrote ledgers without a place.
 TEST(LedgerCodec, ALedgerWithoutAPlaceIsOneWhosePlaceIsNotKnown) {
   const DurableNode node = MakeDurableNode(kBeginBytes);
   ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node, {})));

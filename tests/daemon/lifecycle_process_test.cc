@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What a dead client held is free within a second, also while it waited and while a forked
-//         child of its lives on; a daemon starts alone on its socket and swap, stops cleanly, and
-//         starts again after SIGKILL; its status says how far an attach is; it keeps no memory of an attach that it does
-//         not count.
+// Goal    A dead client's resources are free within a second, even if the client waited in a call or has a forked child that
+//         lives on. A daemon starts alone on its socket and swap, stops cleanly, and starts again after SIGKILL. Its status
+//         shows the progress of an attach. It retains no uncounted memory of an attach.
 // Method  Real processes and kill -9. Free means: no session, no lease, as many descriptors and as
 //         much memory as before. The second is asked of the daemon, not of this machine's
 //         scheduler: the deadline is 30 s.
@@ -63,13 +62,13 @@ class DaemonLifecycle : public ::testing::Test {
         {HELD_CLIENT_PATH, socket_, std::to_string(rank), std::to_string(world), what}, sign);
   }
 
-  // What held_client's job has lost: nothing, if it trains on to the reference's bits.
+  // Trains held_client's job one more step. An error if the job does not end with the reference's bits.
   absl::Status TrainsOneMoreStep(uint32_t world) {
     return testing::TrainsOneMoreStep(
         {.socket = socket_, .job = "job", .shape = {.world_size = world}});
   }
 
-  // Until the next call.
+  // Returns the node's status. The reader is valid until the next call.
   schema::NodeStatus::Reader Status() {
     auto status = admin_->Status();
     EXPECT_OK(status);
@@ -90,7 +89,7 @@ class DaemonLifecycle : public ::testing::Test {
   client::NodeStatus status_;
 };
 
-// Its main thread waits in the kernel.
+// True if the main thread of process `pid` waits in the kernel.
 bool Sleeps(pid_t pid) {
   std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
   const std::string text((std::istreambuf_iterator<char>(stat)), std::istreambuf_iterator<char>());
@@ -108,7 +107,7 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
            status.getJobs()[0].getLeases() == 0;
   };
   ASSERT_TRUE(Eventually(free));
-  // Of a job: its weights (a second descriptor checks for readers), its states, its step arena.
+  // Descriptors of a job in the daemon: two of its weights (one checks for readers), one of its states, one of its step arena.
   constexpr int kJobFds = 4;
   const int fds = fds_without_job + kJobFds;
   EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() == fds; })) << daemon_->OpenFds();

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What clients read of a job is the model's own, whatever holds it: before the first step the
-//         masters are the weights and the moments zero; frozen parameters have weights and no
-//         states; a parameter without a gradient keeps weights and states to the bit and its t;
-//         the world size changes no bit, from the first step or from any other one on.
+// Goal    Clients read the model's own state, whether the job is in DRAM or on swap. Before the first step the masters are the
+//         weights and the moments are zero. Frozen parameters have weights and no states. A parameter without a gradient keeps
+//         its weights, states and t to the bit. The world size changes no bit, from the first step or from any later step on.
 // Method  Real daemons, in DRAM and with half of the states on swap; weights and states are read by
 //         name and compared bit by bit.
 

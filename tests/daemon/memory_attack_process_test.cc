@@ -134,7 +134,7 @@ class MemoryAttack : public ::testing::Test {
     EXPECT_EQ(daemon_->Stop().exit_code, 0);
   }
 
-  // Until the next call.
+  // Returns the node's status. The reader is valid until the next call.
   schema::MemoryStatus::Reader Memory() {
     auto status = admin_->Status();
     EXPECT_OK(status);
@@ -190,7 +190,8 @@ TEST_F(MemoryAttack, SessionsThatEndLeaveNoPagesInTheHandsOfTheirClients) {
   EXPECT_TRUE(Eventually([&] { return SegmentBytes() == idle_bytes_; })) << SegmentBytes();
 }
 
-// What to do with the read-only descriptor of the weights before its job is deleted.
+// Makes and deletes kJobs jobs, one after another. `keep` gets the read-only descriptor of a job's weights before the job is
+// deleted. Returns the number of jobs until an attach failed for lack of DRAM, or an error code above 100.
 int DeletedJobs(const std::string& socket, const std::function<void(const UniqueFd&)>& keep) {
   for (int i = 0; i < kJobs; ++i) {
     const std::string job = "weights" + std::to_string(i);

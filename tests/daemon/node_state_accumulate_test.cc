@@ -194,7 +194,7 @@ std::shared_ptr<const protocol::Layout> NarrowParameters() {
                            {.dtype = protocol::DType::kBFloat16});
 }
 
-// Of two partitions of 9100 elements.
+// Bytes of float32 sums of two partitions of 9100 elements, in whole pages.
 constexpr uint64_t kFloatSumsBytes = 2 * 9 * 4096;
 
 class NodeStateAccumulateNarrow : public ::testing::Test, public ShardedJob {
@@ -357,7 +357,7 @@ class NodeStateAccumulateTight : public NodeStateAccumulateNarrow {
  protected:
   NodeStateAccumulateTight() : NodeStateAccumulateNarrow(Tight()) {}
 
-  // What the job takes, and a page less than its float32 sums need.
+  // The DRAM limit covers the job and all but one page of its float32 sums.
   static NodeState::Options Tight() {
     ShardedJob roomy(NarrowParameters(), 2);
     roomy.AttachAll();

@@ -316,8 +316,8 @@ TEST_F(NodeStateAttach, TellsEveryTermWhenDramIsTooSmall) {
   }
 }
 
-// Of the step arena, as the byte table has it: two bytes an element of a 16-bit gradient that
-// nothing is added to, four else.
+// Sums in the step arena take two bytes an element if the gradient has 16 bits and nothing is added to it. Otherwise they take
+// four.
 TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
   const struct {
     uint32_t world_size;

@@ -38,13 +38,13 @@ constexpr uint32_t kRanks = 2;
 constexpr uint32_t kGroups = 6;
 constexpr uint64_t kArenaBytes = 64 << 10;  // more than all gradients of a rank
 
-// Every partition is of two blocks.
+// Each partition has two blocks.
 std::shared_ptr<const protocol::Layout> SixGroups() {
   return MakeShardedLayout(std::vector<std::vector<testing::ShardedParam>>(
       kGroups, {{.rows = uint64_t{kRanks} * 1024}}));
 }
 
-// With room for so many blocks of states.
+// Options with DRAM for `resident_blocks` blocks of states.
 NodeState::Options OptionsWith(uint64_t resident_blocks) {
   NodeState::Options options = testing::RoomyOptions();
   options.block_elems = 512;
@@ -105,7 +105,7 @@ TEST_P(NodeStateDrain, TheAnswerIsTheDecision) {
 
 TEST_P(NodeStateDrain, StepsFollowEachOther) {
   for (uint64_t step = 1; step <= 4; ++step) {
-    // As a forward and a backward do: each partition is fetched before its gradient is there.
+    // Fetches each partition before its gradient is delivered, as a forward and a backward pass do.
     for (uint32_t partition = 0; partition < layout_->partitions().size(); ++partition) {
       const uint64_t session = sessions_[layout_->partitions()[partition].owner];
       const uint64_t tag = node_.Fetch(session, partition);
@@ -252,7 +252,7 @@ TEST_P(NodeStateDrain, AnUnknownKindOfCallIsRefused) {
   EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 1)), ErrorId::kProtocol);
 }
 
-// What is found later, the next call says; and only once.
+// An overflow that is found after a call was answered is reported by the next call, once.
 TEST_P(NodeStateDrain, AnOverflowIsReportedByTheNextCall) {
   node_.model().set_masters_overflow(3);
   DeliverAll(1);

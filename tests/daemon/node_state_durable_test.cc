@@ -103,7 +103,7 @@ class Training {
     Begin();
   }
 
-  // Until every rank was answered this step, within so many turns.
+  // Runs at most `turns` turns, until every rank has been answered `step`.
   void TrainTo(uint64_t step, int turns = 2000) {
     for (int turn = 0; turn < turns && answered_ < step; ++turn) Turn();
     ASSERT_EQ(answered_, step);
@@ -199,7 +199,7 @@ TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
     const uint64_t goal = durable + 2;
     ASSERT_NO_FATAL_FAILURE(run.TrainTo(goal)) << "point " << point;
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    // And once more, from a ledger of the second node.
+    // The second node's ledger is recovered too.
     run.Die();
     run.AttachAll();
     ASSERT_GE(run.step_ - 1 + lost_most(), goal) << "point " << point;
@@ -249,7 +249,7 @@ TEST_P(NodeStateDurable, APowerCutLosesNoMoreStepsThanTheLevelAllows) {
   EXPECT_GT(others, 0U);
 }
 
-// What was written since the last good flush is lost by a cut, whatever was flushed since the failed one.
+// After a failed flush, a power cut loses all writes since the last good flush, even if a later flush succeeded.
 TEST_P(NodeStateDurable, AFailedFlushDelaysStepsAndLosesNone) {
   const NodeState::Options options = OptionsOf(GetParam());
   const uint64_t runs = NumberOr("FOREBAY_CUTS", 50);
@@ -321,7 +321,7 @@ TEST(NodeStateDurableLoss, WhatTheDiskHasLostIsNeverNamed) {
   }
 }
 
-// Of the other job, whose steps would wait for a ledger that names what the failed one has in doubt.
+// If a ledger still named the failed job's doubtful slots, the steps of the other job would wait for that ledger.
 TEST(NodeStateDurableLoss, AFailedJobHoldsUpNoOther) {
   const JobCase with{kEpoch, Place::kHalf};
   NodeState::Options options = RoomyCaseOptions();
@@ -539,7 +539,7 @@ TEST_F(NodeStateDurableJob, ALedgerThatIsNotDurableIsMadeAgain) {
                 protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   EXPECT_EQ(run_.View().durable_step, 0U);
   EXPECT_THAT(run_.View().swap_wait.message(), HasSubstr("simulated"));
-  // What its flush should have covered first.
+  // The parts that the ledger's flush should have covered are written again before the next ledger.
   EXPECT_THAT(node().Running<CommitLedger>(), IsEmpty());
   EXPECT_TRUE(node().FinishUntil<CommitLedger>().pause);
   const auto saves = node().Logged<SavePart>();

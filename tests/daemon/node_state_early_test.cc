@@ -57,7 +57,7 @@ bool IsOnSwap(Where where) {
   return where == Where::kWeightsOnSwap || where == Where::kGradientsOnSwap;
 }
 
-// Partitions are of four blocks. In the last group two parameters share one.
+// A partition has four blocks. In the last group two parameters share a block.
 std::shared_ptr<const protocol::Layout> Groups() {
   std::vector<std::vector<testing::ShardedParam>> groups(
       kGroups - 1, {{.rows = uint64_t{kRanks} * kRowsPerRank}});
@@ -120,7 +120,7 @@ class EarlyJob : public ShardedJob {
                                              .grad_arena_bytes = kArenaBytes});
     ASSERT_OK(StatusOf(sessions_[rank]));
   }
-  // Every rank.
+  // Announces `step` for every rank.
   void Announce(uint64_t step, double lr = 0.1) {
     for (const uint64_t session : sessions_) {
       const uint64_t tag = node_.Announce(session, step, lr);
@@ -130,7 +130,7 @@ class EarlyJob : public ShardedJob {
   uint64_t Deliver(uint32_t partition, uint64_t step) {
     return node_.Gradient(sessions_[layout_->partitions()[partition].owner], partition, step);
   }
-  // As a backward does: the last partition first.
+  // Delivers the last partition first, as a backward pass does.
   void DeliverAll(uint64_t step) {
     for (auto i = static_cast<uint32_t>(layout_->partitions().size()); i-- > 0;) Deliver(i, step);
   }
@@ -167,7 +167,7 @@ class EarlyJob : public ShardedJob {
   }
   size_t updates() { return node_.Logged<UpdateBlock>().size(); }
   void FinishOne() { node_.Finish(node_.model().running().begin()->first); }
-  // All states are on swap.
+  // Moves all states to swap.
   void Evict() {
     for (uint32_t block = 0; block < View().blocks; ++block) {
       node_.Send(BlockMoveRequested{.job = 1, .block = block});
@@ -178,7 +178,7 @@ class EarlyJob : public ShardedJob {
   bool accumulate_;
 };
 
-// With room for a reader.
+// Options of OptionsFor() with DRAM for a reader.
 NodeState::Options RoomForAReader(Where where) {
   NodeState::Options options = OptionsFor(where);
   if (where == Where::kWeightsOnSwap) options.dram_limit_bytes -= kPinnedBytes;
@@ -192,7 +192,8 @@ class NodeStateEarly : public ::testing::TestWithParam<Where>, protected EarlyJo
   NodeStateEarly() : EarlyJob(OptionsFor(GetParam())) { before_ = updates(); }
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 
-  // Of blocks on swap; those whose gradients have left DRAM since may be updated after the decision.
+  // Expects `updates` to cover every block on swap. If gradients are on swap, blocks whose gradients have left DRAM may be
+  // updated after the decision.
   void ExpectAllEarly(uint64_t updates) {
     if (GetParam() == Where::kGradientsOnSwap) {
       EXPECT_GT(updates, 0U);
@@ -289,7 +290,7 @@ TEST_P(NodeStateEarly, AClippedStepIsUpdatedAnewAndTheNextOneNotEarly) {
 
 TEST_P(NodeStateEarly, AParameterWithoutAGradientKeepsItsBlocks) {
   Announce(1);
-  // Of the last group one parameter alone; another group has none.
+  // One group has no gradient. In the last group only one of two parameters has a gradient.
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     const std::vector<uint32_t> own = OwnedBy(rank);
     for (uint32_t i = 1; i < own.size(); ++i) Deliver(own[i], 1);
@@ -703,7 +704,7 @@ TEST(NodeStateEarlyPlan, StatesGiveRoomForNewWeights) {
   EXPECT_LE(with.dram_bytes, without.dram_bytes + protocol::kPageBytes * 64);
 }
 
-// Where another world wants more than is there, in a job that has new weights already.
+// A world of more ranks needs more DRAM than the limit, in a job that already has room for new weights.
 TEST(NodeStateEarlyPlan, WhatIsMissingIsReportedWithEveryTerm) {
   constexpr uint64_t kMoreRanks = 3;
   const auto layout = testing::MakeLayoutOfParams({{8192}, {8192}}, protocol::DType::kBFloat16);

@@ -73,7 +73,7 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     ASSERT_THAT(run.node_->Logged<CreateJobSwap>(), IsEmpty());
     run.TrainTo(run.answered_ + 2);
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    // And once more.
+    // Hands over a second time.
     run.HandOver();
     run.AttachAll(/*reattach=*/true);
     run.TrainTo(run.answered_ + 1);
@@ -84,7 +84,7 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   EXPECT_GE(steps.size(), 2U);
 }
 
-// What is in doubt is written again, and nothing else is done meanwhile.
+// After a failed flush the hand-over waits until the doubtful data is written again.
 TEST(NodeStateHandOverOfDurableSteps, AFailedFlushDelaysIt) {
   for (const JobCase& with :
        {JobCase{kStep, Place::kDram}, JobCase{kStep, Place::kSwap}, JobCase{kEpoch, Place::kSwap},

@@ -64,7 +64,7 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     ASSERT_THAT(run.node_->Logged<RestorePart>(), IsEmpty());
     run.TrainTo(run.answered_ + 2);
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    // And once more.
+    // Kills the next daemon too.
     ASSERT_TRUE(run.Kill()) << "point " << point;
     run.Resume();
     run.AttachAll(/*reattach=*/true);
@@ -93,7 +93,7 @@ TEST_P(NodeStateKill, StatesThatWereWrittenBetweenStepsAreThere) {
         run.node_->WriteState(owner(place.partition), place.partition, place.partition_elem,
                               place.partition_elem + place.box.elems(), /*state=*/1);
     run.node_->RunTasks();
-    // Where durable steps keep what is on swap, and it is full, the block stays as it is.
+    // A write is refused if swap is full because durable steps retain its slots. The block then stays unchanged.
     const protocol::ErrorId met = run.node_->ErrorOf(tag);
     const bool may_be_full = GetParam().place == Place::kSumsOnSwap &&
                              GetParam().durability.level != protocol::DurabilityLevel::kMemory;
@@ -142,7 +142,7 @@ TEST_P(NodeStateKill, AnUpdateSurvivesOneKillAfterTheOther) {
   }
 }
 
-// What sessions of before have mapped is gone: nothing is read for them.
+// Memory that earlier sessions have mapped is lost, so no session can reattach to a job from the disk. Nothing is read for it.
 TEST(NodeStateKillOfDurableJobs, ASessionIsNotGivenAJobOfTheDisk) {
   const JobCase with{kStep, Place::kSwap};
   Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
@@ -157,7 +157,7 @@ TEST(NodeStateKillOfDurableJobs, ASessionIsNotGivenAJobOfTheDisk) {
   EXPECT_OK(next->attached(next->Attach(run.layout_, anew))->status);
 }
 
-// What was kept is of the ranks that there were: another one has no place in it.
+// A retained job has places for the ranks of its own world only.
 TEST(NodeStateKillOfAWorld, ASessionOfAnotherWorldIsRefused) {
   const JobCase with{kMemory, Place::kDram};
   for (const bool is_killed : {true, false}) {
@@ -180,7 +180,7 @@ TEST(NodeStateKillOfAWorld, ASessionOfAnotherWorldIsRefused) {
   }
 }
 
-// The others are not to wait for it.
+// Rank 1 ends before it reattaches to the next daemon. Rank 0 must not wait for it.
 class NodeStateRankEnds : public ::testing::TestWithParam<bool> {
  protected:
   NodeStateRankEnds() : run_(kWith, OptionsOf(kWith, /*keeps_jobs=*/true)) {
@@ -220,7 +220,7 @@ class NodeStateRankEnds : public ::testing::TestWithParam<bool> {
     node().RunTasks();
     return tag;
   }
-  // Of ranks 0 and 1.
+  // Delivers step 3 from sessions `first` (rank 0) and `second` (rank 1), and expects both calls to succeed.
   void ExpectAStepOf(uint64_t first, uint64_t second) {
     Deliver(second, 1);
     const uint64_t call = Step(second);
@@ -242,7 +242,7 @@ TEST_P(NodeStateRankEnds, ANewGenerationBegins) {
   for (int look = 0; look < 2; ++look) node().Send(Ended(false));
   EXPECT_EQ(node().ErrorOf(waiting), protocol::ErrorId::kRankLost);
   EXPECT_EQ(node().ErrorOf(Step(before)), protocol::ErrorId::kRankLost);
-  // The other one's new process is first.
+  // Rank 1's new process attaches first.
   const uint64_t second = Attach(1, /*reattach=*/false);
   node().Send(Ended(false));  // of a look before
   const uint64_t first = Attach(0, /*reattach=*/false);
@@ -390,7 +390,7 @@ TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
       request.held_leases = std::move(leases);
       return next.Attach(run.layout_, request);
     };
-    // The other rank is there first, and goes through all of its weights.
+    // Rank 1 reattaches first and fetches each of its partitions twice.
     const uint64_t second = attach(1, {});
     for (int round = 0; round < 2; ++round) {
       for (const uint32_t partition : of_rank[1]) {
@@ -400,7 +400,7 @@ TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
     }
     EXPECT_EQ(next.fault(), "");
     EXPECT_EQ(run.View().leases, 2U);
-    // What it has given back meanwhile is no lease of it any more.
+    // Leases that rank 0 does not name when it reattaches have ended.
     const uint64_t first =
         attach(0, comes_back ? std::vector<uint64_t>{held.lease_id} : std::vector<uint64_t>{});
     EXPECT_EQ(next.attached(first)->leases, comes_back ? 1U : 0U);
@@ -409,7 +409,7 @@ TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
     next.RunTasks();
     EXPECT_EQ(next.ErrorOf(late), protocol::ErrorId::kLease);
     if (comes_back) {
-      // It is still there for others too.
+      // The held weights stay at their place for a further fetch.
       EXPECT_EQ(fetch(next, first, of_rank[0].front()).offset_bytes, held.offset_bytes);
       const uint64_t released = next.Release(first, held.lease_id);
       next.RunTasks();
@@ -420,7 +420,8 @@ TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
   }
 }
 
-// Their rank waits for the end of the update, before it can say that it needs them no more.
+// A rank can release its leases only after the update has ended. So leases of a rank that has not reattached must not hold up
+// the update.
 TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesHoldNoUpdateUp) {
   const JobCase with{kMemory, Place::kSumsOnSwap};  // a larger job
   NodeState::Options options = OptionsOf(with, /*keeps_jobs=*/true);
@@ -449,13 +450,13 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesHoldNoUpdateUp) {
   EXPECT_GT(held, 3U);
 }
 
-// Of a rank that died with the daemon and does not come back.
+// A rank died with the daemon and does not reattach. Its leases end when a fetch needs their room and the lease timer expires.
 TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesEndWhereAFetchWaitsForTheirRoom) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};
   Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
   run.AttachAll();
   run.TrainTo(2);
-  // All that is its own.
+  // Fetches all partitions that `rank` owns.
   const auto fetch_own = [&](NodeHarness& node, uint64_t session, uint32_t rank) {
     std::vector<uint64_t> tags;
     for (uint32_t i = 0; i < run.layout_->partitions().size(); ++i) {
@@ -482,7 +483,7 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesEndWhereAFetchWaitsForTheirRoom)
   next.Send(LeaseTimeExpired{.job = run.View().id, .step = 0});
   next.RunTasks();
   for (const uint64_t tag : tags) EXPECT_EQ(next.ErrorOf(tag), protocol::ErrorId::kNone);
-  // Its session ends: what it reads is not there any more.
+  // Rank 0 attaches too late: none of its leases is valid.
   EXPECT_EQ(next.attached(next.Attach(run.layout_, gone))->leases, 0U);
   EXPECT_EQ(run.View().leases, tags.size());
   EXPECT_EQ(next.fault(), "");
@@ -515,7 +516,7 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesAreHandedOver) {
   EXPECT_EQ(run.node_->fault(), "");
 }
 
-// Its error is not lost with the daemon.
+// The error of an overflow is not lost with the daemon.
 TEST(NodeStateKillOfAnOverflow, IsReportedByTheNextDaemon) {
   const JobCase with{kMemory, Place::kDram};
   Training run(with, OptionsOf(with, /*keeps_jobs=*/true));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Where masters are a plane of their own, a job gets ready only when they are set from the
-//         initial parameters, in DRAM and on swap; from the end of the initial parameters on that goes
-//         forward, whatever happens to the sessions.
+// Goal    If masters are a plane of their own, a job becomes ready only after its masters have been set from the initial
+//         parameters, in DRAM and on swap. Once the initial parameters are complete, the masters are set whatever happens to
+//         the sessions.
 // Method  The harness with bfloat16 weights in format fp32, few blocks in DRAM; its model faults where
 //         a block is not the one it should be.
 

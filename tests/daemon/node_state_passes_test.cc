@@ -308,7 +308,7 @@ class RandomPrograms {
     return units;
   }
 
-  // Nothing where no rank says that it has a gradient.
+  // Returns the turns in which the parameter's gradients are added. Empty if no rank says that it has a gradient.
   std::vector<Turn> ExpectedTurns(uint32_t param) const {
     std::vector<Turn> turns;
     bool any = false;
@@ -324,7 +324,7 @@ class RandomPrograms {
     return turns;
   }
 
-  // One rank delivers or calls step, or a task ends. False: none of them can.
+  // Lets one rank deliver or call step, or lets a task end. Returns false if none of these is possible.
   bool Act(uint64_t step, std::vector<std::optional<uint64_t>>& calls) {
     std::vector<uint32_t> ranks;
     for (uint32_t rank = 0; rank < world_size_; ++rank) {

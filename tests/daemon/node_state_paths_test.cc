@@ -88,7 +88,7 @@ class NodeStatePaths : public ::testing::Test {
   }
   JobView View() { return *node_->FindJob("job"); }
   bool IsMarked(uint32_t path) { return node_->state().Node().swap_paths.at(path).marked; }
-  // Where a step of all blocks reads them.
+  // Trains a step of all blocks and returns the paths that it read from.
   std::set<uint32_t> PathsReadBy(uint64_t step) {
     const size_t before = node_->Logged<ReadBlock>().size();
     EXPECT_EQ(TrainStep(step), ErrorId::kNone);

@@ -197,7 +197,7 @@ std::string FaultOfALateGradient(bool fence) {
   NodeState::Options options = RoomyOptions();
   options.disable_fence_for_test = !fence;
   NodeHarness node(options);
-  // Of two pieces: what has arrived in order is added at once.
+  // The gradient arenas have two pieces: gradients that arrive in order are added at once.
   const uint64_t arena_bytes = 2 * layout->largest_gradient_bytes();
   const uint64_t old_first = node.Attach(layout, {.rank = 0, .grad_arena_bytes = arena_bytes});
   const uint64_t old_second = node.Attach(layout, {.rank = 1, .grad_arena_bytes = arena_bytes});

@@ -60,7 +60,7 @@ class NodeStateReader : public ::testing::Test {
       }
     }
   }
-  // Both ranks call step; their tags.
+  // Calls step for both ranks and returns the tags of the calls.
   std::vector<uint64_t> CallStep(uint64_t step) {
     return {node_.Step(ranks_[0], step), node_.Step(ranks_[1], step)};
   }
@@ -424,7 +424,8 @@ TEST_P(NodeStateLeasedSwap, BlocksThatAReaderHoldsUpKeepNoSlotFromAnotherJob) {
   const JobView job = node_.state().Jobs()[0];
   const auto passes = static_cast<uint64_t>(protocol::Info(GetParam()).passes);
   EXPECT_EQ(job.update_reads, passes * (job.blocks - job.resident_blocks));
-  // What is held up is read ahead of the first pass alone, and LAMB's first pass needs no lease.
+  // Blocks that a reader holds up are read ahead for the first pass only. LAMB's first pass needs no lease, so none of its
+  // reads is reclaimed.
   EXPECT_EQ(job.reclaimed_reads > 0, protocol::Info(GetParam()).passes == 1);
   EXPECT_EQ(job.state_read_bytes / (job.update_reads + job.reclaimed_reads),
             passes * job.state_written_bytes / job.update_reads)

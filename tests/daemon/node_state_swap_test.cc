@@ -34,7 +34,7 @@ using ::testing::HasSubstr;
 
 constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
 
-// What the fixed arenas of the tests' job take.
+// DRAM bytes of a job without its resident blocks.
 uint64_t FixedBytes(const std::shared_ptr<const protocol::Layout>& layout) {
   NodeHarness node(RoomyOptions(), 1);
   node.Attach(layout, {});

@@ -183,7 +183,7 @@ class NodeStateWorldOnSwap : public ::testing::Test {
     EXPECT_EQ(node.FindJob("job")->committed_step, step);
   }
 
-  // Its one rank detaches; returns the session of the first of two ranks that asks to follow it.
+  // Detaches the only rank and requests an attach as rank 0 of two. Returns the session of that request.
   uint64_t RequestTwoRanks(NodeHarness& node, uint64_t alone) {
     node.End(alone, EndCause::kDetached);
     node.RunTasks();
@@ -213,7 +213,7 @@ TEST_F(NodeStateWorldOnSwap, MovesStatesToSwapWhereItNeedsTheirDram) {
   EXPECT_EQ(node.fault(), "");
 }
 
-// What the blocks that leave make free is no more than what the new world needs besides them.
+// The missing bytes are a whole number of blocks, so evicted blocks can free exactly the missing bytes.
 TEST_F(NodeStateWorldOnSwap, TheWaitNamesTheJobThatMakesTheRoom) {
   const auto wait = [&](uint64_t free_bytes) {
     NodeHarness node(Options(/*spare_slots=*/20, free_bytes), 1);

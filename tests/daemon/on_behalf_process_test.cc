@@ -98,7 +98,7 @@ class OnBehalfAway : public OnBehalf {
     return session;
   }
 
-  // A rank of a job that is ready. Anew: its session is not the one before.
+  // Attaches a rank with a new session and makes its job ready.
   std::unique_ptr<RawSession> Attached(uint32_t wait_ms) {
     auto session = Connected(kUid, wait_ms);
     EXPECT_OK(session.status());
@@ -126,7 +126,8 @@ class OnBehalfAway : public OnBehalf {
     ASSERT_OK(session.Ask(done));
   }
 
-  // What the one gets who comes back like this, and goes away again. On a thread of its own: one has one RawSession.
+  // Reattaches, checks the session and disconnects. Returns the first error. Runs on a thread of its own because a thread has
+  // one RawSession.
   absl::Status Back(const testing::RawAttach& attach, int64_t uid = kUid,
                     const std::optional<protocol::LayoutSpec>& layout = {}) {
     absl::Status result;

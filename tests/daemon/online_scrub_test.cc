@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What a job's newest ledger names when a slot was read decides about damage: a slot that was replaced meanwhile
-//         is read again where its bytes are now. One scrub at a time, at its rate, and none for a job that is gone.
+// Goal    A damaged slot counts only if the job's newest ledger names it once it has been read. A slot that was replaced
+//         meanwhile is read again at its new place. One scrub runs at a time, at its rate. A deleted job is scrubbed no
+//         further.
 // Method  A run of made-up jobs on real files; the test is the loop, and says which ledger is the newest.
 
 #include <array>
@@ -65,7 +66,7 @@ class OnlineScrubTest : public ::testing::Test {
       EXPECT_TRUE(scrub_->OnTransferred(one));
     }
   }
-  // Until it answers, or `transfers` reads have ended.
+  // Runs the loop until the scrub has answered or `transfers` reads have ended.
   void Turn(uint64_t transfers = UINT64_MAX) {
     for (int turn = 0; turn < kTurnsMax && !answer_ && transfers_ < transfers; ++turn) {
       runner_->RunFinished();

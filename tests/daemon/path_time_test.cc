@@ -56,7 +56,8 @@ NodeState::Options OptionsOf(size_t paths, uint64_t dram_bytes) {
           .workers = 2};
 }
 
-// Updates after the last gradient, each step awaited; or at arrival, and on under the next forward.
+// kNone: updates run after the last gradient, and each step is awaited. kBoth: updates run when gradients arrive and continue
+// under the next forward pass.
 enum class Overlap : uint8_t { kNone, kBoth };
 
 // No block fits in DRAM.
@@ -100,7 +101,7 @@ class TimedPaths : public ShardedJob {
   TimedPaths(const TimedPaths&) = delete;
   TimedPaths& operator=(const TimedPaths&) = delete;
 
-  // Seconds that it takes.
+  // Runs a step and returns the seconds that it took.
   double Step() {
     const double began = now_;
     std::ranges::fill(read_, 0);
@@ -116,7 +117,8 @@ class TimedPaths : public ShardedJob {
     ++step_;
     return now_ - began;
   }
-  // The same of one whose forward and backward take `compute_s`, and that overlaps.
+  // Runs a step whose forward and backward passes take `compute_s` and overlap with transfers. Returns the seconds that the
+  // step took.
   double StepBeside(double compute_s) {
     const double began = now_;
     std::vector<uint64_t> gradients;
@@ -138,16 +140,16 @@ class TimedPaths : public ShardedJob {
     ++step_;
     return now_ - began;
   }
-  // What the paths could do in the time of a step, as a share of what they did.
+  // Runs a step. Returns the seconds of its transfers at the full rate of all paths, divided by the seconds that the step took.
   double Efficiency() {
     const double ideal_s =
         2.0 * kBlocks * kBlockBytes / std::accumulate(rates_.begin(), rates_.end(), 0.0);
     return ideal_s / Step();
   }
   void set_rate(uint32_t path, double rate) { rates_[path] = rate; }
-  // Each transfer takes 1 - noise to 1 + noise times what it should.
+  // Each transfer takes its time at the full rate, times a random factor from 1 - noise to 1 + noise.
   void set_noise(double noise) { noise_ = noise; }
-  // Of the last step, in blocks.
+  // Blocks that the last step read and wrote, by path.
   const std::vector<uint32_t>& blocks_read() const { return read_; }
   const std::vector<uint32_t>& blocks_written() const { return written_; }
 
@@ -215,7 +217,8 @@ class TimedPaths : public ShardedJob {
   }
   static uint64_t Ns(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
 
-  // Of an update, beside paths of 3 GB/s together.
+  // Seconds of a task without transfers, such as the update of a block: a tenth of a block's transfer time, as with paths of 3
+  // GB/s together.
   static constexpr double kWorkSeconds = 0.1 / kBlocks;
 
   std::vector<double> rates_;

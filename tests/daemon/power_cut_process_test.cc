@@ -92,7 +92,7 @@ class PowerCuts : public ::testing::Test {
     return newest;
   }
 
-  // The step at which the job comes back; 0: there is none.
+  // Returns the step at which the job is recovered from `contents`; 0 if no job is recovered.
   uint64_t StepOf(const Contents& contents) {
     const std::string file = left_ + "/" + nvme::kSwapFileName;
     std::ofstream(file, std::ios::binary)

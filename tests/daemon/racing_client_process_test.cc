@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What a client writes into shared memory while the daemon reads it, and names and requests
-//         that are malformed as a whole, end at most that client's session: the daemon goes on and
-//         another job keeps its bytes.
+// Goal    A client's malformed data ends at most that client's session: bytes that change in shared memory while the daemon
+//         reads them, and malformed names and requests. The daemon continues and another job keeps its bytes.
 // Method  A raw client whose second thread overwrites step requests and gradients with seeded words
 //         while commands are answered; a job beside it, whose weights is compared in the end.
 

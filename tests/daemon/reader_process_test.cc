@@ -105,7 +105,7 @@ class DaemonReaders : public ::testing::Test {
     return RunningProgram::Start({HELD_CLIENT_PATH, socket_, "0", "2", "read"}, "held");
   }
 
-  // Until the next call.
+  // Returns the node's status. The reader is valid until the next call.
   schema::JobStatus::Reader Job() {
     auto status = admin_->Status();
     EXPECT_OK(status);

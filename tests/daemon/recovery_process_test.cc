@@ -56,7 +56,7 @@ class RecoveryProcess : public ::testing::Test {
     all.insert(all.end(), more.begin(), more.end());
     return all;
   }
-  // What swap holds; the daemon does not run.
+  // Number of durable jobs on swap. Call it only while no daemon runs.
   std::string Jobs() const {
     const auto node = FindDurableJobs(Paths());
     EXPECT_OK(node);

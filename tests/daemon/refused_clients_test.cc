@@ -48,7 +48,7 @@ class RefusedClientsTest : public ::testing::Test {
     return ::poll(&fd, 1, 0) == 1 && (fd.revents & POLLHUP) != 0;
   }
 
-  // Another thread closes it.
+  // Waits until the daemon's side is closed, which another thread does.
   static bool Closes(const UniqueFd& client) {
     return testing::Eventually([&] { return IsClosed(client); });
   }

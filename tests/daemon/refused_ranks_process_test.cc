@@ -58,7 +58,7 @@ class RefusedRanks : public RefusedCall {
     }
   }
 
-  // What both ranks' step 2 ends with.
+  // Calls step 2 on both ranks and returns the status of each call.
   std::vector<absl::Status> BothStep(double lr_of_rank_1) {
     std::vector<absl::Status> ended(2);
     const auto step = [&](uint32_t rank, double lr) {

@@ -125,7 +125,7 @@ class Campaign {
     }
   }
 
-  // One corruption, undone afterwards; empty: it was not silent.
+  // Applies one corruption, scrubs and undoes the corruption. Returns the fault found in the scrub's report; empty if none.
   std::string Try() {
     kind_ = PickKind();
     paths_ = run_->paths();
@@ -137,7 +137,7 @@ class Campaign {
     return fault;
   }
 
-  // The volume is what it was.
+  // True if the volume is clean and has its original bytes.
   bool IsClean() {
     const auto report = ScrubPaths(run_->paths(), engine_);
     return report.ok() && report->is_clean() && report->jobs.size() == 4 &&
@@ -151,7 +151,7 @@ class Campaign {
   static Region RegionOf(const nvme::internal::Place& place, uint64_t bytes) {
     return {place.path, place.offset_bytes, bytes};
   }
-  // Of the longest ledger's pages, about: what is behind it is not looked at.
+  // Approximate bytes of the longest ledger. Bytes behind the ledger are not scrubbed.
   static uint64_t LedgerBytes() { return DurableRun::kLedgerBytes / 2; }
 
   static void WriteFile(const std::string& name, std::span<const std::byte> bytes,
@@ -233,7 +233,7 @@ class Campaign {
     Change(page.path, page.offset_bytes, std::span(bytes).first(sectors * 512));
   }
 
-  // What was written somewhere lies elsewhere too, or two slots have each other's bytes.
+  // Copies a region's bytes over another region, or exchanges the bytes of two slots.
   void Misdirect() {
     const Region from = AnyRegion();
     const auto span = Bytes(from);
@@ -389,7 +389,7 @@ class Campaign {
   std::array<std::vector<Region>, 2> areas_;
   std::array<std::vector<DurableContent>, DurableRun::kCommits> contents_;  // by commit and job
 
-  // Of the corruption that is tried.
+  // State of the current corruption.
   std::string kind_;
   std::vector<nvme::PathOptions> paths_;
   std::array<const FileBytes*, DurableRun::kPaths> files_{};

@@ -118,7 +118,7 @@ TEST_F(ScrubTest, WhatLiesBehindABlockInItsSlotIsNotLookedAt) {
 
 TEST_F(ScrubTest, ASlotThatCannotBeReadIsNamedAndTheOthersAreVerified) {
   testing::FaultEngine faulty(*chosen_.engine);
-  // Of all reads that are in flight first, every try.
+  // Every try of the first 8 reads fails. 8 reads are in flight at once.
   constexpr uint64_t kFailures = 8 * (1 + nvme::Volume::kErrorRetriesMax);
   faulty.SetFault({.operation = 0, .count = kFailures, .error_number = EIO});
   const auto report = ScrubPaths(run_->paths(), faulty);

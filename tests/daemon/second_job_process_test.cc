@@ -73,7 +73,7 @@ class Training {
       EXPECT_OK(session_->Release(lease));
     }
   }
-  // The process is gone without a word; the next one of the same run goes on.
+  // Drops the session as a process that dies does. Then reattaches as the next process of the same run.
   void Reattach(const std::string& socket, const std::string& job) {
     session_.reset();
     ASSERT_OK_AND_ASSIGN(
@@ -96,7 +96,7 @@ const JobShape kFirst = {.world_size = 1, .groups = 8, .group_elems = 64 << 10};
 constexpr uint64_t kBlockBytes = 2 * 16384;
 constexpr uint64_t kBlocks = 129;
 constexpr uint64_t kLastBlockBytes = 8192;  // it leaves first
-// As held_client has it, but for the world.
+// Shape of held_client's job, except for the world size.
 const JobShape kSecond = {.world_size = 1};
 
 class SecondJob : public ::testing::Test {
@@ -129,7 +129,7 @@ class SecondJob : public ::testing::Test {
     uint64_t resident_blocks = 0;
     uint64_t sessions = 0;
   };
-  // Without a name: there is none.
+  // Returns the numbers of the job `name`. The result's name is empty if no such job exists.
   JobNumbers Job(const std::string& name) {
     const client::NodeStatus status = *admin_->Status();
     for (const auto job : status->getJobs()) {
@@ -143,13 +143,13 @@ class SecondJob : public ::testing::Test {
     return {};
   }
   struct StateBytes {
-    uint64_t of_blocks = 0;  // that are resident
-    uint64_t allocated = 0;  // as the kernel counts it
+    uint64_t of_blocks = 0;  // bytes of resident blocks
+    uint64_t allocated = 0;  // by the kernel's count
     uint64_t arena = 0;
 
     bool agree() const { return of_blocks == allocated && of_blocks == arena; }
   };
-  // Of the first job's states.
+  // Bytes of the first job's states, counted in three ways.
   StateBytes StateBytesNow() {
     StateBytes bytes;
     const client::NodeStatus status = *admin_->Status();

@@ -66,7 +66,7 @@ class TraceHash {
   uint64_t hash_ = 0xcbf29ce484222325;
 };
 
-// What an action says, as words.
+// Hashes the fields of an action as words.
 struct Words {
   TraceHash& hash;
   void operator()(const CreateJobMemory& a) const { Put({a.task, a.job, a.state_bytes}); }
@@ -350,7 +350,7 @@ class Simulation {
     Send(StagingSlotReturned{.slot = kept_slots_.extract(kept_slots_.begin()).value()});
   }
 
-  // Refused while there are sessions; the cure for a failed job.
+  // Requests the deletion of a job. A job with sessions is not deleted. Deletion is the cure for a failed job.
   void DeleteSomething() {
     FreeWeightsInUse();
     std::vector<std::string> names = {"alpha", "beta", "gamma"};
@@ -361,7 +361,7 @@ class Simulation {
         .request = ++last_request_, .uid = 1000, .job = names[random_.Below(names.size())]});
   }
 
-  // Any block, to the other tier; now and then there is none of that number.
+  // Requests a move of any block to the other tier. Now and then the block number does not exist.
   void MoveSomething() {
     const std::vector<JobView> jobs = state_.Jobs();
     if (jobs.empty()) return;
@@ -511,7 +511,8 @@ class Simulation {
     }
   }
 
-  // Where every rank still waited when it was decided: what was updated is what any of them had.
+  // If every rank waited in the step when it was decided, the updated parameters are exactly those for which any rank had a
+  // gradient.
   void CheckPresence(const std::string& job, const NodeModel::Gradients& used) {
     std::set<uint32_t> present;
     for (const SimulatedTrainer& trainer : trainers_) {

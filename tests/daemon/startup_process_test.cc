@@ -188,7 +188,8 @@ TEST_F(Startup, WithALimitBelowTheModelsMinimumNamesTheLimitThatIsEnough) {
   EXPECT_OK(testing::TrainsOneMoreStep(large));
 }
 
-// As a service of a user who may lock `bytes`: root could lock anything.
+// Limits locked memory to `bytes`, as for a service of an unprivileged user. Drops CAP_IPC_LOCK because root could lock any
+// amount.
 testing::Prepare LockAtMost(uint64_t bytes) {
   return [bytes] {
     (void)::prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0);  // gone with the exec
@@ -325,7 +326,7 @@ class StartupWatchdog : public Startup {
                          }));
   }
 
-  // Reports that come, each within `limit_ms` of the one before; counts no more than `most`.
+  // Counts watchdog reports until none arrives within `limit_ms` of the one before, or until `most` have arrived.
   int Reports(int most, int limit_ms) {
     int reports = 0;
     while (reports < most) {

@@ -107,13 +107,13 @@ class Timed : public ShardedJob {
     if (what.drain) node_.set_answered_when(StepAnswer::kCommitted);
     const uint64_t states = 2 * View().blocks * (kBlockElems * 10);  // read and written
     const uint64_t weights = layout_->weights_bytes();
-    // Beside the states, and twice for fetches.
+    // Weights on swap are read and written beside the states, and read twice for fetches.
     bytes_ = states + (what.on_swap != OnSwap::kStates ? 4 * weights : 0);
     rate_ = static_cast<double>(bytes_) / kDiskSeconds;
     bytes_ -= 2 * View().resident_blocks * (kBlockElems * 10);
   }
 
-  // Seconds a step.
+  // Trains and returns the mean seconds of the last kSteps steps.
   double Run() {
     double began = 0;
     for (uint64_t step = 1; step <= kStepsBefore + kSteps; ++step) {
@@ -125,7 +125,7 @@ class Timed : public ShardedJob {
     }
     const double seconds = (now_ - began) / kSteps;
     moved_s_ = static_cast<double>(moved_) / kSteps / rate_;
-    // What is moved beyond what must be.
+    // Bytes moved beyond the necessary bytes, as a share of the necessary bytes.
     waste_ =
         bytes_ == 0 ? 0 : static_cast<double>(moved_) / kSteps / static_cast<double>(bytes_) - 1;
     node_.RunTasks();
@@ -133,7 +133,7 @@ class Timed : public ShardedJob {
     return seconds;
   }
   double waste() const { return waste_; }
-  // Of the disk, for what was moved in a step, and for what of it was written for durable steps.
+  // Disk seconds per step: moved_s() for all transfers, saved_s() for writes of durable steps.
   double moved_s() const { return moved_s_; }
   double saved_s() const { return static_cast<double>(saved_) / kSteps / rate_; }
 
@@ -194,7 +194,7 @@ class Timed : public ShardedJob {
       ends_[task] = server;
     }
   }
-  // Ends the first task that ends before `time`; false where none does.
+  // Ends the first task that ends before `time`. Returns false if no task does.
   bool EndOne(double time) {
     Schedule();
     const auto first = std::ranges::min_element(
@@ -215,9 +215,10 @@ class Timed : public ShardedJob {
     while (!is_true()) ASSERT_TRUE(EndOne(1e9)) << "nothing goes on";
   }
 
-  // Of an update, beside a disk of 3 GB/s. Additions and copies touch a quarter of its bytes.
-  // Of each of both copies: entries of the ledger and of the volume's list.
+  // Bytes of a slot's entries in one copy of the ledger and of the volume's list.
   static constexpr uint64_t kLedgerBytesPerSlot = 96;
+  // Seconds of a block's update: a tenth of its transfer time, as with a disk of 3 GB/s. Additions and copies touch a quarter
+  // of the bytes of an update.
   static constexpr double kUpdateSeconds = 0.1 * kDiskSeconds / (kGroups * kBlocksPerGroup);
 
   Case case_;
@@ -265,14 +266,14 @@ TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
         if (!is_whole) continue;
         const bool is_near = compute_s >= 0.5 && compute_s <= 2;
         EXPECT_LE(ratio, is_near ? 1.08 : 1.04) << compute_s;
-        // Where backward, two thirds of the compute, is longer than the transfers, what is left behind the last
-        // gradient is a block and 5 % of the update.
+        // If backward, two thirds of the compute, takes longer than the transfers, at most the transfers of one block and 5 %
+        // of a step's transfers remain after the last gradient.
         if (compute_s > 1.5) {
           EXPECT_LE(step_s - compute_s, (1.0 / (kGroups * kBlocksPerGroup) + 0.05) * kDiskSeconds)
               << compute_s;
         }
-        // Gradients that find no frame: 2 bytes written and at most as many read, beside 28; and few states that
-        // were read ahead for gradients that left.
+        // Spilled gradients add 2 bytes written and at most 2 bytes read to 28 bytes an element. Few states are read ahead for
+        // gradients that have left DRAM.
         EXPECT_LE(timed.waste(), spills ? 4.0 / 28 + 0.02 : 0.01) << compute_s;
       }
     }
@@ -303,8 +304,8 @@ TEST(StepTimeOfResidentStates, FollowsWhatIsLeftOnSwap) {
   }
 }
 
-// What a durable step writes takes its time at the disk, and no more: beside the same job at level memory, where at
-// level step, whose calls wait for it, nothing drains under the next forward.
+// Writes of a durable step take their own time at the disk, and no more, compared with the same job at level memory. A call at
+// level step waits for the writes, so it is compared with steps that do not drain under the next forward pass.
 TEST(StepTimeOfDurableSteps, IsThatOfTheirBytes) {
   constexpr Durability kLevels[] = {{.level = DurabilityLevel::kStep, .steps = 1},
                                     {.level = DurabilityLevel::kEpoch, .steps = 1},

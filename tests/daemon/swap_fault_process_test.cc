@@ -137,7 +137,7 @@ class FaultySwap : public ::testing::Test {
     ASSERT_OK_AND_ASSIGN(admin_, client::AdminClient::Connect({.socket = socket_}));
   }
 
-  // Until the next call.
+  // Returns the node's status. The reader is valid until the next call.
   schema::NodeStatus::Reader Status() {
     status_ = admin_->Status().value();
     return *status_;

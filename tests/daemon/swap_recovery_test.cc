@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What was committed comes back with the next opening, with the checksums of what its slots hold; a volume
-//         that may have durable jobs is never made anew unasked, and one that was last used elsewhere is refused until
-//         it is adopted. A slot that no ledger names any more can be written.
+// Goal    Committed jobs return with the next opening, with the checksums of their slots. A volume that may have durable jobs
+//         is never replaced by a new one unasked. A volume that was last used elsewhere is refused until it is adopted. A slot
+//         that no ledger names any more can be written.
 // Method  Real swap files, made-up jobs and machines; the test is the loop. Ledgers are damaged on the disk, transfers
 //         fail, folders are renamed, files copied.
 
@@ -62,7 +62,7 @@ class SwapRecoveryTest : public ::testing::Test {
             .staging_slot_bytes = kStagingSlotBytes,
             .arenas = {.lock = pinned_mem::LockPolicy::kBestEffort}};
   }
-  // In place of the one before.
+  // Opens a swap space in place of the previous one.
   absl::Status Open(const SwapSpaceOptions& options) {
     swap_.reset();
     engine_.reset();
@@ -97,12 +97,12 @@ class SwapRecoveryTest : public ::testing::Test {
     ASSIGN_OR_RETURN(const auto ledger, EncodeLedger(node, swap_->nonce(), swap_->place()));
     return CommitBytes(ledger, SlotsOf(node));
   }
-  // As programs did that wrote no place.
+  // Commits a ledger without a place, as older programs wrote it.
   absl::Status CommitWithoutPlace(const DurableNode& node) {
     ASSIGN_OR_RETURN(const auto ledger, EncodeLedger(node, swap_->nonce()));
     return CommitBytes(ledger, SlotsOf(node));
   }
-  // It holds `node`; from now on it belongs where it is.
+  // Expects that the volume holds `node` and can be adopted, and that it then belongs to its new place.
   void ExpectAdopted(SwapSpaceOptions options, const DurableNode& node) {
     options.other_place = OtherPlace::kAdopted;
     ASSERT_OK(Open(options));
@@ -352,7 +352,7 @@ TEST_F(SwapRecoveryTest, OnAnotherMachineAVolumeIsRefusedUntilItIsAdopted) {
   ASSERT_OK(Open(here));
   ASSERT_OK(Commit(node));
   ExpectRefused(there, "the volume was last used on another machine; durable on it: 4 jobs");
-  // Where the machine is not known its paths count, and it stays that of its machine.
+  // If the machine is unknown, only the paths count, and the volume still belongs to its machine.
   ASSERT_OK(Open(Options()));
   ASSERT_OK(Commit(node));
   ExpectRefused(there, "another machine");
@@ -411,7 +411,7 @@ TEST_F(SwapRecoveryTest, AFullLedgerOfAnOlderProgramComesBack) {
   }
 }
 
-// It is made anew.
+// A volume without jobs that was moved is replaced by a new one.
 TEST_F(SwapRecoveryTest, AVolumeWithoutJobsGoesWhereItsPathsGo) {
   ASSERT_OK(Open(Options()));
   ASSERT_OK(Commit({.last_job = 7, .jobs = {}}));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What waits for one swap path delays no other, however much it is; two jobs that use a path at once
-//         share it, and weights that are fetched go before a job's states.
+// Goal    Requests that wait for one swap path delay no other path, however many they are. Two jobs that use a path at once
+//         share it. Fetches of weights go before a job's states.
 // Method  Real swap files below an engine that holds the requests of one path until the test lets them go, one
 //         after the other; the test is the loop.
 
@@ -34,7 +34,7 @@ class HoldingEngine final : public nvme::IoEngine {
  public:
   explicit HoldingEngine(nvme::IoEngine& inner) : inner_(inner) {}
 
-  // Of the file that was registered so many others after.
+  // Holds all requests to the file with index `file` in the order of registration, from 0.
   void Hold(size_t file) { held_file_ = files_.at(file); }
   size_t held() const { return held_.size(); }
   void ReleaseOne() {
@@ -106,7 +106,7 @@ class SwapSpaceTest : public ::testing::Test {
                      done);
     EXPECT_TRUE(done.empty());
   }
-  // The next one that ends, after one was let go where any is held.
+  // Releases a request if any is held. Returns the next task that ends.
   TaskId EndOne() {
     if (engine_->held() > 0) engine_->ReleaseOne();
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);

@@ -298,7 +298,7 @@ TEST_P(Killed, WhatIsInHandIsUndone) {
     EXPECT_FALSE(Log().HasBegun(kBlock, kStep + 1));
     EXPECT_EQ(part->done(), kFirst + (is_done ? 200 : cpu_adam::kSavedElems));
     EXPECT_EQ(part->overflows(), is_done ? 6U : overflows);
-    // Of another step it counts for nothing.
+    // Progress of this step does not count for another step.
     UndoLog next = Log();
     const UndoLog::Part other(next, kBlock, 0, kStep + 1);
     EXPECT_EQ(other.done(), 0U);

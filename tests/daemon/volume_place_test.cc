@@ -108,7 +108,8 @@ TEST(VolumePlace, TheMachineIsTheSameFromOneReadingToTheNext) {
   EXPECT_EQ(ThisMachine(), ThisMachine());
 }
 
-// What `systemd-id128 machine-id --app-specific=6f0b52c19d3e4b77a2185ce49370fd2b` prints there.
+// The expected bytes are printed by `systemd-id128 machine-id --app-specific=6f0b52c19d3e4b77a2185ce49370fd2b` on a machine
+// with this id.
 TEST(VolumePlace, AMachineIsKnownByAHashOfItsMachineId) {
   const MachineId machine = MachineOf("0123456789abcdef0123456789abcdef");
   const std::string bytes(reinterpret_cast<const char*>(machine.data()), machine.size());

@@ -184,7 +184,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, WrittenStates, ::testing::ValuesIn(Kinds()),
 
 class WrittenStatesOfDurableJobs : public WrittenStates {};
 
-// What is written is durable with the next step, as what a step has written is.
+// Written states become durable with the next step, just like the results of a step.
 TEST_P(WrittenStatesOfDurableJobs, SurviveTheDaemon) {
   const std::vector<std::string> settings = {"update.block_elems=4096", "jobs.durability=step",
                                              "swap.capacity=64MiB",

@@ -14,7 +14,7 @@
 
 namespace {
 
-// Of Bochs: the rounding mode is nearest, ties to even, in every call of our kernels.
+// Replaces Bochs's conversion from float32 to binary16. Rounds to nearest, ties to even: the mode of every call in our kernels.
 uint16_t ToNearest(uint32_t float_bits, void* /*status*/) {
   const __m128i halves = _mm_cvtps_ph(_mm_set1_ps(std::bit_cast<float>(float_bits)), 0);
   return static_cast<uint16_t>(_mm_extract_epi16(halves, 0));

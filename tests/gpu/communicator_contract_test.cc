@@ -162,7 +162,7 @@ class CommunicatorContract : public ::testing::TestWithParam<CommunicatorCase> {
     for (const absl::Status& status : RunRanks(size, run)) EXPECT_OK(status);
   }
 
-  // Of the device's.
+  // Copies `bytes` into new memory of the device.
   static absl::StatusOr<DeviceMemory> ToDevice(Rank& rank, const Bytes& bytes) {
     ASSIGN_OR_RETURN(auto memory, rank.stream->Allocate(bytes.size()));
     RETURN_IF_ERROR(rank.stream->Copy(memory.bytes(), bytes));
@@ -376,7 +376,7 @@ TEST_P(CommunicatorContract, AnAbortEndsTheOthersToo) {
 INSTANTIATE_TEST_SUITE_P(Communicators, CommunicatorContract, ::testing::ValuesIn(Communicators()),
                          [](const auto& parameter) { return parameter.param.name; });
 
-// What the host's has alone.
+// Behaviour that only HostCommunicator has.
 
 TEST(HostCommunicatorTest, RanksAtDifferentCollectivesAreAnErrorThatNamesThem) {
   ThreadExchange exchange(2);

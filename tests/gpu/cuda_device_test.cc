@@ -207,7 +207,7 @@ TEST(CudaFault, EveryCallThatFailsIsAnErrorWithItsName) {
     has_failed = FakeCuda::calls() > failing;
     ASSERT_LT(failing, 1000U);
     if (status.ok()) {
-      // What gives back reports nothing.
+      // A failed call that frees or unregisters something reports no error.
       EXPECT_EQ(result, ::forebay::testing::Pattern(3 * kPieceBytes, 1));
       continue;
     }

@@ -166,8 +166,8 @@ TEST_P(DeviceContract, AnEventThatIsLookedAtIsDoneSomeTime) {
 }
 
 TEST_P(DeviceContract, ATimedEventKnowsWhenTheWorkBeforeItEnded) {
-  // What a GPU's clock and the call that compares it with the host's may be apart, where other processes
-  // take the processor between the two.
+  // Largest difference between a GPU's clock and the call that compares it with the host's, if other processes take the
+  // processor in between.
   constexpr uint64_t kSlackNs = 100'000'000;
   const Pinned from(*device_, Pattern(100, 1));
   const Pinned to(*device_, 100);

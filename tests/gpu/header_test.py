@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    What the gpu room declares of CUDA and NCCL is what NVIDIA's headers declare, whatever built it.
+# Goal    The gpu room's declarations of CUDA, NCCL and NVTX are those of NVIDIA's headers.
 # Method  The headers of the packages that torch brings, or of the toolkit; the compiler compares. A copy with
 #         a wrong number and one with a wrong parameter have to fail.
 

@@ -60,7 +60,7 @@ class FindVolumeTest : public ::testing::Test {
   }
   std::string FileOf(size_t dir) const { return dirs_.at(dir) + "/" + kSwapFileName; }
 
-  // Made anew, with so many commits.
+  // Makes a new volume on the paths `dirs` and commits `commits` times.
   void Make(const std::vector<size_t>& dirs, int commits) {
     ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Volume> volume,
                          Volume::Open({.paths = Paths(dirs),

@@ -37,7 +37,7 @@ constexpr std::chrono::seconds kLimit(8);
 constexpr double kMb = 1e6;
 constexpr double kFirstBytes = 256 << 10;
 
-// Bytes a second, and what each request takes beside them: others go on meanwhile.
+// Bytes per second, and seconds that each request takes in addition. Other requests continue during these seconds.
 struct DiskSpeed {
   double read = 0;
   double write = 0;
@@ -114,7 +114,7 @@ class TimedDisk final : public IoEngine {
 
 class PathProbe : public ::testing::Test {
  protected:
-  // What the probe finds; the disk's clock then stands at its end.
+  // Probes the paths and returns their rates. Afterwards the disk's clock stands at the end of the probe.
   std::vector<std::optional<PathRates>> Probe(TimedDisk& disk, size_t paths) {
     began_ = disk.now();
     VolumeOptions options;

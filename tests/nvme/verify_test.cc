@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What was read is accepted only where checksum and identity are the expected ones; the error
-//         names path, offset and identity.
+// Goal    Bytes that were read are accepted only if their checksum and identity are the expected ones. The error names path,
+//         offset and identity.
 // Method  The checksum's own values are checked in checksum_test.cc.
 
 #include "nvme/verify.h"

@@ -59,11 +59,11 @@ class VolumeDeadlineFault : public ::testing::Test {
     }
   }
 
-  // Transfers from now on do not end.
+  // Transfers that begin from now on never end.
   void Hang() { engine_.SetFault({.count = IoFault::kForEver, .hangs = true}); }
   void Work() { engine_.ClearFault(); }
 
-  // As the daemon does each second.
+  // Sets the time and checks the deadlines, as the daemon does each second.
   std::vector<Finished> CheckAt(uint64_t now_ns) {
     now_ = now_ns;
     std::vector<Finished> finished;
@@ -73,13 +73,13 @@ class VolumeDeadlineFault : public ::testing::Test {
     return finished;
   }
 
-  // Over the deadline, in two checks.
+  // Passes the deadline in two checks.
   std::vector<Finished> PassDeadline() {
     EXPECT_THAT(CheckAt(now_ + kDeadlineNs - kSecondNs), IsEmpty());
     return CheckAt(now_ + kSecondNs);
   }
 
-  // What ends without a wait.
+  // Finishes all requests that end without a wait.
   std::vector<Finished> Drain() {
     std::array<Completion, 8> completions;
     std::vector<Finished> finished;

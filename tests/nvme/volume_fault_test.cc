@@ -122,7 +122,7 @@ uint32_t StepAfterReopening(World& world) {
   return step;
 }
 
-// Steps 2 to `last`, until one fails; the last one that was acknowledged, 1 for none.
+// Commits steps 2 to `last`, until one fails. Returns the last acknowledged step; 1 if none was.
 uint32_t CommitStepsTo(uint32_t last, BlockStore& store) {
   for (uint32_t step = 2; step <= last; ++step) {
     if (!store.CommitStep(step).ok()) return step - 1;
@@ -158,7 +158,7 @@ void CutEverywhere(Fate fate, ExecutionOrder order) {
     const uint32_t step = StepAfterReopening(world);
     EXPECT_GE(step, acknowledged);
     EXPECT_LE(step, acknowledged + 1);
-    // And it goes on from there.
+    // The reopened volume takes a further commit.
     ASSERT_OK(world.store->CommitStep(9));
     world.disk.CutPowerNow();
   }
@@ -359,7 +359,7 @@ TEST(VolumeFault, AfterACommitOfUnknownOutcomeNoSlotItMayNameIsOverwritten) {
   }
 }
 
-// As after a real fsync error: the kernel dropped the pages, and the next fsync succeeds.
+// The simulated error is like a real fsync error: the kernel dropped the pages, and the next fsync succeeds.
 TEST(VolumeFault, WhatAFailedFlushDroppedIsWrittenAgainBeforeACommitSucceeds) {
   int failures = 0;
   for (uint64_t operation = 0; operation < 20; ++operation) {
@@ -516,7 +516,7 @@ TEST(VolumeFault, ADamagedNewestLedgerLeavesTheOneBefore) {
   EXPECT_EQ(world.volume->recovery().damaged_ledgers, 2u);
 }
 
-// Of a record whose copies are both lost it is not known whether it was the newest.
+// If both copies of a record are lost, it is unknown whether that record was the newest.
 TEST(VolumeFault, ARecordWithoutAWholeCopyMayHaveBeenTheNewest) {
   for (const uint64_t record : {uint64_t{0}, uint64_t{1}}) {
     for (const bool zeros : {false, true}) {

@@ -399,7 +399,8 @@ TEST(VolumeLock, IsFreeAtOnceWhereAVolumeIsClosed) {
   EXPECT_EQ(flock(next.get(), LOCK_EX | LOCK_NB), 0);
 }
 
-// As a process that was killed while the disk works for it: it has ended, its open file has not.
+// A locked open file stands for a process that was killed while the disk works for it: the process has ended, its open file has
+// not.
 TEST(VolumeLock, WaitsUntilTransfersOfADeadProcessHaveEnded) {
   TempDir directory;
   const VolumeOptions options = OnePath(directory);

@@ -41,7 +41,7 @@ using ::testing::IsEmpty;
 
 constexpr uint64_t kPathBytes = 1 << 20;
 constexpr uint64_t kLedgerBytes = 4096;
-// Of two paths: a label at each end; two records and two ledgers at the head and at the tail.
+// Bytes of metadata on two paths: a label at each end; two records and two ledgers at the head and at the tail.
 constexpr uint64_t kMetaBytes = (4 + 2 * (2 + 2)) * 4096;
 
 class VolumeTest : public ::testing::Test {
@@ -184,7 +184,7 @@ TEST_F(VolumeTest, ZeroesEverySlotWithDeepQueuesOnAllPaths) {
   EXPECT_EQ(volume_->requests_in_flight(), 1u);
   EXPECT_THAT(volume_->Write(slots[0], Bytes(4096), 5),
               HasCode(absl::StatusCode::kFailedPrecondition));
-  // As many at once as the volume says, on each path.
+  // Volume::kZerosInFlight pieces are in flight on each path.
   std::array<Completion, 2 * Volume::kZerosInFlight + 1> completions;
   ASSERT_OK_AND_ASSIGN(const size_t count, disk_.Wait(std::chrono::seconds(1), completions));
   EXPECT_EQ(count, 2 * Volume::kZerosInFlight);
@@ -200,7 +200,7 @@ TEST_F(VolumeTest, ZeroesEverySlotWithDeepQueuesOnAllPaths) {
   }
   EXPECT_EQ(zeroed, kSlots * kBlockBytes);
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
-  // Two at a time share the queues; each ends once.
+  // Two calls of Zero() at a time share the queues. Each call ends once.
   ASSERT_OK(volume_->Zero(std::span(slots).first(15), zeros, /*token=*/6));
   const Bytes more_zeros(8192);
   ASSERT_OK(volume_->Zero(std::span(slots).subspan(15), more_zeros, /*token=*/7));

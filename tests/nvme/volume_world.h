@@ -79,7 +79,7 @@ inline absl::Status ZeroNow(Volume& volume, IoEngine& engine, std::span<const Sl
   return FinishOne(volume, engine, 4);
 }
 
-// What a block reads as: its step, or the error; and whether the bytes are that step's.
+// Result of a block's read: the block's step or the error, and whether the bytes are those of that step.
 struct BlockState {
   absl::Status status;
   uint32_t step = 0;

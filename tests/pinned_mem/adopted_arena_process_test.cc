@@ -82,7 +82,7 @@ Pair Receive(int socket) {
   return fds;
 }
 
-// What the first process does: makes the arena, writes it, hands its descriptors over, ends.
+// Runs in the first process: makes the arena, writes it, hands its descriptors over and ends.
 int MakeAndEnd(int socket, const ArenaOptions& options, Ends ends) {
   if (!BecomeNobody()) return 10;
   auto arena = PinnedArena::Create(options);
@@ -103,7 +103,7 @@ struct Kept {
   UniqueFd client;
 };
 
-// Of an arena whose process has ended.
+// Returns the descriptors of an arena whose process has ended.
 Kept FromAnEndedProcess(const ArenaOptions& options, Ends ends) {
   std::array<int, 2> sockets{};
   EXPECT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets.data()), 0);

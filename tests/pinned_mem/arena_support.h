@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the arena tests share.
+// Helpers of the arena tests.
 #pragma once
 
 #include <filesystem>

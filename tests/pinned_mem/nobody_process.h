@@ -12,7 +12,7 @@ namespace forebay::testing {
 inline constexpr unsigned kNobody = 65534;
 inline constexpr unsigned kDeadlineSeconds = 20;  // SIGALRM ends a child that hangs
 
-// Where the test runs as root. False: it could not.
+// Becomes the user nobody if the process runs as root. Returns false on failure.
 inline bool BecomeNobody() {
   if (geteuid() != 0) return true;
   return setresgid(kNobody, kNobody, kNobody) == 0 && setresuid(kNobody, kNobody, kNobody) == 0;

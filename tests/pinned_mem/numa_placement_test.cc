@@ -26,7 +26,7 @@ NumaTopology Machine(const std::string& text) {
   return topology.ok() ? *topology : NumaTopology{};
 }
 
-// As many threads, each with all CPUs of its node.
+// Returns `threads[n]` threads for each node n. Each thread has all CPUs of its node.
 Workers ThreadsOf(const NumaTopology& machine, const std::vector<size_t>& threads) {
   Workers workers;
   for (size_t n = 0; n < threads.size(); ++n) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What only another user sees: a served segment cannot be opened for writing, and a low
-//         RLIMIT_MEMLOCK refuses a service and leaves a private daemon unlocked.
+// Goal    Checks from another user's process: a served segment cannot be opened for writing. A low RLIMIT_MEMLOCK refuses a
+//         service and leaves a private daemon unlocked.
 // Method  Fork children that become uid and gid 65534 (nobody) where the test runs as root: root's
 //         own privileges would hide both. A child reports through its exit status; it runs under a
 //         deadline.

@@ -325,7 +325,7 @@ TEST_F(PinnedArenaSeals, AServedArenaCanBeMappedWritableByWhomItsOwnerLets) {
   EXPECT_EQ(Attack::Shrink(fd->get()), EPERM);
   EXPECT_EQ(Attack::Grow(fd->get()), EPERM);
   EXPECT_EQ(Attack::AddSeal(fd->get()), EPERM);
-  // As before for all others.
+  // Access for all other clients is unchanged.
   struct stat info = {};
   ASSERT_EQ(fstat(fd->get(), &info), 0);
   EXPECT_EQ(info.st_mode & 07777, 0400u);

@@ -144,7 +144,7 @@ TEST_P(ChannelContract, NeverSleepsThroughAMessageBetweenThreads) {
         ASSERT_OK(ends_.server->Send(Answered((*command)->tag)));
       } else {
         ASSERT_TRUE(sleep(*ends_.server)) << "after " << answered;
-        // As the loop's IoEngine does it.
+        // Drains the descriptor, as the loop's IoEngine does.
         (void)!::read(ends_.server->wait_fd(), &drained, sizeof(drained));
       }
     }

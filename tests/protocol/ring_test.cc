@@ -129,7 +129,7 @@ TEST_F(RingServerTest, RefusesMoreCommandsThanItHasRoomToAnswer) {
   EXPECT_THAT(server->Receive(), HasError(ErrorId::kRing));
 }
 
-// Takes entries until there is none, an error comes, or more than the ring can hold.
+// Takes entries until the ring is empty, an error is returned, or more entries were taken than the ring can hold.
 template <typename Consumer>
 uint32_t DrainAll(Consumer consumer) {
   uint32_t taken = 0;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What a client notes of a step is what the daemon reads of it, whole or not at all; a client that
-//         lies shows nothing but text.
+// Goal    The daemon reads a client's notes of a step whole or not at all. A client that lies can show nothing but text.
 // Method  Both ends on memory of this process; a writer beside a reader; fields set to what no client
 //         of ours writes.
 

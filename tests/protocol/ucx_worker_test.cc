@@ -45,7 +45,7 @@ class UcxWorkerTest : public ::testing::Test {
     other_.reset();
   }
 
-  // Both workers go on until `done`.
+  // Makes progress on both workers until `done`. Returns false at the deadline.
   [[nodiscard]] bool Await(const std::function<bool()>& done) {
     const auto end = std::chrono::steady_clock::now() + kDeadline;
     while (!done()) {

@@ -26,7 +26,7 @@ SWAP_SHARE_LEAST = 0.60
 DRAM_SLACK_BYTES = 64 * MIB
 LOSS_STEPS, LOSS_RELATIVE = 20, 1e-3
 MOMENT_BYTES = 8  # of one parameter in fp32: docs/ARCHITECTURE.md, Bytes
-# Of a parameter of the deep model: bf16 weights, float32 gradients, states as `exact` has them.
+# Bytes of a parameter of the deep model: bf16 weights, float32 gradients, states in format `exact`.
 DEEP_WEIGHTS, DEEP_GRADIENT, DEEP_STATES = 2, 4, 10
 DEEP_BYTES = DEEP_WEIGHTS + DEEP_GRADIENT + DEEP_STATES
 MOMENTS = {

@@ -14,8 +14,8 @@
 
 namespace forebay::testing {
 
-// A new directory below the working directory (the build tree, where O_DIRECT works), removed with
-// all in it.
+// A new directory below the working directory (the build tree, where O_DIRECT works). The destructor removes the directory and
+// its contents.
 class TempDir {
  public:
   TempDir();
@@ -45,7 +45,7 @@ Ended RunProgram(const std::vector<std::string>& arguments);
 // Threads  One.
 class RunningProgram {
  public:
-  // Returns when `sign` appears in its stderr, or it has ended.
+  // Returns when `sign` appears in the program's stderr, when the program has ended, or after 60 s.
   static std::unique_ptr<RunningProgram> Start(const std::vector<std::string>& arguments,
                                                const std::string& sign);
   RunningProgram(const RunningProgram&) = delete;
@@ -65,13 +65,13 @@ class RunningProgram {
   std::string seen_;
 };
 
-// Between fork and exec: system calls only.
+// A function that runs between fork and exec. It may only make system calls.
 using Prepare = std::function<void()>;
 
 // Threads  One.
 class DaemonProcess {
  public:
-  // As a setting: no dram.limit at all.
+  // Pass this among the settings to start the daemon without a dram.limit.
   static constexpr char kDefaultDramLimit[] = "dram.limit=default";
 
   // `settings` are key=value. memlock is best_effort and dram.limit 1GiB unless they say otherwise.
@@ -109,7 +109,8 @@ bool Eventually(Done done) {
   return Eventually([](void* context) { return (*static_cast<Done*>(context))(); }, &done);
 }
 
-// What `count()` returns once twenty looks in a row have seen the same: whatever was under way has ended.
+// Waits until work that changes `count()` has ended: calls it until it has returned the same value 21 times in a row, or for
+// 30 s. Returns the last value.
 template <typename Count>
 int Quiescent(Count count) {
   int last = count();

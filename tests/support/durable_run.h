@@ -21,7 +21,7 @@
 
 namespace forebay::testing {
 
-// All of a path's file.
+// Contents of a whole file.
 using FileBytes = std::vector<std::byte>;
 FileBytes ReadFile(const std::string& file);
 
@@ -40,13 +40,14 @@ class DurableRun {
   std::vector<nvme::PathOptions> paths() const;
   std::string file(size_t path) const;
 
-  // As each commit left them, the last one is what the files hold now.
+  // The ledger's node and the files' bytes after each commit. The last commit's files are the current files.
   const daemon::DurableNode& node(size_t commit) const { return commits_.at(commit).node; }
   const std::vector<FileBytes>& files(size_t commit) const { return commits_.at(commit).files; }
   const std::vector<FileBytes>& files() const { return commits_.back().files; }
-  // What a slot held, by commit from which on it did, oldest first. Without a slot's rest behind the block.
+  // The versions of each slot's block, by the commit that wrote them, oldest first. Bytes of the slot behind the block are left
+  // out.
   const std::map<nvme::Slot, std::map<size_t, Bytes>>& history() const { return history_; }
-  // What a slot that a commit names holds since then.
+  // The block that a slot holds after a commit that names the slot.
   const Bytes& Held(const nvme::Slot& slot, size_t commit) const;
 
  private:

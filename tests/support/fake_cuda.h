@@ -29,24 +29,24 @@ class FakeCuda {
     size_t memory_bytes = size_t{1} << 30;  // of a device
     bool registers_read_only = true;
     bool has_memory_pools = true;
-    int looks_until_done = 10;           // at an event
-    bool is_late_with_pageable = false;  // memory that it does not know; CUDA copies it at once
+    int looks_until_done = 10;           // queries of an event
+    bool is_late_with_pageable = false;  // copies of unregistered memory run late; in CUDA at once
     bool is_default_stream_late = true;
     std::optional<uint64_t> seed = {};  // of the order of work; none: as late as possible
-    // As early as possible instead, but for the streams of these bits, in the order of their making: they
-    // run as far as others wait for them.
+    // If set, work runs as early as possible. Bit i makes the i-th created stream late: its work runs only as far as other work
+    // waits for it.
     std::optional<uint64_t> late_streams = {};
     size_t register_bytes_max = SIZE_MAX;  // that one call registers
   };
 
   static std::string Library();  // for dlopen(3)
 
-  // Forgets everything: what is left of before belongs to nobody.
+  // Starts a new driver and forgets the streams, memory and settings of the previous one.
   static void Start(const Options& options);
   static void Start() { Start(Options()); }
 
-  // Of the device. Once the last reference is gone it is another's, as memory of a caching allocator is:
-  // copies from it bring poison, copies to it nothing.
+  // Memory of the device. After the last reference is dropped the memory counts as reused, like memory of a caching allocator:
+  // copies from it yield poison, copies to it have no effect.
   using Memory = std::shared_ptr<const std::span<std::byte>>;
   static Memory Allocate(size_t size_bytes, int device = 0);
 
@@ -66,18 +66,19 @@ class FakeCuda {
   // From this copy on, counted as they run, the device is broken: each call says CUDA_ERROR_ILLEGAL_ADDRESS.
   static void FailCopy(size_t copy);
 
-  // What all ranks' streams have to reach before it runs, as a kernel of NCCL's does. Under the driver's lock.
+  // A collective operation. Like a kernel of NCCL it runs once the streams of all ranks have reached it; under the driver's
+  // lock.
   struct Collective {
     size_t ranks = 0;
     std::function<void()> run;
     bool is_done = false;
     std::map<size_t, std::weak_ptr<void>> queues;  // by rank: the streams that it is on
-    std::vector<bool> has_left;                    // by rank: it waits for the others no longer
+    std::vector<bool> has_left;                    // by rank: it has stopped waiting for the others
   };
-  // Puts it on a stream, as rank `rank`'s part; `update` is called first, under the lock.
+  // Puts the collective on a stream as the part of rank `rank`. Calls `update` first, under the lock.
   static void Enqueue(void* stream, std::shared_ptr<Collective> collective, size_t rank,
                       const std::function<void()>& update);
-  // Calls `act` under the lock; whoever waits looks again.
+  // Calls `act` under the lock, then wakes all waiting threads.
   static void Change(const std::function<void()>& act);
   static bool IsFreed(const std::byte* at);             // under the lock
   static void NoteMistake(const std::string& mistake);  // under the lock

@@ -19,7 +19,7 @@ namespace {
 
 enum class Needs : uint8_t { kNothing, kContext };
 
-// A call of the driver: its lock, and why it fails.
+// One call of the driver: checks whether the call fails, and runs work before it.
 class Call {
  public:
   Call(const char* name, Needs needs) : state_(Now()) {
@@ -46,7 +46,8 @@ class Call {
   State& operator*() { return *state_; }
   const std::shared_ptr<State>& shared() const { return state_; }
 
-  // What somebody looks at; not ready where it waits for other ranks. Without the lock held by the caller.
+  // Queries work: calls `run` under the lock. Returns kNotReady if the work waits for other ranks. The caller does not hold the
+  // lock.
   CUresult Look(const std::function<bool()>& run) {
     std::unique_lock<protocol::Mutex> lock(state_->mutex);
     bool has_run = false;
@@ -54,7 +55,7 @@ class Call {
     if (state_->is_broken) return kIllegalAddress;
     return has_run ? kSuccess : kNotReady;
   }
-  // What somebody waits for.
+  // Waits for work: calls `run` under the lock until it returns true. The caller does not hold the lock.
   CUresult Wait(const std::function<bool()>& run) {
     std::unique_lock<protocol::Mutex> lock(state_->mutex);
     bool has_run = false;
@@ -83,7 +84,7 @@ class Call {
   Call call(name, needs);            \
   if (call.result() != kSuccess) return call.result()
 
-// Whether every page of the range is mapped, and writable where that is asked for.
+// Returns true if every page of the range is mapped and readable, and also writable if `writable` is set.
 bool IsMapped(const std::byte* begin, size_t size_bytes, bool writable) {
   auto at = reinterpret_cast<uintptr_t>(begin);
   const uintptr_t end = at + size_bytes;
@@ -102,7 +103,7 @@ bool IsMapped(const std::byte* begin, size_t size_bytes, bool writable) {
 
 enum class Kind : uint8_t { kDevice, kPinned, kPageable, kMixed };
 
-// What a range of a copy is; both ends have to be in one and the same.
+// Kind of the memory that a copy reads or writes. A range that begins and ends in different memory is kMixed.
 Kind KindOf(State& state, const std::byte* begin, size_t size_bytes, bool is_written) {
   const std::byte* const last = begin + size_bytes - 1;
   const auto allocation = Holding(state.allocations, begin, kSizeOf);

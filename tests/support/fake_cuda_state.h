@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the driver of fake_cuda.h knows: its streams' work, its memory, and what runs when.
+// State of the driver of fake_cuda.h: the work of its streams, its memory, and the order in which work runs.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 #include "protocol/os/mutex.h"
 #include "tests/support/fake_cuda.h"
 
-// What a handle of the driver's points to.
+// The objects that handles of the driver point to.
 namespace forebay::testing {
 struct Mark;
 struct Queue;
@@ -43,7 +43,7 @@ namespace forebay::testing {
 
 using namespace gpu::cuda;  // NOLINT(google-build-using-namespace): the driver's own names
 
-// Where an event was recorded.
+// One record of an event in a stream.
 struct Mark {
   std::weak_ptr<Queue> queue;
   bool is_done = false;
@@ -65,15 +65,15 @@ struct Work {
 // The work of a stream.
 struct Queue {
   std::deque<Work> work;
-  bool is_running = false;  // its front is looked at
-  bool is_late = false;     // runs only where somebody waits for it
+  bool is_running = false;  // its first operation is being run
+  bool is_late = false;     // runs only if other work waits for it
 };
 
 struct Allocation {
   std::vector<std::byte> bytes;
-  bool is_freed = false;       // what runs finds it freed
-  bool is_given_back = false;  // by a call
-  bool is_of_driver = false;   // else of FakeCuda::Allocate
+  bool is_freed = false;       // the stream has reached the free: copies find the memory freed
+  bool is_given_back = false;  // the caller has called the free
+  bool is_of_driver = false;   // false: allocated by FakeCuda::Allocate
   int device = 0;
 };
 
@@ -99,7 +99,7 @@ struct State {
   FakeCuda::Options options;
   protocol::Mutex mutex;
   std::mt19937_64 random;
-  std::map<const std::byte*, Allocation, std::less<>> allocations;  // what is freed stays mapped
+  std::map<const std::byte*, Allocation, std::less<>> allocations;  // freed memory included
   std::map<const std::byte*, Registered, std::less<>> registered;
   std::map<CUstream, std::unique_ptr<CUstream_st>> streams;
   std::map<CUevent, std::unique_ptr<CUevent_st>> events;
@@ -118,9 +118,9 @@ struct State {
   std::optional<size_t> failing_copy;
   std::function<void()> before_work;
   std::vector<std::string> mistakes;
-  std::condition_variable_any changed;  // for who waits for other ranks
+  std::condition_variable_any changed;  // wakes threads that wait for other ranks
 
-  // Whether the wait that is counted now is left out.
+  // Counts one wait. Returns true if this wait is to be left out.
   bool IsLeftOut() { return counts_waits && waits++ == left_out; }
 
   bool IsFreed(const std::byte* at) {
@@ -128,8 +128,8 @@ struct State {
     return found != allocations.end() && found->second.is_freed;
   }
 
-  // Whether the collective at the front of a queue has run, or its rank has left: runs what is before it on
-  // the other ranks' streams.
+  // Runs a collective at the front of a queue, after the work before it on the other ranks' streams. Returns true if the
+  // collective has run or its rank has left it.
   bool RunCollective(const Work& work) {
     FakeCuda::Collective& collective = *work.collective;
     if (collective.is_done || collective.has_left[work.rank]) return true;
@@ -148,7 +148,7 @@ struct State {
     return true;
   }
 
-  // False where it cannot run yet.
+  // Runs the first operation of a queue. Returns false if the operation cannot run yet.
   bool RunFirst(Queue& queue) {
     if (queue.is_running) return false;  // ranks wait for each other in a circle
     queue.is_running = true;
@@ -194,7 +194,7 @@ struct State {
     return true;
   }
 
-  // A few operations, in an order that streams and events allow.
+  // Runs up to three operations, in a random order that streams and events allow.
   void RunSome() {
     constexpr uint64_t kOperationsMax = 4;
     for (uint64_t left = random() % kOperationsMax; left > 0; --left) {
@@ -208,7 +208,7 @@ struct State {
       (void)RunFirst(*ready[random() % ready.size()]);
     }
   }
-  // All work of the early streams, and what it waits for of the late ones.
+  // Runs all work of the streams that are not late, and the work of late streams that it waits for.
   void RunEarly() {
     for (bool has_run = true; has_run;) {
       has_run = false;
@@ -254,9 +254,9 @@ struct State {
   void Note(const std::string& mistake) { mistakes.push_back(mistake); }
 };
 
-std::shared_ptr<State> Now();  // makes it where there is none
+std::shared_ptr<State> Now();  // creates the state if there is none
 
-// Of this thread, as CUDA has it.
+// The context stack of the calling thread.
 std::vector<CUcontext>& ContextStack();
 
 inline std::span<std::byte> AllocateIn(State& state, size_t size_bytes, bool is_of_driver,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tool as Nsight Systems is one: a library that attaches through NVTX's entry point and writes down what it
-// hears.
+// A tool like Nsight Systems: a library that attaches through NVTX's entry point and logs the ranges that it gets.
 
 #include <string>
 
@@ -41,7 +40,7 @@ int InitializeInjectionNvtx2(nvtx::GetExportTable* get_table) {
   unsigned size = 0;
   if (callbacks->get_module_function_table(nvtx::kModuleCore, &table, &size) == 0) return 0;
   if (size <= nvtx::kRangePop) return 0;
-  // As tools do, the others too.
+  // Real tools replace every function of the table. The functions that are not logged as a push get Pop.
   for (unsigned i = 1; i < size; ++i) *table[i] = reinterpret_cast<nvtx::FunctionPointer>(&Pop);
   *table[nvtx::kRangePush] = reinterpret_cast<nvtx::FunctionPointer>(&Push);
   *table[nvtx::kRangePop] = reinterpret_cast<nvtx::FunctionPointer>(&Pop);

@@ -22,12 +22,13 @@ struct IoFault {
   static constexpr uint64_t kForEver = std::numeric_limits<uint64_t>::max();
 
   uint64_t operation = 0;  // the first to go wrong, counted from 0 at SetFault()
-  uint64_t count = 1;      // how many, from there on
-  int error_number = 0;    // above 0: they fail with it, and nothing is transferred
-  // Else reads and writes are short: this many bytes, or this many fewer than asked.
+  uint64_t count = 1;      // number of consecutive faulty operations
+  int error_number = 0;    // above 0: faulty operations fail with this errno and transfer nothing
+  // Without error_number and hangs, faulty reads and writes are short. They report `short_bytes` bytes, or with `short_by`
+  // `short_bytes` fewer than requested.
   int64_t short_bytes = 0;
   bool short_by = false;
-  bool hangs = false;  // they do not end before EndHung()
+  bool hangs = false;  // faulty operations do not end before EndHung()
 };
 
 // Wraps `inner`; flushes are never short. A short transfer has moved no more than the whole 4 KiB

@@ -339,7 +339,7 @@ void FuseDisk::HandleTransfer(Request request) {
     return;
   }
   if (fault.kind == DiskFault::Kind::kRate) {
-    // Of both kinds of transfers the size is at one place.
+    // fuse_read_in and fuse_write_in have the size at the same offset.
     const uint64_t bytes = BodyOf<fuse_read_in>(request.bytes).size;
     const auto begin = delayed_.empty() ? std::max(Clock::now(), free_at_) : free_at_;
     free_at_ = begin + std::chrono::nanoseconds(bytes * 1'000'000'000 / fault.bytes_per_second);

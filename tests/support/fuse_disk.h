@@ -22,7 +22,7 @@
 
 namespace forebay::testing {
 
-// What goes wrong with transfers from now on.
+// The fault that the following transfers have.
 struct DiskFault {
   enum class Kind : uint8_t {
     kNone,
@@ -33,7 +33,7 @@ struct DiskFault {
     kShort,  // half of it, in whole pages; one page is whole. The kernel makes EIO of short writes
     kLose,   // writes report success, and are not carried out
     kMisdirect,  // writes go `shift_bytes` behind their place
-    kRot,        // one bit of what is read is another
+    kRot,        // reads return one flipped bit
   };
   enum class Of : uint8_t { kReads, kWrites, kBoth, kFlushes };  // kFlushes: kFail alone
 
@@ -43,10 +43,10 @@ struct DiskFault {
   std::chrono::milliseconds delay{0};
   uint64_t bytes_per_second = 0;
   uint64_t shift_bytes = 0;
-  uint64_t count = std::numeric_limits<uint64_t>::max();  // of these; then all is well again
+  uint64_t count = std::numeric_limits<uint64_t>::max();  // faulty transfers; later ones work
 };
 
-// What the disk was asked for, in the order in which it did it.
+// One write or flush that the disk has carried out.
 struct DiskWrite {
   uint64_t offset_bytes = 0;
   std::vector<std::byte> bytes;
@@ -66,10 +66,10 @@ class FuseDisk {
 
   FuseDisk(const FuseDisk&) = delete;
   FuseDisk& operator=(const FuseDisk&) = delete;
-  // Ends what hangs, with an error.
+  // Ends hanging transfers with an error.
   ~FuseDisk();
 
-  // Carries out what hangs first.
+  // Sets the fault of the following transfers. Carries out hanging transfers first.
   void Order(const DiskFault& fault);
   void Work() { Order({}); }
 
@@ -77,7 +77,7 @@ class FuseDisk {
   uint64_t hung() const { return hung_count_; }
   uint64_t transfers() const { return transfers_; }
 
-  // From now on writes and flushes are noted.
+  // Starts to log writes and flushes.
   void StartLog();
   size_t logged() const;
   std::vector<DiskWrite> DrainLog();
@@ -95,7 +95,7 @@ class FuseDisk {
   void Handle(Request request);
   void HandleTransfer(Request request);
   void CarryOut(const Request& request, const DiskFault& fault);
-  // An errno: it fails.
+  // Returns 0 or the errno of the failed flush.
   int Flush();
   int AnswerDelayed();
   void Answer(const Request& request, int error, std::span<const std::byte> bytes = {});
@@ -122,7 +122,7 @@ class FuseDisk {
   std::vector<Request> hung_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::byte> file_ ABSL_GUARDED_BY(mutex_);
 
-  // Of the server.
+  // Used by the server thread alone.
   bool exists_ = false;
   std::deque<Request> delayed_;
   std::chrono::steady_clock::time_point free_at_ = {};  // of DiskFault::Kind::kRate

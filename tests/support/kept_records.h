@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The records of a node's jobs, kept as the executor keeps them, and read as the next daemon reads them.
+// The records of a node's jobs. They are written like the executor writes them and read like the next daemon reads them.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +22,14 @@ class KeptRecords {
  public:
   KeptRecords();
 
-  // In the order of actions.
+  // Applies an action to the records. Call this for all actions, in their order.
   void Execute(const daemon::Action& action);
-  // Of the jobs that go on if the node is killed now.
+  // Returns the records of the jobs that continue if the node is killed now.
   std::vector<daemon::DurableJob> Read() const;
 
  private:
   std::map<uint64_t, std::unique_ptr<daemon::KeptRecord>> records_;  // by job
-  protocol::UniqueFd step_arena_;  // of all of them: nobody looks at bytes
+  protocol::UniqueFd step_arena_;  // shared by all records: no test reads its bytes
 };
 
 }  // namespace forebay::testing

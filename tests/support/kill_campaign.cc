@@ -315,7 +315,7 @@ class Campaign {
     return Ended(absl::StrCat("after a kill rank ", rank), rank, *status);
   }
 
-  // What the ranks found when they attached, and what they have made of it.
+  // Checks the steps and the bytes that the ranks found when they attached, then counts the steps of the round.
   absl::Status Judge() {
     for (const RankProgress& rank : memory_->ranks) {
       if (rank.attached != 0) RETURN_IF_ERROR(JudgeStep(rank.attached - 1));
@@ -347,7 +347,7 @@ class Campaign {
     daemon_died_before_ = false;
     return absl::OkStatus();
   }
-  // Bytes are where the kind of job says.
+  // Checks that the blocks and the weights are in the tier of the job's kind.
   absl::Status JudgeTiers() const {
     const uint64_t resident = memory_->resident_blocks;
     const uint64_t blocks = memory_->blocks;

@@ -16,19 +16,19 @@ namespace forebay::testing {
 struct KillCampaignOptions {
   std::string folder;  // empty, on a disk; for the socket, swap and the daemon's log
   JobKind kind = JobKind::kSharedInDram;
-  // At memory trainers alone are killed.
+  // At level memory only trainers are killed.
   protocol::Durability durability = {};
   uint32_t kills = 1;  // rounds, each with one kill of one process or of several at once
   uint64_t seed = 1;
 };
 
-// What a campaign did; it lost nothing that the level keeps.
+// Counts of a campaign that lost no step that its durability level guarantees.
 struct KillCampaignResult {
   uint32_t kills = 0;
   uint32_t trainer_kills = 0;     // of ranks alone, one or both
   uint32_t daemon_kills = 0;      // of the daemon alone
   uint32_t both_kills = 0;        // of the daemon and its ranks
-  uint32_t early_kills = 0;       // of these: before a rank had done a step in its round
+  uint32_t early_kills = 0;       // kills before a step was answered in the round, of any kind
   uint32_t comparisons = 0;       // of all weights and states with the uninterrupted run's
   uint64_t committed_step = 0;    // in the end
   uint64_t steps_answered = 0;    // in all rounds

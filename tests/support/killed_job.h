@@ -39,18 +39,18 @@ struct KilledJobOptions {
 
 inline constexpr uint32_t kKilledRanks = 2;
 
-// What a rank has done since it was started. Written by the rank alone.
+// Progress of a rank since its start. Only the rank writes it.
 struct alignas(64) RankProgress {
   std::atomic<uint64_t> attached{0};  // 1 more than the committed step that attach gave; 0: not yet
   std::atomic<uint64_t> called{0};    // the newest step whose call was begun
   std::atomic<uint64_t> answered{0};  // the newest step that was answered
-  std::array<char, 2048> error{};     // what ended it, but for another's death; zero-terminated
+  std::array<char, 2048> error{};     // the error that ended the rank, zero-terminated
 };
 
 // The exit status of a rank that ended because another process had died.
 inline constexpr int kEndedByAnothersDeath = 3;
 
-// What a rank writes and who started it reads, also after the rank's death.
+// Memory that the ranks write and that the process that started them reads, also after the death of a rank.
 struct KilledJobMemory {
   std::array<RankProgress, kKilledRanks> ranks;
   std::atomic<uint64_t> snapshot_step{0};  // 1 more than the step of the snapshot; 0: not whole yet
@@ -68,7 +68,7 @@ class KilledJob {
   KilledJob& operator=(const KilledJob&) = delete;
 
   const protocol::Layout& layout() const { return layout_; }
-  // The same parameters as one owner holds them: what the reference trains.
+  // Layout of the same parameters with a single owner, for the reference trainer.
   const protocol::Layout& whole_layout() const { return whole_layout_; }
   uint32_t addends() const;  // gradients of each element in a step
 
@@ -77,8 +77,8 @@ class KilledJob {
   uint64_t state_bytes() const;
   std::vector<std::byte> SnapshotOf(const ReferenceTrainer& reference) const;
 
-  // A rank's life: attaches as soon as there is a daemon, as rank 0 writes what the job then holds to
-  // `snapshot`, and trains until somebody dies. Returns the exit status of the process.
+  // Runs a rank: attaches as soon as there is a daemon, then trains until another process dies. Rank 0 first writes the
+  // contents of the job to `snapshot`. Returns the exit status of the process.
   int RunRank(uint32_t rank, KilledJobMemory& memory, std::span<std::byte> snapshot) const;
 
  private:

@@ -11,16 +11,16 @@
 
 namespace forebay::testing {
 
-// A float32 layout; each group has one parameter of so many elements, in parameter group 0; or a
-// parameter for each number of a group.
+// A float32 layout in which each group has one parameter of the given number of elements. All parameters are in parameter group
+// 0. MakeLayoutOfParams makes one parameter for each number of a group.
 std::shared_ptr<const protocol::Layout> MakeLayout(const std::vector<uint64_t>& group_elems);
 
 std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
     const std::vector<std::vector<uint64_t>>& param_elems,
     protocol::DType dtype = protocol::DType::kFloat32);
 
-// What a sharded layout cuts a parameter along: rows, as torch.chunk does on dimension 0 (the last
-// shards may be shorter or empty), or columns, which gives each owner a strided box.
+// The dimension along which a sharded layout cuts a parameter. kRows cuts like torch.chunk on dimension 0: the last shards may
+// be shorter or empty. kColumns gives each owner a strided box.
 enum class ShardCut { kRows, kColumns };
 
 struct ShardedParam {
@@ -32,7 +32,7 @@ struct ShardedParam {
 
 struct ShardedLayoutOptions {
   uint32_t ranks = 2;
-  // Of one of several nodes, which has so many of the ranks; 0: all.
+  // Number of ranks on this node, the first of them `first_rank`, in a job over several nodes. 0: all ranks are on this node.
   uint32_t node_ranks = 0;
   uint32_t first_rank = 0;
   protocol::DType dtype = protocol::DType::kFloat32;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives one NodeState as the daemon's loop does, with a NodeModel for workers and disk. Invariants
-// are checked after every event; a fault of either is in fault().
+// Drives one NodeState like the daemon's loop, with a NodeModel for workers and disk. Invariants of the NodeState are checked
+// after every event; a broken one aborts the test. Faults that the NodeModel finds are in fault().
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@
 
 namespace forebay::testing {
 
-// Swap paths with so many bytes for data.
+// Swap paths with the given bytes for data.
 nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
 
 // Options with which a small job is wholly resident.
@@ -54,7 +54,7 @@ struct AttachRequest {
   uint64_t extra_state_bytes = 64;
 };
 
-// What a rank of such a job asks for where nothing else is said: for plans, which need no session.
+// The default attach request of rank 0 in a job with this layout. Plans use it, since they need no session.
 daemon::AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout,
                                   uint32_t world_size = 2);
 
@@ -63,31 +63,33 @@ class NodeHarness {
   explicit NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size = 2)
       : state_(options), world_size_(world_size) {}
 
-  // On a disk that another one has written: see Restart().
+  // A node on a disk that another node has written: see Restart().
   NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size, NodeModel model)
       : state_(options), world_size_(world_size), model_(std::move(model)) {}
-  // The daemon of `before` has died: another one on its disk.
+  // The daemon of `before` has died. Creates the next daemon on its disk.
   static std::unique_ptr<NodeHarness> Restart(const NodeHarness& before,
                                               daemon::NodeState::Options options);
-  // On what is left of it, of Restarted() or AfterPowerCut().
+  // Creates the next daemon on a model of Restarted() or AfterPowerCut().
   static std::unique_ptr<NodeHarness> Restart(NodeModel left, uint32_t world_size,
                                               daemon::NodeState::Options options);
 
-  // The daemon of `before`, which has said HandedOver, has ended: the next one. `change` edits each job on its way.
+  // The daemon of `before` has handed over its jobs (HandedOver) and ended. Creates the next daemon. `change` edits each job
+  // that is handed over.
   static std::unique_ptr<NodeHarness> GoOn(
       NodeHarness& before, daemon::NodeState::Options options,
       const std::function<void(daemon::DurableJob&)>& change = [](daemon::DurableJob&) {});
 
-  // The daemon of `before`, of a node that keeps its jobs, was killed: the next one. Null: no record was whole.
+  // The daemon of `before` was killed on a node that retains its jobs. Creates the next daemon. Returns null if no record is
+  // readable.
   static std::unique_ptr<NodeHarness> AfterKill(NodeHarness& before,
                                                 daemon::NodeState::Options options);
 
   daemon::NodeState& state() { return state_; }
-  // The oldest of that name, whoever owns it.
+  // The oldest job of that name, of any user.
   std::optional<daemon::JobView> FindJob(const std::string& name) const;
   NodeModel& model() { return model_; }
   const std::string& fault() const { return model_.fault(); }
-  // All actions so far, in order; a task's number and sizes are in it.
+  // All actions so far, in order.
   const std::vector<daemon::Action>& log() const { return log_; }
   template <typename A>
   std::vector<A> Logged() const {
@@ -98,15 +100,15 @@ class NodeHarness {
     return found;
   }
 
-  // Whether FreeJob finds that a process still uses the weights; then JobFreed is the test's to send.
+  // Sets whether FreeJob finds that a process still uses the weights. If so, the test must send the final JobFreed.
   void set_weights_in_use(bool in_use) { weights_in_use_ = in_use; }
 
-  // One event; requests to copy a step request are served at once, as the loop does.
+  // Handles one event. Requests to copy a step request are served at once, like in the daemon's loop.
   void Send(const daemon::Event& event);
   // Finishes running tasks, oldest first, until none is left (new ones included).
   void RunTasks();
   void Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
-  // The next commit, whose flush of what was written fails.
+  // Finishes tasks up to the next commit and fails the commit's flush.
   void FailFlush() {
     Finish(FinishUntil<daemon::CommitLedger>().task,
            protocol::MakeError(protocol::ErrorId::kSwapIo, "simulated: flush"));
@@ -120,7 +122,7 @@ class NodeHarness {
     }
     return found;
   }
-  // Tasks end, the oldest first, until an A runs: that one.
+  // Finishes tasks, oldest first, until a task A runs. Returns that task.
   template <typename A>
   A FinishUntil() {
     while (Running<A>().empty()) {
@@ -139,14 +141,14 @@ class NodeHarness {
   // Sends AttachRequested only.
   uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout,
                          const AttachRequest& request);
-  // Attaches, runs all tasks and maps; for a fresh job, also writes the initial parameters: of a
-  // sharded one the rank's own, and its kInitialDone waits until every rank is attached.
+  // Attaches, runs all tasks and maps. For a new job, also writes the initial parameters. In a sharded job each rank writes its
+  // own parameters, and kInitialDone is answered once every rank is attached.
   uint64_t Attach(const std::shared_ptr<const protocol::Layout>& layout,
                   const AttachRequest& request);
-  // The same without the initial parameters.
+  // Attaches, runs all tasks and maps, but writes no initial parameters.
   uint64_t AttachOnly(const std::shared_ptr<const protocol::Layout>& layout,
                       const AttachRequest& request);
-  // The whole partition, in one piece.
+  // Writes the whole partition in one piece.
   uint64_t WriteInitial(uint64_t session, uint32_t partition);
   uint64_t InitialDone(uint64_t session);
   const daemon::AnswerAttach* attached(uint64_t session) const;
@@ -155,14 +157,15 @@ class NodeHarness {
   void End(uint64_t session, daemon::EndCause cause) {
     Send(daemon::SessionEnded{.session = session, .cause = cause});
   }
-  // Clients send commands before they hear of the newest answers, so many of each session.
+  // Sets how many of the newest answers of each session its client has not received when it sends a command.
   void set_unheard_max(size_t answers) { unheard_max_ = answers; }
-  // The way to the session's client is lost, with the answers that it has not heard. Until Reconnect() it sends nothing,
-  // and none may be given.
+  // Disconnects the session's client. Answers that the client has not received are lost. Until Reconnect() the client sends
+  // nothing, and the state machine may not answer it.
   void Disconnect(uint64_t session);
-  // It is back with these leases, maps, and sends again what it has no answer of; errors of the session's AnswerAttach.
+  // Reconnects the client with the leases that it holds. If the session's AnswerAttach reports no error, the client maps and
+  // sends its unanswered commands again.
   void Reconnect(uint64_t session, std::vector<uint64_t> held_leases = {});
-  // What was answered so far is heard.
+  // Lets all clients receive all answers so far.
   void Hear();
   bool IsUnheard(uint64_t tag) const;
 
@@ -170,48 +173,49 @@ class NodeHarness {
   uint64_t Command(uint64_t session, protocol::Command command);
   uint64_t Fetch(uint64_t session, uint32_t partition);
   uint64_t Release(uint64_t session, uint64_t lease);
-  // Of a fetch that was answered with a lease.
+  // Releases the lease of an answered fetch.
   void ReleaseFetched(uint64_t session, uint64_t fetch_tag);
-  // Delivers a whole partition (of a shared layout: group), which gives all its trainable parameters a
-  // gradient; or a range of elements and those of its parameters of whose boxes it holds all.
+  // Delivers the gradient of a whole partition (in a shared layout: a group) or of a range of its elements. Marks as present
+  // each trainable parameter whose elements in the partition are delivered by this call.
   uint64_t Gradient(uint64_t session, uint32_t partition, uint64_t step, bool finite = true);
   uint64_t GradientRange(uint64_t session, uint32_t partition, uint64_t begin, uint64_t end,
                          uint64_t step, bool finite = true);
-  // Where a gradient of so many bytes would lie in the session's arena; empty: it has no room.
+  // Offset that a gradient of `bytes` would get in the session's arena. Returns nothing if the arena has no room.
   std::optional<uint64_t> FreeOffset(uint64_t session, uint64_t bytes) const;
-  // Gradients from now on are of a further backward pass.
+  // Starts a further backward pass: later gradients belong to it.
   void BeginPass(uint64_t session) { ++InfoOf(session).pass; }
   void EndPasses(uint64_t session) { InfoOf(session).pass = 0; }
   uint64_t GradNorm(uint64_t session, uint32_t param);
-  // Of step calls from now on.
+  // Sets the gradient scale of later step calls and announcements.
   void set_grad_scale(double scale) { grad_scale_ = scale; }
   void set_answered_when(protocol::StepAnswer when) { answered_when_ = when; }
-  // What the rank's next step calls say.
+  // Sets whether the rank's next step calls report a gradient of the parameter.
   void SetPresent(uint64_t session, uint32_t param, bool present);
-  // The attempt of the rank's commands from now on; nothing that it had delivered is present.
+  // Sets the attempt of the rank's later commands. Gradients that the rank has delivered are no longer present.
   void SetAttempt(uint64_t session, uint64_t attempt);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
-  // Of what it delivers from now on, its last pass.
+  // Announces the scalars of a step.
   uint64_t Announce(uint64_t session, uint64_t step, double lr = 0.1);
-  // Of each session, then all tasks; the answers' errors.
+  // Calls step for each session, then runs all tasks. Returns the errors of the answers.
   std::vector<protocol::ErrorId> StepAll(const std::vector<uint64_t>& sessions, uint64_t step);
-  // Of elements [begin, end) of a partition; 0: to its end.
+  // Writes a state of elements [begin, end) of a partition. end 0: the end of the partition.
   uint64_t WriteState(uint64_t session, uint32_t partition, uint64_t begin = 0, uint64_t end = 0,
                       uint16_t state = 0);
   uint64_t WriteUpdates(uint64_t session, uint32_t param, uint64_t updates);
-  // Of a job over several nodes: what the node has said to the session, and what the session says of all.
+  // For a job over several nodes: SummaryTo() is the summary of this node's step for the session. Decide() sends the session's
+  // decision, with the merged summary of all nodes.
   const protocol::StepSummary& SummaryTo(uint64_t session) const { return summaries_.at(session); }
   uint64_t Decide(uint64_t session, const protocol::StepSummary& world);
   uint64_t GoBack(uint64_t session, uint64_t step);
   uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);
-  // The t that an update's scalars are of; 0: of none of the first steps, or another lr than 0.1.
+  // The number of updates t for which a segment's scalars were made. Returns 0 if they match no t below 10 with lr 0.1.
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);
 
   const daemon::AnswerCommand* answer(uint64_t tag) const;
-  // The answer's error id; kTimeout (which the state machine never gives) while there is none.
+  // The answer's error id. Returns kTimeout, which the state machine never uses, if there is no answer yet.
   protocol::ErrorId ErrorOf(uint64_t tag) const;
-  // What the session's next step request will be read as, instead of a right one.
+  // Replaces the next step request that the state machine reads, of any session.
   void OverrideStepRequest(const protocol::StepRequest& request,
                            const std::vector<protocol::HyperParams>& hyper_params);
 
@@ -259,7 +263,7 @@ class NodeHarness {
   std::map<uint64_t, SentStep> step_requests_;         // by tag
   std::map<uint64_t, SentCommand> commands_;           // by tag
   std::map<uint64_t, std::deque<uint64_t>> unheard_;   // by session: tags of answers
-  std::set<uint64_t> away_;                            // sessions
+  std::set<uint64_t> away_;                            // disconnected sessions
   std::map<uint64_t, protocol::StepSummary> summaries_;
   std::map<uint64_t, protocol::StepSummary> decisions_;  // by tag
   std::optional<daemon::StepRequestCopied> override_;

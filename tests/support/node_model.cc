@@ -560,10 +560,10 @@ std::optional<NodeModel::ElemPlace> NodeModel::WeightsAt(const JobMemory& job,
   return std::nullopt;
 }
 
-// Weights and gradient of a segment are of the same elements, and those are its parameter's.
+// Checks that the weights and the gradient of a segment are of the same elements, and that its parameter has these elements.
 void NodeModel::CheckElems(const JobMemory& job, const UpdateSegment& segment,
                            const ElemPlace& place) {
-  // Where only some partitions are in the arena, they lie there in another way.
+  // If only some partitions are in the arena, their offsets are not the layout's.
   const bool in_arena = !segment.weights.in_block && !job.has_paged_sums &&
                         job.weights_bytes >= job.layout->weights_bytes();
   if (in_arena && WeightsAt(job, segment.weights.offset_bytes) != place) {
@@ -639,7 +639,7 @@ void NodeModel::Merge(const BlockUpdate& update, BlockUpdate& all) {
   for (const auto& [of, tokens] : update.used) {
     const auto [used, first] = all.used.emplace(of, tokens);
     if (first) continue;
-    // Of the ranks that are in every unit: others had a gradient of a neighbour alone.
+    // Keeps ranks that are in every unit. Other ranks had a gradient of a neighbouring parameter only.
     std::erase_if(used->second, [&tokens = tokens](const GradientToken& token) {
       return std::none_of(tokens.begin(), tokens.end(), [&token](const GradientToken& other) {
         return other.rank == token.rank && other.session == token.session &&
@@ -656,7 +656,7 @@ void NodeModel::Apply(const InstallWeights& a, TaskDone&) {
   for (const BytesCopy& copy : a.copies) {
     const auto made = to_install.find(copy.from_bytes);
     job.weights_steps[copy.to_bytes] = {copy.size_bytes, job.committed_step + 1};
-    // Where only some partitions are in the arena, they lie there in another way.
+    // If only some partitions are in the arena, their offsets are not the layout's.
     const bool is_whole = !job.has_paged_sums && job.weights_bytes >= job.layout->weights_bytes();
     const auto to = is_whole ? WeightsAt(job, copy.to_bytes) : std::nullopt;
     if (made == to_install.end() || made->second != copy.size_bytes ||

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A node without bytes: executes the state machine's actions on tokens, as careful as workers and
-// disk have to be. Every task declares what it reads and writes; two that would race, a range
-// outside its arena, a block that is not the one it should be, or a session closed under a task, is
-// reported as a fault of the state machine.
+// A node without bytes: executes the state machine's actions on tokens that stand for bytes. Every task declares the ranges
+// that it reads and writes. Two tasks that would race, a range outside its arena, a wrong block, or a session closed under a
+// task is reported as a fault of the state machine.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +25,7 @@
 
 namespace forebay::testing {
 
-// A gradient of one rank, as it lies in an arena.
+// A gradient of one rank in an arena.
 struct GradientToken {
   uint64_t session = 0;
   uint32_t rank = 0;
@@ -39,7 +38,7 @@ struct GradientToken {
   bool finite = true;
 };
 
-// A block of states: whose, and of which step.
+// The contents of a block of states.
 struct BlockToken {
   uint64_t job = 0;
   uint64_t block = 0;
@@ -49,9 +48,9 @@ struct BlockToken {
   bool operator==(const BlockToken&) const = default;
 };
 
-// Of a block with these bytes.
+// The token of a block with this identity and checksum.
 BlockToken TokenOf(const daemon::BlockIdentity& identity, uint64_t checksum);
-// Of the plane of weights behind the states of a block; null: it has none.
+// Digests of the plane of weights behind the states of a block. Returns null if the block has no such plane.
 daemon::WeightsDigests DigestsOf(uint64_t checksum, const protocol::LayoutSpec& spec,
                                  uint64_t states_elems, uint64_t block_bytes);
 
@@ -59,16 +58,16 @@ class NodeModel {
  public:
   using TaskMap = std::map<daemon::TaskId, daemon::Action>;
 
-  // Executes one action: what has a TaskId waits in running() until Finish.
+  // Executes one action. An action with a TaskId is added to running() until Finish().
   void Execute(const daemon::Action& action);
-  // Ends a task and gives the event that reports it. With a status that is not OK nothing has
-  // happened, but a failed write has destroyed what was in its slot. A commit with such a status is one whose flush of the
-  // data has failed: a power cut may take all that was written since the last one, whatever is flushed later, until it is
-  // written again. A ledger that names some of it is refused.
+  // Ends a task and returns the event that reports its end. With a status that is not OK the task has had no effect, except
+  // that a failed write has destroyed the contents of its slot. A commit with such a status has failed to flush the data: a
+  // power cut may lose all data written since the last flush, even after later flushes, until the data are written again. A
+  // ledger that names such data is refused.
   daemon::TaskDone Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
 
   const TaskMap& running() const { return running_; }
-  // What was wrong so far; empty while the state machine is well.
+  // Faults of the state machine so far; empty if there is none.
   const std::string& fault() const { return fault_; }
 
   // Clients.
@@ -79,50 +78,49 @@ class NodeModel {
   void AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout,
               SumsAre sums = SumsAre::kInPlace);
   void BindSession(uint64_t session, uint64_t job) { sessions_[session].job = job; }
-  // A reader's leases: no update may write those weights until it releases them, ends, or its time
-  // is over.
+  // Leases of a reader. No update may write the leased weights until the reader releases them or ends, or the lease expires.
   void HoldWeights(uint64_t session, const protocol::Completion& fetched);
   void ReleaseWeights(uint64_t session, uint64_t lease);
   void ReleaseWeights(uint64_t session);
   void ReleaseWeightsOfJob(uint64_t job);
-  // What a fetch of a partition was answered with: weights that are copied from swap are those of its blocks'
-  // newest versions.
+  // Checks the answer to a fetch of a partition: weights copied from swap must come from the newest versions of its blocks.
   void CheckFetched(uint64_t session, uint32_t partition, const protocol::Completion& fetched);
   void set_masters_overflow(uint64_t count) { masters_overflow_ = count; }
 
-  // What was added to the accumulators that the last committed step of a job has used, by parameter;
-  // of a sharded one, its partitions' in their order.
+  // Gradients in the accumulators that the last committed step of a job has used, by parameter. For a sharded job the gradients
+  // of a parameter are in the order of its partitions.
   using Gradients = std::map<uint32_t, std::vector<GradientToken>>;
   const Gradients& committed_gradients(uint64_t job) { return jobs_[job].committed; }
   uint64_t committed_step(uint64_t job) { return jobs_[job].committed_step; }
 
-  // The ledger that is durable. What the next node finds when this one dies now: that ledger, and what is in slots,
-  // but for those that are being written.
+  // durable() is the durable ledger. Restarted() is the state that the next node finds if this one dies now: the durable ledger
+  // and the contents of the slots, except slots that are being written.
   const daemon::DurableNode& durable() const { return durable_; }
   NodeModel Restarted() const;
-  // The same after a power cut: of what was written since the last flush each slot holds that, or what it held before,
-  // or nothing whole, in any order. A ledger that is being committed is durable, or its data are, or neither.
+  // The state that the next node finds after a power cut. Each slot written since the last flush holds the new block, an older
+  // one or garbage, at random. A commit in progress has made its data and its ledger durable, only its data, or neither.
   NodeModel AfterPowerCut(std::mt19937_64& random) const;
-  // The device has dropped what a failed flush should have covered: reads show it.
+  // Reads return old data for all slots that a failed flush should have covered: the device has dropped the new data.
   void LoseDoubted();
-  // What the next node finds when this one has handed these jobs over: their arenas too.
+  // The state that the next node finds after this one has handed over the jobs of `node`, with their arenas.
   NodeModel HandedOver(const daemon::DurableNode& node);
-  // The same where it was killed; with what tasks had begun, of which nobody knows how far they came.
+  // The state that the next node finds after this one was killed, with the arenas of the jobs of `node`. Running tasks may have
+  // come to any point.
   NodeModel Killed(const daemon::DurableNode& node);
-  // What a record says of a job that could go on from it: its published step, and where the blocks of that are; in the
-  // middle of an update, what was written of the next one.
+  // Checks the record of a job that can resume from it: the newest decided step and the places of the published blocks; during
+  // an update, also the blocks already written for the decided step.
   void CheckRecord(const daemon::DurableJob& record);
   // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
-  // Memory of a job's state arena.
+  // Bytes of a job's state arena that have memory.
   uint64_t StateBytes(uint64_t job);
-  // Its step is decided, and not published.
+  // True if the job's newest step is decided but not published.
   bool is_updating(uint64_t job) const { return jobs_.at(job).is_updating; }
   bool has_job(uint64_t job) const { return jobs_.contains(job); }
 
  private:
-  // A run of bytes in one memory, that a task reads or writes.
+  // A range of bytes in one memory that a task reads or writes.
   struct Use {
     std::string memory;
     uint64_t offset_bytes = 0;
@@ -132,7 +130,7 @@ class NodeModel {
   static Use DiskUse(const nvme::Slot& slot, uint64_t bytes, bool writes) {
     return {absl::StrCat("disk ", slot.path), slot.offset_bytes, bytes, writes};
   }
-  // By partition and unit of kGradUnitElems.
+  // Gradients in the sums, by partition and unit of kGradUnitElems elements.
   using Accumulators = std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>>;
   // Bytes that a LoadWeights has copied to the weights arena.
   struct LoadedRange {
@@ -140,7 +138,7 @@ class NodeModel {
     uint32_t partition = 0;
     BlockToken block;
   };
-  // What an update of a block has used; one that was dropped has used nothing.
+  // Gradients that an update of a block has used, and weights that it has made. Dropped updates have no entry.
   struct BlockUpdate {
     std::map<uint32_t, uint64_t> elems;  // by parameter
     // By parameter and partition.
@@ -158,7 +156,7 @@ class NodeModel {
 
     bool operator==(const ElemPlace&) const = default;
   };
-  // A unit of elements, or the rest of a partition: of sums that are paged.
+  // A paged sum of one unit of elements. The last unit of a partition may be shorter.
   struct PagedSum {
     ElemPlace place;
     uint64_t bytes = 0;
@@ -179,30 +177,30 @@ class NodeModel {
     std::map<uint64_t, PagedSum> paged;  // by offset in the step arena
     std::map<nvme::Slot, Spilled> spilled;
     uint64_t weights_bytes = 0;
-    // Of the state arena, that have memory: offset to bytes.
+    // Parts of the state arena that have memory: offset to bytes.
     std::map<uint64_t, uint64_t> state_parts;
     uint64_t step_bytes = 0;
-    uint64_t float_sums_offset = UINT64_MAX;  // behind it, once they have memory
+    uint64_t float_sums_offset = UINT64_MAX;  // behind the step arena; UINT64_MAX: no memory yet
     uint64_t float_sums_end = 0;
     std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
     bool has_published = false;                  // step 0, where it sets masters, or a later one
     std::map<uint64_t, GradientToken> overflow;  // by offset in the step arena
     Accumulators accumulators;
-    Accumulators float_sums;                   // instead, from when they are used
-    std::map<uint64_t, nvme::Slot> early;      // by block, of a step that is not decided
-    std::map<uint64_t, nvme::Slot> written;    // by block, in this step
+    Accumulators float_sums;                   // used instead, once sums are float32
+    std::map<uint64_t, nvme::Slot> early;      // by block: written before the step is decided
+    std::map<uint64_t, nvme::Slot> written;    // by block: written for the decided step
     std::map<uint64_t, nvme::Slot> published;  // by block
     std::map<uint64_t, LoadedRange> loaded;    // by offset in the weights arena
-    std::set<uint32_t> loaded_partitions;      // ever
+    std::set<uint32_t> loaded_partitions;      // partitions that were ever loaded
     std::set<uint64_t> masters_set;            // staged blocks that are to be written
     std::map<uint64_t, BlockToken> resident;   // by offset in the state arena
     std::map<uint64_t, BlockUpdate> updates;   // by block, in this step
-    bool is_updating = false;                  // it is decided
+    bool is_updating = false;                  // the step is decided, not published
     Gradients committed;
     // By step: the steps in which the published blocks were written.
     std::map<uint64_t, std::map<uint64_t, uint64_t>> history;
-    // Weights in the arena, by offset: how many bytes, and the last step that has written them.
+    // Weights in the arena, by offset: their number of bytes, and the last step that has written them.
     std::map<uint64_t, std::pair<uint64_t, uint64_t>> weights_steps;
 
     bool HasBlockIn(const nvme::Slot& slot) const {
@@ -238,7 +236,7 @@ class NodeModel {
   Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StateUse(uint64_t job, const daemon::BlockPlace& place, uint64_t bytes, bool writes) const;
-  // Those that hold an offset of the step arena.
+  // The accumulators that hold an offset of the step arena.
   static Accumulators& AccumulatorsAt(JobMemory& job, uint64_t offset_bytes);
   // The element at an offset of the accumulators, which lie side by side.
   static ElemPlace AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
@@ -246,7 +244,7 @@ class NodeModel {
   // The contribution whose bytes lie at an offset of a session's arena or of the overflow.
   static GradientToken TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
                                uint64_t offset_bytes);
-  // The element at an offset of the weights, in which owners lie side by side; of no partition: none.
+  // The element at an offset of the weights, in which owners lie side by side. Returns nothing if no partition has the offset.
   static std::optional<ElemPlace> WeightsAt(const JobMemory& job, uint64_t weights_offset_bytes);
   static const PagedSum* PagedSumAt(const JobMemory& job, uint64_t offset_bytes);
   static void ForgetPaged(JobMemory& job, uint64_t offset_bytes, uint64_t bytes);
@@ -292,7 +290,7 @@ class NodeModel {
   bool NamesDoubted(const daemon::CommitLedger& a) const;
   void CheckDurable(const daemon::DurableJob& job);
   void Recover(const daemon::DurableJob& job);
-  // Another daemon has updated the block in this step.
+  // True if a previous daemon has already updated the block in this step.
   bool IsDone(const daemon::UpdateBlock& a);
   void CheckKeptUpdate(const JobMemory& job, const daemon::KeptUpdate& update);
   NodeModel GoOn(const daemon::DurableNode& node);
@@ -313,18 +311,18 @@ class NodeModel {
   std::map<uint32_t, BlockToken> staging_;  // by slot
   std::map<nvme::Slot, BlockToken> disk_;   // of all jobs; a failed write leaves anything
   std::map<uint64_t, Held> held_;           // by lease
-  // Of each slot that was written since the last flush, and of those that the commit that runs flushes: what it held
-  // before, oldest first.
+  // Previous contents of slots, oldest first. unflushed_: slots written since the last flush. flushing_: slots that the running
+  // commit flushes. doubted_: slots that a failed flush should have covered.
   std::map<nvme::Slot, std::vector<BlockToken>> unflushed_;
   std::map<nvme::Slot, std::vector<BlockToken>> flushing_;
-  std::map<nvme::Slot, std::vector<BlockToken>> doubted_;  // the same, once a flush has failed
-  // Copies of blocks in DRAM, by slot: as those were.
+  std::map<nvme::Slot, std::vector<BlockToken>> doubted_;
+  // Tokens of resident blocks at the time when they were copied to a slot, by slot.
   std::map<nvme::Slot, BlockToken> copies_;
   daemon::DurableNode durable_;
-  std::set<nvme::Slot> durable_slots_;         // that it names
-  std::set<nvme::Slot> durable_slots_before_;  // that the one before it named
+  std::set<nvme::Slot> durable_slots_;         // slots that durable_ names
+  std::set<nvme::Slot> durable_slots_before_;  // slots that the previous ledger named
   std::set<uint64_t> closed_;
-  std::set<daemon::TaskId> dropped_;  // updates and writes that run in vain
+  std::set<daemon::TaskId> dropped_;  // running updates and writes whose results are dropped
   std::string fault_;
   uint64_t masters_overflow_ = 0;
   uint64_t checksums_ = 0;

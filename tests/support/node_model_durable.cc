@@ -156,7 +156,7 @@ void NodeModel::Apply(const CommitLedger& a, TaskDone&) {
   SetDurable(*a.node);
 }
 
-// As EncodeLedger() writes it.
+// Stores the ledger like EncodeLedger() writes it: without the jobs' kept memory.
 void NodeModel::SetDurable(const DurableNode& node) {
   const std::vector<nvme::Slot> named = SlotsOf(node);
   durable_ = {.last_job = node.last_job, .jobs = {}};
@@ -270,7 +270,7 @@ NodeModel NodeModel::HandedOver(const DurableNode& node) {
   return GoOn(node);
 }
 
-// Else the step is prepared.
+// True if the kept update is of a decided step. An update with `prepared` set is of a step that is only prepared.
 static bool IsDecided(const KeptUpdate* update) { return update != nullptr && !update->prepared; }
 
 void NodeModel::CheckRecord(const DurableJob& record) {
@@ -360,7 +360,7 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
         Fault(absl::StrCat("block ", block, " is handed over in another slot than it is in"));
       }
     }
-    // Of the step arena, whose bytes nobody keeps, and of a step that has not begun.
+    // Drops the step arena and its overflow, which are not retained, and gradient sums that no update needs.
     kept.step_bytes = 0;
     kept.overflow.clear();
     if (update == nullptr || update->float_sums.bytes == 0) {

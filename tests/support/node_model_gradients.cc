@@ -41,8 +41,8 @@ NodeModel::Accumulators& NodeModel::AccumulatorsAt(JobMemory& job, uint64_t offs
   return offset_bytes >= job.float_sums_offset ? job.float_sums : job.accumulators;
 }
 
-// Bytes that were given back to the client may be anything. That is well where the attempt was
-// dropped; in a committed step the token of no step is found.
+// Returns the token at an offset. Returns an empty token for bytes that were returned to the client. That is correct if the
+// attempt was dropped; in a committed step the empty token is found as a fault.
 GradientToken NodeModel::TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
                                  uint64_t offset_bytes) {
   auto it = tokens.upper_bound(offset_bytes);
@@ -52,7 +52,7 @@ GradientToken NodeModel::TokenAt(const std::map<uint64_t, GradientToken>& tokens
   return offset_bytes < it->first + size_bytes ? it->second : GradientToken{};
 }
 
-// What is in the frame at an offset of the step arena; nothing was added there: none.
+// The paged sum at an offset of the step arena. Returns null if no gradient was added there.
 const NodeModel::PagedSum* NodeModel::PagedSumAt(const JobMemory& job, uint64_t offset_bytes) {
   auto it = job.paged.upper_bound(offset_bytes);
   if (it == job.paged.begin()) return nullptr;
@@ -97,7 +97,7 @@ void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
   if (!is_there) Fault("a gradient is added to the sum of other elements");
   if (place.elem % kGradUnitElems != 0) Fault("a pass begins within a unit");
   std::vector<GradientToken> tokens;
-  // Of a sharded job nothing is in the overflow: this is what the narrow accumulator holds.
+  // A source without a session is the overflow or, if the target is in the float32 sums, the narrow accumulator.
   const bool widens =
       a.sources[0].session == 0 && a.accumulator_offset_bytes >= job.float_sums_offset;
   if (widens && (AccumulatorAt(job, a.dtype, a.sources[0].offset_bytes) != place || !a.assign)) {
@@ -144,7 +144,7 @@ void NodeModel::Apply(const SumGradient& a, TaskDone& done) {
   done.squares.AddChunk(static_cast<double>(sum.size()));
 }
 
-// Where the sums of a segment are in the step arena, piece by piece.
+// Ranges of the step arena that hold the sums of a segment, one for each page.
 std::vector<NodeModel::Use> NodeModel::PiecesOf(const UpdateBlock& a,
                                                 const UpdateSegment& segment) {
   const uint64_t bytes = segment.elems * protocol::SizeBytes(a.sum_dtype);
@@ -171,7 +171,7 @@ void NodeModel::AddSumUses(const UpdateBlock& a, const UpdateSegment& segment,
   uses.insert(uses.end(), pieces.begin(), pieces.end());
 }
 
-// The units that hold a segment's sums. The first place is the segment's own.
+// The units that hold a segment's sums. The place of the first unit is the segment's first element.
 std::vector<NodeModel::SumUnit> NodeModel::UnitsOf(JobMemory& job, const UpdateBlock& a,
                                                    const UpdateSegment& segment) {
   std::vector<SumUnit> units;

@@ -15,7 +15,7 @@
 
 namespace forebay::testing {
 
-// What each rank's call returned.
+// Calls `run` for each rank on a thread of its own. Returns the status of each rank.
 inline std::vector<absl::Status> OnRanks(uint32_t size,
                                          const std::function<absl::Status(uint32_t)>& run) {
   std::vector<absl::Status> results(size);
@@ -27,12 +27,14 @@ inline std::vector<absl::Status> OnRanks(uint32_t size,
   return results;
 }
 
+// Exchanges bytes between the ranks: each call returns the bytes of all ranks.
+//
 // Threads  Any.
 class ThreadExchange {
  public:
   explicit ThreadExchange(uint32_t size) : bytes_(size) {}
 
-  // Of one rank.
+  // Returns the exchange function of one rank.
   auto Of(uint32_t rank) {
     return [this, rank](const std::string& bytes) { return Call(rank, bytes); };
   }

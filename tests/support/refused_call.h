@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a refusal must be, and a daemon in which it must harm nothing.
+// Checks of a refused call: its error is complete, and the daemon and its job continue undamaged.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@
 
 namespace forebay::testing {
 
-// A whole answer: the id, every one of `words` in the message, and a hint.
+// Expects an error with the id, all `words` in its message, and a hint.
 inline void ExpectRefusal(const absl::Status& status, protocol::ErrorId id,
                           const std::vector<std::string>& words) {
   EXPECT_THAT(status, HasError(id));
@@ -37,7 +37,7 @@ class RefusedCall : public ::testing::Test {
     return *std::move(job);
   }
 
-  // Nothing was lost, and the daemon, the sessions and the job go on.
+  // Expects that the daemon lives, that the job still holds its bytes and that it can train.
   void ExpectGoesOn(HealthyJob& job) {
     EXPECT_TRUE(daemon_->IsAlive());
     EXPECT_OK(job.HoldsItsBytes());

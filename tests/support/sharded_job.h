@@ -27,8 +27,8 @@ inline std::shared_ptr<const protocol::Layout> ThreeGroups() {
                             {{.rows = 130}}});
 }
 
-// The least DRAM limit, in pages, that the first session of a job is admitted with; `gradients_in_dram`: with
-// all its sums there. 64 MiB must do.
+// The smallest DRAM limit in bytes, to the page, with which the first session of a job is admitted. With `gradients_in_dram`
+// all gradient sums must be in DRAM too. 64 MiB must be enough.
 inline uint64_t LeastDramOf(const std::shared_ptr<const protocol::Layout>& layout,
                             daemon::NodeState::Options options, uint32_t ranks,
                             const AttachRequest& request, bool gradients_in_dram) {
@@ -46,7 +46,7 @@ inline uint64_t LeastDramOf(const std::shared_ptr<const protocol::Layout>& layou
   return admitted;
 }
 
-// What the tests do with a job of `world_size` ranks; none is attached at first.
+// A job of `world_size` ranks on a NodeHarness, with the operations that tests share. No rank is attached at first.
 class ShardedJob {
  public:
   ShardedJob(std::shared_ptr<const protocol::Layout> layout, uint32_t world_size,
@@ -56,7 +56,7 @@ class ShardedJob {
         block_elems_(protocol::RoundUp(options.block_elems, layout_->states_align_elems())),
         node_(options, world_size) {}
 
-  // 0 bytes: as AttachRequest has it.
+  // Attaches all ranks. grad_arena_bytes 0: the default of AttachRequest.
   void AttachAll(uint64_t grad_arena_bytes = 0) {
     sessions_.clear();
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
@@ -66,7 +66,7 @@ class ShardedJob {
     }
     ASSERT_TRUE(View().ready);
   }
-  // Nobody has written initial parameters.
+  // Attaches all ranks without writing initial parameters.
   void AttachWriters() {
     sessions_.clear();
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
@@ -93,7 +93,7 @@ class ShardedJob {
       EXPECT_EQ(node_.ErrorOf(tag), protocol::ErrorId::kNone);
     }
   }
-  // One call for each rank; the answers.
+  // Calls step once for each rank. Returns the errors of the answers.
   std::vector<protocol::ErrorId> StepAll(uint64_t step, double max_grad_norm = 0) {
     tags_.clear();
     for (const uint64_t session : sessions_) {
@@ -109,7 +109,7 @@ class ShardedJob {
     EXPECT_THAT(StepAll(step), ::testing::Each(protocol::ErrorId::kNone));
     EXPECT_EQ(View().committed_step, step);
   }
-  // Every partition is delivered by its owner; its workers report that sum of squares.
+  // Delivers the gradient of each partition by its owner. The worker of partition i reports sums[i] as its sum of squares.
   void DeliverSums(const std::vector<double>& sums) {
     for (uint32_t i = 0; i < sums.size(); ++i) {
       node_.Gradient(sessions_[layout_->partitions()[i].owner], i, 1);
@@ -130,7 +130,8 @@ class ShardedJob {
     return answer == nullptr ? "no answer yet" : std::string(answer->status.message());
   }
   daemon::JobView View() const { return *node_.FindJob("job"); }
-  // Of an element of a parameter, from the layout's boxes.
+  // Byte offset of an element of a parameter in the weights arena, computed from the layout's boxes. The layout has at most two
+  // owners.
   uint64_t WeightsOffset(uint32_t param, uint64_t elem) const {
     const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
     for (const protocol::BoxPlace& place : layout_->boxes()) {
@@ -139,7 +140,6 @@ class ShardedJob {
         const uint64_t begin = box.first_elem + run * box.stride_elems;
         if (elem < begin || elem >= begin + box.run_elems) continue;
         const protocol::PartitionPlace& partition = layout_->partitions()[place.partition];
-        // Of two owners.
         const uint64_t owner_begin = partition.owner == 0 ? 0 : layout_->owners()[0].weights_bytes;
         return owner_begin + partition.weights_offset_bytes +
                (place.partition_elem + run * box.run_elems + elem - begin) * width;

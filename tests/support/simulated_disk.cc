@@ -121,7 +121,7 @@ bool SimulatedDisk::PowerIsOff() {
 }
 
 void SimulatedDisk::CutPowerNow() {
-  // What is under way may arrive as well as what is cached.
+  // Queued writes may reach the medium like cached writes.
   for (const Queued& queued : queue_) {
     const IoRequest& request = queued.request;
     if (request.kind != IoKind::kWrite) continue;

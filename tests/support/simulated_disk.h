@@ -28,10 +28,10 @@ struct SimulatedDiskOptions {
   uint64_t capacity_bytes = uint64_t{1} << 20;  // of each path
 };
 
-// What becomes of the volatile cache, and of writes under way, when the power is cut.
+// Fate of cached writes and of queued writes at a power cut.
 enum class CutFate {
   kLoseAll,      // nothing since the last flush arrived
-  kKeepAll,      // everything arrived, also what was under way
+  kKeepAll,      // everything arrived, also queued writes
   kLoseOldest,   // reordered: the last write of each path arrived alone
   kTornSectors,  // each 512-byte sector on its own: the durable bytes or those of any later write
 };
@@ -39,11 +39,11 @@ enum class CutFate {
 // In which order the transfers of one Wait() are carried out.
 enum class ExecutionOrder { kAsSubmitted, kLastFirst };
 
-// What happens to one write that reports success.
+// Fault of one write that nevertheless reports success.
 struct WriteFault {
   enum class Kind { kLost, kTorn, kMisdirected };
   Kind kind = Kind::kLost;
-  uint32_t path = 0;  // kMisdirected: where the bytes go instead
+  uint32_t path = 0;  // kMisdirected: `path` and `offset_bytes` are the place that the bytes go to
   uint64_t offset_bytes = 0;
 };
 
@@ -69,7 +69,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
 
   std::string path_name(uint32_t path) const;
 
-  // Operations since the creation; what comes after a power cut is none.
+  // Number of operations since creation. Calls after a power cut are not counted.
   uint64_t operations() const { return operations_; }
   const std::vector<OperationRecord>& log() const { return log_; }
 
@@ -80,7 +80,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   void set_order(ExecutionOrder order) { order_ = order; }
   bool power_was_cut() const { return power_was_cut_; }
 
-  // What was in the cache is on the medium or lost; watches and queued transfers are forgotten.
+  // Turns the power on. Reads see only bytes that had reached the medium. Watches and queued transfers are forgotten.
   void RestorePower();
 
   // Faults the write that is `operation` (from 0) after this call; nothing where it is no write.
@@ -135,7 +135,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
     std::vector<uint64_t> covers;  // flush: the cached writes that were returned when it came
   };
 
-  // True where the power is off, after cutting it if its time has come.
+  // Cuts the power if the operation of CutPowerBefore() is reached. Returns true if the power is off.
   bool PowerIsOff();
   void MeetFate(Path& path);
   int64_t Execute(const Queued& queued);

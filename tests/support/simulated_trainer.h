@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank of a training run in a simulation: attaches, delivers gradients, steps, and now and then
-// misbehaves or dies. Says what it has delivered, so that a commit can be held against it.
+// One rank of a simulated training run: attaches, delivers gradients, steps, and sometimes misbehaves or dies. It records its
+// deliveries, so that tests can compare a commit with them.
 #pragma once
 
 #include <cstdint>
@@ -60,21 +60,21 @@ class SimulatedTrainer {
   void OnClosed(uint64_t session);
   daemon::StepRequestCopied StepRequestOf(const daemon::CopyStepRequest& copy);
 
-  // The step that it waits in is committed.
+  // The step that the rank waits for is committed.
   void OnCommitted();
-  // Compares what a step has used with what this rank had delivered when it called it; empty where they
-  // agree.
+  // Compares the gradients that a step has used with those that this rank had delivered when it called step. Returns an empty
+  // text if they agree.
   std::string CheckPublished(uint64_t step, const NodeModel::Gradients& used) const;
 
   const std::string& job() const { return job_; }
   bool is_stepping() const { return session_ != 0 && stepping_; }
-  // It waited in the step that was committed last, and had gradients of these parameters.
+  // True if the rank waited in the step that was committed last. had_gradient: it had delivered a gradient of the parameter.
   bool has_committed() const { return committed_call_.has_value(); }
   bool had_gradient(uint32_t param) const { return committed_call_->present.contains(param); }
   bool is_out() const { return phase_ == Phase::kOut; }
   uint64_t commits_seen() const { return commits_seen_; }
   const std::string& fault() const { return fault_; }
-  // Errors it was given, by id; shows that the simulation reaches them.
+  // Number of errors that the rank got, by id. Shows which errors the simulation reaches.
   const std::map<uint32_t, uint64_t>& errors() const { return errors_; }
 
  private:
@@ -95,7 +95,7 @@ class SimulatedTrainer {
     uint64_t offset = 0;
     uint64_t attempt = 0;
   };
-  // Of a group.
+  // Elements of a group whose gradient is to be delivered in a pass.
   struct Range {
     uint32_t group = 0;
     uint16_t pass = 0;
@@ -152,7 +152,7 @@ class SimulatedTrainer {
   std::map<uint64_t, uint64_t> in_arena_;  // offset to end, unanswered gradients
   bool asked_ = false;                     // for a norm, in this attempt
   bool stepping_ = false;
-  std::optional<Call> committed_call_;  // nothing where it was lost before the decision
+  std::optional<Call> committed_call_;  // absent if the call was lost before the decision
   uint32_t initial_next_ = 0;
   std::vector<uint64_t> leases_;
   bool scalars_wrong_ = false;

@@ -18,7 +18,7 @@ namespace forebay::testing {
 class SumsJob : public ShardedJob {
  public:
   static constexpr uint32_t kRanks = 2;
-  // More than all gradients of a rank, in several passes.
+  // Larger than all gradients that a rank delivers in several passes.
   static constexpr uint64_t kArenaBytes = 4 << 20;
 
   // Large groups, columns, tiny ones of which many share a page, and one that ends within a unit.
@@ -82,7 +82,7 @@ class SumsJob : public ShardedJob {
     }
     return tags;
   }
-  // Of ranges that hold no parameter whole the harness does not know.
+  // Marks the gradient of every parameter as present. The harness marks only parameters that one delivered range holds whole.
   void SetAllPresent() {
     for (const uint64_t session : sessions_) {
       for (uint32_t param = 0; param < layout_->params().size(); ++param) {

@@ -12,19 +12,19 @@ namespace forebay::testing {
 
 class TestCgroup {
  public:
-  // Below the group of this process, of whichever version has the memory controller.
+  // Creates a group below the group of this process, in the cgroup version that has the memory controller.
   //
   // Errors  kUnavailable  this machine or user cannot make one; the message says why.
   static absl::StatusOr<std::unique_ptr<TestCgroup>> Create(uint64_t limit_bytes);
   TestCgroup(const TestCgroup&) = delete;
   TestCgroup& operator=(const TestCgroup&) = delete;
-  // No process may be in it any more.
+  // Removes the group. No process may be in the group any more.
   ~TestCgroup();
 
   // Moves the calling process into the group. System calls only: for use between fork and exec.
   void Enter() const;
   const std::string& folder() const { return folder_; }
-  // What the kernel counts, without page cache of files on disks.
+  // Bytes that the kernel counts for the group, without the page cache of files on disks.
   uint64_t usage_bytes() const;
 
  private:

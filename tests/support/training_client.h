@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a well-behaved rank does, with the values of training.h.
+// Calls of a well-behaved rank, with the values of training.h.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ absl::StatusOr<client::StepResult> CallStep(client::Attachment& session,
 absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
                                              const TrainStepOptions& options);
 
-// Whether every state of every parameter, and its count of updates, is the reference's, bit by bit.
+// Returns an error unless every state and every count of updates of every parameter equals the reference bit by bit.
 absl::Status CheckStates(client::Attachment& session, const ReferenceTrainer& reference);
 
 }  // namespace forebay::testing

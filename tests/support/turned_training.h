@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks of one job in the harness, which train turn by turn, on one daemon and on the next.
+// The ranks of one job in the harness. They train turn by turn, on one daemon and on the next.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,14 @@
 
 namespace forebay::testing {
 
-// What the harness calls it.
+// Error id that the harness returns for a command without an answer.
 inline constexpr protocol::ErrorId kUnanswered = protocol::ErrorId::kTimeout;
 inline constexpr protocol::Durability kMemory{};
 inline constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::kStep, .steps = 1};
 inline constexpr protocol::Durability kEpoch{.level = protocol::DurabilityLevel::kEpoch,
                                              .steps = 2};
 
-// Jobs that go on with the next daemon, wherever they are.
+// Jobs that the next daemon continues, in every tier.
 inline constexpr JobCase kCasesThatGoOn[] = {
     {kMemory, Place::kDram},
     {kMemory, Place::kSwap},
@@ -66,7 +66,7 @@ inline AttachRequest RequestOf(uint32_t rank, const JobCase& with, bool reattach
   return request;
 }
 
-// The ranks of one job, which train on whatever daemon there is.
+// The ranks of one job, which train on the current daemon of the harness.
 class Training {
  public:
   Training(const JobCase& with, const daemon::NodeState::Options& options)
@@ -85,7 +85,7 @@ class Training {
       ASSERT_NE(answer, nullptr);
       ASSERT_OK(answer->status);
       ASSERT_FALSE(reattach && answer->writes_initial);
-      // It was published when the daemon was killed, and nobody had the answer.
+      // The step was published when the daemon was killed, but no rank had received the answer.
       if (was_killed_ && session == sessions_[0] && answer->committed_step == answered_ + 1) {
         ++answered_;
       }
@@ -96,12 +96,12 @@ class Training {
     }
     Begin();
     if (node_->attached(sessions_[0])->prepared_step == 0) return;
-    // What the calls were answered is said again.
+    // The step is prepared. The calls of step are sent again and get their answers again.
     to_do_.clear();
     for (const uint64_t session : sessions_) Call(session, answered_ + 1);
   }
 
-  // The next thing of the current step, a fetch before it; else ends the oldest task.
+  // Does the next action of the current step, or finishes the oldest task and releases answered fetches.
   void Turn() {
     if (fetches_.empty()) waits_for_fetches_ = false;
     if (!to_do_.empty() && !waits_for_fetches_ && turn_++ % 2 == 0) {
@@ -131,20 +131,20 @@ class Training {
     ASSERT_EQ(answered_, step);
   }
 
-  // Leases on the first group are given back just before step is called.
+  // Holds leases on the first kCaseRanks partitions until just before step is called.
   void HoldFirstGroup() { holds_first_group_ = true; }
   bool holds_leases() const {
     return std::ranges::any_of(
         fetches_, [this](const Fetch& fetch) { return node_->answer(fetch.tag) != nullptr; });
   }
 
-  // The flushes of so many commits fail.
+  // Lets the flushes of the next `count` commits fail.
   void FailFlushes(int count) { failing_ = count; }
   int failing() const { return failing_; }
 
   bool is_handed_over() const { return !node_->Logged<daemon::HandedOver>().empty(); }
   daemon::HandedOver handed_over() const { return node_->Logged<daemon::HandedOver>().at(0); }
-  // Turns go on until the job is at rest, then the next daemon has it.
+  // Requests a hand-over and takes turns until the job is handed over. Then creates the next daemon.
   void HandOver() {
     node_->Send(daemon::HandOverRequested{});
     for (int turn = 0; turn < 4000 && !is_handed_over(); ++turn) Turn();
@@ -159,12 +159,12 @@ class Training {
     node_ = NodeHarness::GoOn(*node_, options_);
   }
 
-  // An update that was killed goes on, to the end or for so many tasks.
+  // Resumes an update that was killed: finishes up to `tasks` running tasks.
   void Resume(size_t tasks = SIZE_MAX) {
     for (size_t i = 0; i < tasks && !node_->model().running().empty(); ++i) FinishOldest();
   }
 
-  // False: the job was in the middle of an update that nobody can go on with.
+  // Kills the daemon and creates the next one. Returns false if the job was in the middle of an update that cannot be resumed.
   bool Kill() {
     EXPECT_EQ(node_->fault(), "");
     auto next = NodeHarness::AfterKill(*node_, options_);
@@ -174,7 +174,7 @@ class Training {
     return true;
   }
 
-  // The rank's client is away while so many tasks end, and goes on.
+  // Disconnects the rank's client while up to `tasks` tasks finish, then reconnects it.
   void LoseClientOf(uint32_t rank, size_t tasks) {
     const uint64_t session = sessions_[rank];
     const std::vector<uint64_t> held = LeasesOf(session);
@@ -185,7 +185,7 @@ class Training {
     ASSERT_OK(node_->attached(session)->status);
   }
 
-  // Of a job that every rank has attached to; the ranks do, where none has.
+  // Bytes of the job's weights on swap. Attaches all ranks first if none is attached.
   uint64_t WeightsOnSwapBytes() {
     if (sessions_.empty()) AttachAll();
     return View().weights_on_swap_bytes;
@@ -251,7 +251,7 @@ class Training {
       }
     }
   }
-  // That it has heard of, and has not given back.
+  // Leases that the client of a session has received and not released.
   std::vector<uint64_t> LeasesOf(uint64_t session) const {
     std::vector<uint64_t> leases;
     for (const Fetch& fetch : fetches_) {
@@ -261,7 +261,7 @@ class Training {
     }
     return leases;
   }
-  // No lease is held at a step call.
+  // Releases the leases of answered fetches. No lease is held at a step call.
   void ReleaseAnswered() {
     std::erase_if(fetches_, [this](const Fetch& fetch) {
       const daemon::AnswerCommand* answer = node_->answer(fetch.tag);
@@ -276,7 +276,7 @@ class Training {
   void Call(uint64_t session, uint64_t step) {
     calls_.push_back(node_->Step(session, step, 0.1, 0, /*extra_state_bytes=*/32));
   }
-  // The other node has prepared the same.
+  // Sends the decision to commit. The summary of the other node is assumed to be equal to this node's.
   void Decide() {
     const protocol::StepSummary& own = node_->SummaryTo(sessions_[0]);
     protocol::StepSummary world = own;

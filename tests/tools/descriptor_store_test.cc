@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What a service keeps with the daemon's own FdStore comes to its next process, by name, and nothing that it
-//         has removed does; a message that breaks the protocol changes nothing and costs no descriptor.
+// Goal    Descriptors that a service keeps with the daemon's own FdStore reach its next process by name. Removed descriptors do
+//         not. A message that breaks the protocol changes nothing and costs no descriptor.
 // Method  Real processes with a real socket: fd_store_client is the service, this process its manager. Messages that
 //         FdStore does not send are sent from here.
 

@@ -84,7 +84,7 @@ LLAMA = {
 }
 QWEN2 = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 152064}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936}
-# As their authors publish them: config, parameters.
+# Models as their authors publish them: config and number of parameters.
 MODELS = [
     ({**LLAMA}, 8_030_261_248),
     ({**LLAMA, "model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
@@ -153,14 +153,14 @@ def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
     assert 3 * of_layer - (64 << 20) <= on_gpu - on_cpu <= 3.01 * of_layer
     refused = plan(folders, *large, "--gpu", "--shared")
     assert refused.returncode != 0 and "--shared excludes --gpu" in refused.stderr
-    # Where all weights are in DRAM, new ones have places beside them, or the states have more.
+    # If all weights are in DRAM, new weights take room beside them. Without early updates that room goes to states.
     early, late = (
         json.loads(plan(folders, *model, "--dram", "8GiB", "--swap-size", "1TiB", "--json", *flag).stdout)
         for flag in ((), ("--no-early-updates",))
     )
     assert early["new_weights"] > 0 == late["new_weights"]
     assert early["resident_blocks"] < late["resident_blocks"]
-    # What gradients find no room is counted beside the rest.
+    # Bytes of gradients that do not fit in DRAM are counted beside the others.
     spilled = json.loads(plan(folders, *model, "--dram", "512MiB", "--swap-size", "1TiB", "--json").stdout)
     assert spilled["weights_on_swap"] == 2 * 10**9 > spilled["gradients_on_swap"] > 10**9
     assert found["gradients_on_swap"] == 0

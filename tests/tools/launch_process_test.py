@@ -28,7 +28,7 @@ env -i PATH=/usr/bin:/bin FOREBAY_SOCKET="$FOREBAY_SOCKET" sh -c "$command"
 exit $?
 """
 
-# What each rank's launcher reads.
+# Prints the environment that each rank's launcher reads.
 SHOW = (
     "sh",
     "-c",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    What `forebay status`, `swap` and `jobs` print says how fast a path is now, and a step was, as shares of what
-//         the path was measured with, and what a step moved; nothing where that is not known.
+// Goal    `forebay status`, `swap` and `jobs` print the speed of a path and of a step as shares of the path's measured rates,
+//         and the bytes that a step moved. They print nothing if these are unknown.
 // Method  Messages as a daemon sends them, with numbers that are easy to divide.
 
 #include "tools/forebay/node_view.h"

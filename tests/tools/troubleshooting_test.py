@@ -19,7 +19,7 @@ ROOMS = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "client", "gpu"
 SOURCES = {".cc", ".h", ".py", ".capnp"}
 PIECE_MIN = 3  # letters of a literal that counts
 SHOWN_MIN = 10  # characters of the longest one in an example
-# What an example has beside literals of the sources and numbers: names, units and texts of errno and the driver.
+# Words that an example may contain beside literals of the sources and numbers: names, units, texts of errno and the driver.
 NAMES = """gpt lora nobody nightly staging layers weight embedding complex torch lots swap forebay var tmp head cuda
 NVIDIA bytes Cannot allocate memory No such file or directory Input output error an illegal access was encountered
 CUDA_ERROR_ILLEGAL_ADDRESS""".split()

@@ -24,7 +24,7 @@ BUILD = ROOT / "build"
 DEADLINE_S = 120
 VERSION = "0.2.0"
 WHEEL_BYTES_MAX = 12 << 20
-# Of RHEL 9, the oldest distribution that the tag means: glibc 2.34, the libraries of GCC 11.
+# Versions in RHEL 9, the oldest distribution that the tag means: glibc 2.34, the libraries of GCC 11.
 VERSIONS_MAX = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
 OF_THE_C_LIBRARY = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
 OF_THE_C_LIBRARY |= {"ld-linux-x86-64.so.2", "libgcc_s.so.1"}

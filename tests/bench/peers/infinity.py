@@ -33,8 +33,8 @@ import sharded
 HERE = pathlib.Path(__file__).resolve().parent
 SIDES = ("deepspeed", "forebay", "compute")
 CLIP = 10.0  # of the gradient's norm, which is 5.2 here
-# Of all sides. By default glibc takes memory of a trainer anew in each step, or keeps it, as one process or the other
-# happens to lie: 0.3 s of a step of these. 32 MiB is the most that it accepts as a threshold of mmap.
+# Environment of all sides. By default glibc either frees a trainer's memory in each step or retains it, by chance of the
+# process's address layout. This changes a step by 0.3 s. 32 MiB is the largest mmap threshold that glibc accepts.
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
 STEPS = 4  # a turn: the first is not timed, and the turn ends when all are done
 OPTIMIZER = {"device": "nvme", "pin_memory": True, "fast_init": False}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests/bench/peers/run calls through ctypes: the daemon's update of its blocks, and the limit
-// loops on the buffers that the peers use. No header: kernels.py declares these functions for Python.
+// Functions that tests/bench/peers/run calls through ctypes: the daemon's update of its blocks, and the limit loops on the
+// buffers that the peers use. They have no header: kernels.py declares them for Python.
 
 #include <algorithm>
 #include <atomic>
@@ -55,8 +55,8 @@ std::unique_ptr<WorkerPool> MakePool(const int* cpus, size_t count) {
 
 extern "C" {
 
-// The planes of n elements. `weights` is float32 (kWorkFp32) or bfloat16; a plane that the work does
-// not have is null, or not looked at.
+// The planes of n elements. `weights` is float32 (kWorkFp32) or bfloat16. A plane that the work does not have is null or
+// ignored.
 struct PeersPlanes {
   uint64_t n;
   void* weights;

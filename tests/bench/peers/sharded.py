@@ -28,7 +28,7 @@ DRAM = {"110M": "4GiB", "smoke": "256MiB"}
 DRAM_WITH_SWAP = {"110M": "608MiB", "smoke": "128MiB"}  # what is not states, and few of them
 GOALS = {"bf16": 1.5, "fp32": 1.3}  # times as fast, of the optimizer phase
 BYTES_OF_FSDP2 = 16  # a parameter: float32 weights, gradient and two moments
-# Of them, beside what both need; and MiB on top.
+# Memory goal of each side: a share of BYTES_OF_FSDP2 for each parameter, plus MiB. Memory that both sides need is not counted.
 MEMORY_GOALS = {
     ("forebay", "bf16"): (0.90, 128),
     ("forebay", "fp32"): (1.02, 128),
@@ -36,7 +36,8 @@ MEMORY_GOALS = {
 }
 PARTS = {"step": ("step",), "all": ("forward", "backward", "step")}
 SAMPLE_S = 0.02
-# While memory is sampled, in runs of their own since it disturbs: else glibc keeps some 800 MiB of either side's, by chance more or less.
+# Environment of runs that sample memory. Without it glibc retains some 800 MiB of either side, by chance more or less. Memory
+# is sampled in runs of their own, because sampling disturbs.
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 

@@ -187,7 +187,7 @@ def train(rank, store, args, messages):
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks
     )
-    # Where OpenMP binds its threads, this one has a single CPU left to count.
+    # OMP_NUM_THREADS comes first: if OpenMP binds its threads, the affinity of this thread is a single CPU.
     threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)) // args.ranks
     torch.set_num_threads(max(1, int(threads)))
     size = gpt.SIZES[args.size]

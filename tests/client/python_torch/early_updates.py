@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 
 WIDTH = 160
 LAYERS = 6
-# What happens in a step, and in how many of a thousand.
+# Events of a step, and in how many of a thousand steps each happens.
 EVENTS = {
     "clip": 150,  # by torch: the gradient is scaled between backward and step
     "lr before backward": 200,

@@ -36,7 +36,7 @@ from forebay import _attach  # noqa: E402, F401
 from forebay.integrations import accelerate as forebay_accelerate  # noqa: E402
 from forebay.integrations import transformers as forebay_transformers  # noqa: E402
 
-# What a first Trainer or model imports lazily: here, so that no rank does.
+# Modules that a first Trainer or model imports lazily. They are imported here, so that no rank has to import them.
 import transformers.models.bert.modeling_bert  # noqa: E402, F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
@@ -425,7 +425,7 @@ def refused(rank, attempt, folder, options):
     own = forebay_accelerate.Accelerator(cpu=True, forebay={"job": "fifth", "timeout": 60})
     own.prepare(model, torch.optim.AdamW(model.parameters()))
     expect("second model", lambda: own.prepare(other, torch.optim.AdamW(other.parameters())))
-    # What the text says to write:
+    # The code that the error's text recommends:
     other, optimizer = own.prepare(other, forebay.attach(other, forebay.AdamW(), job="sixth", timeout=60))
     own.backward(other(**Sentences(2, "gpt2").batch()).loss + model(**Sentences(2, "gpt2").batch()).loss)
     optimizer.step()

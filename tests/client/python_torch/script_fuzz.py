@@ -22,8 +22,8 @@ from update_bound import NORM_ROUNDINGS, UNIT, bounds
 
 INITIAL_SCALE = 1024.0
 
-# What is not as with torch today, and is not refused either. The grammar leaves each out; to take one out of this set is
-# the test of what puts it right.
+# Differences from torch that are not refused with an error. The grammar generates no script that meets one of them. To test a
+# change that removes a difference, remove its name from this set.
 #
 # zeros_are_no_gradient  After zero_grad(set_to_none=False) torch has a gradient of zeros for each parameter: one that
 #                        the next backward does not reach is updated (its moments fall, weight decay applies). Attached,

@@ -41,7 +41,7 @@ class Positions(nn.Module):
 
     def reset_parameters(self):
         self.offset.fill_(0.25)
-        # Of the processor's, which then goes where the model is: cos() of a GPU has other bits.
+        # Computed on the CPU and then moved to the model's device: cos() of a GPU has other bits.
         self.table = torch.cos(torch.arange(48.0, device="cpu").view(6, 8)).to(self.table.device)
 
     def forward(self, x):

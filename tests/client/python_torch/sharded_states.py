@@ -91,7 +91,7 @@ def distributed_checkpoints_of_the_optimizer(ranks):
         checkpoint.load(state, checkpoint_id=folder)
         set_optimizer_state_dict(twins.ours, twins.opt, state["optimizer"])
         assert_same_states(twins.opt, twins.ours, before)
-        # Of a fresh job too.
+        # The checkpoint also loads into a new job.
         fresh = ranks.shard(small_net())
         opt = ranks.attach(fresh, job=f"{ranks.job}.fresh")
         state = {"optimizer": get_optimizer_state_dict(fresh, opt)}

@@ -110,7 +110,7 @@ def test_the_gradient_is_delivered_when_backward_ends(node):
     before = opt.stats()["grad_bytes"]
     opt.step()
     after = opt.stats()
-    # What shares 4096 elements with a parameter that has no gradient may wait for it until step.
+    # A gradient in the same unit of 4096 elements as a parameter without a gradient may be delivered only by step.
     assert after["grad_bytes"] - before <= 4 * 4096 * 4
     assert before >= 4 * 256 * 256 * 4 - 4 * 4096 * 4
     assert after["private_slots"] == 0

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    What training loops do between backward and step works on an attached model: torch's
-#         clip_grad_norm_, a GradScaler, a look at a gradient's norm; on one rank and on two, whose
-#         norms are those of the mean.
+# Goal    The calls that training loops make between backward and step work on an attached model: torch's clip_grad_norm_, a
+#         GradScaler, the norm of a gradient. They work on one rank and on two ranks, whose norms are those of the mean.
 # Method  Beside torch's own AdamW on the same batches. Two ranks are two threads, as in
 #         test_two_ranks.py.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    What is updated before the decision of a step has no bit that depends on it, whatever comes between:
-#         clipped gradients, other learning rates than announced, NaN, passes that nobody has announced, attempts
-#         that begin anew, parameters without a gradient, reads and writes of states.
+# Goal    Updates before the decision of a step change no bit of the result, whatever happens before the decision: clipped
+#         gradients, other learning rates than announced, NaN, unannounced passes, repeated attempts, parameters without a
+#         gradient, reads and writes of states.
 # Method  Ranks over gloo on the real daemon, through one schedule of such events with early updates, draining or
 #         not, and with all states in DRAM: SHA-256 of losses, norms, weights and states.
 #         FOREBAY_STEPS=10000 is the long run.
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 SCRIPT = preloaded("early_updates", environment)
 STEPS = int(os.environ.get("FOREBAY_STEPS", "12"))
 SEED = int(os.environ.get("FOREBAY_SEED", "7"))
-# Than the smallest limit, or than that and all gradients.
+# Bytes of dram.limit above the smallest limit; for "weights" also above the gradients that are on swap in that limit.
 MORE = {"gradients on swap": 0, "weights on swap": 0, "weights in DRAM": 5 << 20, "all in DRAM": 1 << 30}
 
 

@@ -21,8 +21,8 @@ KILLED_IN = 12  # the step
 # Bound of the losses' difference, as a share: float32 differs in the order of its operations; weights of 16 bits are
 # rounded ties away from zero, 2^-9 of a value each step; with 8-bit moments or another rule of rounding, losses fall alike.
 SAME, ROUNDED = 1e-4, 5e-3
-# Of docs/examples/deepspeed_loop.py with DeepSpeed 0.19.8 on one CPU rank, run by hand with two changes: states in CPU
-# memory, which takes no libaio, and torch's Adam, which takes no compiler.
+# Losses of docs/examples/deepspeed_loop.py with DeepSpeed 0.19.8 on one CPU rank. It was run by hand with two changes: states
+# in CPU memory, which needs no libaio, and torch's Adam, which needs no compiler.
 DEEPSPEEDS_LOSSES = [
     4.30019, 4.31690, 4.34399, 4.22714, 4.07473, 3.87909, 3.60161, 3.25112, 2.96438, 2.72900,
     2.49428, 2.24579, 2.03533, 2.31410, 1.61225, 1.44272, 1.31845, 1.46526, 1.34484, 1.09405,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    What is kept for the next daemon survives what is around it: another configuration, damage, a rank that is not
-#         back, a store that is full. A job goes on or is refused with an error; no other job, and no start, fails with it.
+# Goal    Memory that is retained for the next daemon survives another configuration, damage, a rank that has not returned and a
+#         full store. A job continues or is refused with an error. No other job and no start of a daemon fails with it.
 # Method  Real daemons under the stand-in for the service manager, whose store the test can change between two of them.
 
 import os

@@ -104,7 +104,7 @@ def test_a_launch_is_one_run_and_another_one_is_another():
     assert run_token(mpich()).startswith("mpirun.")
     assert run_token({**srun(), "TORCHELASTIC_RUN_ID": "none"}).startswith("launcher.")
     assert run_token({**srun(), "FOREBAY_RUN": "night"}) == "night"
-    # What is typed twice into a shell that srun has started is two runs.
+    # A command that is typed twice into a shell started by srun is two runs.
     assert run_token(srun(SLURM_STEP_NUM_TASKS="1")).startswith("process.")
 
 

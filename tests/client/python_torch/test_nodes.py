@@ -23,15 +23,15 @@ HERE = pathlib.Path(__file__).parent
 RANKS = 2 * NODE_RANKS
 DEADLINE_S = 240
 HOW = ("plain+states", "clip", "clip+hsdp")
-# What all ranks raise.
+# The error that all ranks raise in each scenario: its id and a pattern of its text.
 REFUSALS = {
     "bad=3": ("E_NONFINITE", ""),
     "rate=2": ("E_STEP", "ranks (2 and 3|3 and 2) called step 2 with different scalars: lr of parameter group 0"),
     "rate=2-3": ("E_STEP", "ranks 0 and 2 called step 2 with different scalars"),
 }
 DIFFERENCE = "hsdp+differ=3"
-# Before each message, on either node; and both ranks of a node, so that it has prepared what the other one commits, or
-# drops.
+# Ranks that die before each message, on either node. Also both ranks of a node, so that the node has prepared a step that the
+# other node commits or drops.
 DEATHS = [f"die={rank}@{point}" for point in ("call", "gather", "decide") for rank in (0, 3)]
 DEATHS += ["die=2,3@gather", "die=0,1@decide", "die=2,3@decide"]
 

@@ -103,7 +103,7 @@ class Plane(torch.nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(3)
-        # Of sizes that no vector divides; values that bfloat16 has too.
+        # Sizes that are not a multiple of any vector width. Values that bfloat16 represents exactly.
         self.a = torch.nn.Parameter((torch.rand(37, 11) * 2 - 1).bfloat16().to(dtype))
         self.b = torch.nn.Parameter((torch.rand(1009) * 2 - 1).bfloat16().to(dtype))
 

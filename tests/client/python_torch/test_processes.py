@@ -113,7 +113,7 @@ def test_a_hundred_killed_trainers_leave_nothing(own_daemon, monkeypatch):
     subprocess.run([*command, str(ROUNDS)], env=environment(), check=True, timeout=600)
     after = held_at_rest(own_daemon, want=before)
     assert after == before
-    # Of each five rounds the last two commit a step.
+    # The last two of every five rounds commit a step.
     assert forebay.status()["jobs"][0]["committed_step"] == steps + ROUNDS * 2 // 5
     model = net()
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    What cannot work on an attached model is an error with an id and a hint that names the
-#         culprit; nothing committed changes, and the same session trains on.
+# Goal    Calls that cannot work on an attached model raise an error with an id and a hint, which names the culprit. Committed
+#         states do not change, and the same session continues to train.
 # Method  Provoke each after a first step, check code and text, and the hash of every state before and
 #         after; then train one more step and compare it with AdamW's formula.
 

@@ -116,7 +116,7 @@ def test_sharded_remote_ranks_train_as_local_ones_do(place, tmp_path):
     words = ("127.0.0.1", two_nodes.PORT, 0, 2, 2, tmp_path, *SHARDED)
     remote = place.start(nodes_ranks.main, *words, GLOO_SOCKET_IFNAME="lo").wait(DEADLINE_S)
     local = locally(place.nodes[1], tmp_path, nodes_ranks.main, *words)
-    # What they attach to may be said twice: ranks that gloo ends badly begin again.
+    # Ranks may report "attached" twice: if gloo ends a rank badly, all ranks start again.
     said = [{str(line) for line in lines if line[0] != "attached"} for lines in (remote, local)]
     assert said[0] == said[1] and sum("digest" in line for line in said[0]) == 2 * len(SHARDED)
 

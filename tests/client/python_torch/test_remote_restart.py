@@ -123,7 +123,7 @@ def test_ranks_go_on(gateway_network, folder, mode, where):
     for step, digest, undisturbed in digests:
         assert step == STEPS and digest == undisturbed, f"seed {SEED}"
     assert NOT_AT_REST not in log, log
-    # Of those that do not concern the daemon, each has cost a rank its connection.
+    # Each fault that leaves the daemon running has disconnected a rank. The -1 is kill_both, which kills the daemon too.
     assert log.count("of job durable: its rank is back") >= sum("daemon" not in what for what in WHAT) - 1
 
 

@@ -191,7 +191,8 @@ def test_without_a_process_group(node):
     model.half()
 
 
-# What a process prints that attaches, of torch as it is after `start`: shared, then sharded.
+# Script of a process that changes torch by `start`, then attaches a shared job and tries to attach a sharded job. It prints the
+# errors of the sharded job.
 OTHER_TORCH = """
 import sys
 import tempfile

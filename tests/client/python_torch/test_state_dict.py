@@ -260,7 +260,7 @@ def test_two_ranks_load_together(node):
     train_ranks(models, opts, 1, first=3)
     digest = opts[0].state_sha256()
 
-    # What one of them cannot load none does.
+    # If one rank cannot load a state_dict, no rank loads it.
     short = copy.deepcopy(saved)
     short["state"][0]["exp_avg"] = torch.zeros(3)
     met = both(lambda rank: _met(lambda: opts[rank].load_state_dict(short if rank else saved)))

@@ -222,7 +222,7 @@ def test_a_saved_file_takes_the_place_of_a_regular_file_alone(node, folder, monk
     for path in (folder, folder / "fifo", folder / "to_fifo", "/dev/null"):
         with refused("E_OPTION", "save_state", "no regular file"):
             opt.save_state(path)
-    # Of a name that a user could take nothing is touched.
+    # save_state() does not touch files whose names a user could have chosen, like file.part.
     (folder / "mine").write_text("mine")
     os.symlink(folder / "mine", folder / "file.part")
     opt.save_state(bytes(folder / "file"))

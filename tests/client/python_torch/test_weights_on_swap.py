@@ -87,7 +87,7 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
         job = waits[2]
         # Zeros over its slots, then each step the same.
         assert job["state_written_bytes"] == STEPS * job["last_step_written_bytes"] > 0
-        # What follows the order of the step before is read ahead; each rank has its own.
+        # Fetches in the order of the previous step are read ahead. Each rank has its own order.
         assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
     # With early updates also what a clipped step has updated anew. A forward that begins before the update has ended
     # is not ahead of it: how many fetches are, depends on the moment.

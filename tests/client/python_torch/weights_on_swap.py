@@ -28,7 +28,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 WIDTH = 256
-# Of awkward models: some two thousand experts, an embedding of 0.3 G elements.
+# True: the awkward models have their full size, some two thousand experts and an embedding of 0.3 G elements.
 FULL_SIZE = "FOREBAY_FULL_SIZE" in os.environ
 LAYERS = 12 if FULL_SIZE else 8  # FOREBAY_LAYERS gives others
 LAYERS_OF_EXPERTS = 34 if FULL_SIZE else 2
