@@ -151,14 +151,16 @@ class Source:
         return any(re.search(rf"house: allow {re.escape(rule)}: \S", text) for text in near)
 
 
+TOKEN = re.compile(  # a string, a character or a comment of C++
+    r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|"(\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(\\.|[^\'\\\n])+\''
+    r"|//[^\n]*|/\*.*?\*/",
+    re.S,
+)
+
+
 def strip_cpp(text):
     """Blanks comments, strings and characters; the number of lines stays."""
-    token = re.compile(
-        r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|"(\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(\\.|[^\'\\\n])+\''
-        r"|//[^\n]*|/\*.*?\*/",
-        re.S,
-    )
-    return token.sub(lambda match: '""' + "\n" * match.group().count("\n"), text)
+    return TOKEN.sub(lambda match: '""' + "\n" * match.group().count("\n"), text)
 
 
 def tracked_files(root):
@@ -346,6 +348,50 @@ def check_text(source):
         yield len(source.lines), "size", f"{count} lines: {LINES_MAX} is the end"
 
 
+OPENING = re.compile(r"(?:(?:Goal|Method) +)?((?:Of|What|Where|Whose|Those|Else|As)\b)")
+GENERATED = {"docs/reference/troubleshooting.md"}  # its paragraphs are texts of the program
+
+
+def comments_of(source):
+    """(line, text) of each comment; of neighbouring lines that hold nothing else the first."""
+    if source.cpp:
+        for match in TOKEN.finditer(source.text):
+            if match.group().startswith("//"):
+                number = source.text.count("\n", 0, match.start()) + 1
+                before = source.lines[number - 2].lstrip() if number > 1 else ""
+                if not (source.lines[number - 1].lstrip().startswith("//") and before.startswith("//")):
+                    yield number, match.group().lstrip("/ ")
+        return
+    before = ""
+    for number, line in enumerate(source.lines, 1):
+        match = re.match(r"(?P<whole>\s*#)[# ]+(\S.*)|\S.*?\s{2}# (\S.*)", line)
+        if match and not (match["whole"] and before.lstrip().startswith("#")):
+            yield number, match[2] or match[3]
+        before = line
+
+
+def paragraphs_of(source):
+    """(line, text) of each paragraph and list item of a page."""
+    fence, before = False, ""
+    for number, line in enumerate(source.lines, 1):
+        fence ^= line.lstrip().startswith("```")
+        item = re.match(r"\s*(?:[-*]|\d+\.) +(\S.*)", line)
+        if not fence and (item or (not before and re.match(r"[A-Z]", line))):
+            yield number, item[1] if item else line
+        before = line.strip()
+
+
+def check_opening(source):
+    """A comment, and a paragraph of the docs, begins with the thing that it is about, or with a verb."""
+    if source.path in GENERATED:
+        return
+    is_page = source.suffix == ".md"
+    for number, text in (paragraphs_of if is_page else comments_of)(source):
+        match = OPENING.match(text)
+        if match:
+            yield number, "opening", f"'{match[1]}' begins it: begin with the thing, or with a verb"
+
+
 def check_kernels(sources):
     """What is compiled once per instruction set, contracts and all: (path, line, rule, text)."""
     room = {source.path: source for source in sources if source.room == "cpu_adam" and source.cpp}
@@ -520,11 +566,11 @@ def check_tree(root, sources):
 
 
 def breaches(root):
-    # What states the rules names what they forbid.
+    # Files that state the rules contain the words that the rules forbid.
     own = {"tests/tools/house.py", "tests/tools/house_selftest.py"}
     sources = [source for source in read_sources(root) if source.path not in own]
     for source in sources:
-        for check in (check_include, check_core, check_test_file, check_cpp, check_torn, check_tests, check_text):
+        for check in (check_include, check_core, check_test_file, check_cpp, check_torn, check_tests, check_text, check_opening):
             for number, rule, text in check(source):
                 if not source.allows(rule, number):
                     yield source.path, number, rule, text

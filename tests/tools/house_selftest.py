@@ -19,7 +19,8 @@ TEST_HEAD = "// Goal    Something holds.\n// Method  It is tried.\n\n"
 CLEAN = {
     "CMakeLists.txt": "add_subdirectory(nvme)\n",
     "README.md": "# A house\n\nThe groups of a job are partitioned; a shard, CloseRank(), to recommend.\n",
-    "docs/page.md": "new words, deleted words\n",
+    "docs/page.md": "new words, deleted words\nWhat continues a paragraph begins none.\n\n```\nOf a program\n```\n",
+    "nvme/slot.h": "#pragma once\n// A slot.\n// Of two lines, the second begins nothing.\nint slot = 0;\n",
     ".ci/run": "#!/bin/sh\n",
     "protocol/word.h": '#pragma once\n#include <span>\n#include "absl/status/status.h"\n',
     "protocol/os/mutex.h": "#pragma once\nclass Mutex {\n  std::mutex mutex_;\n};\n",
@@ -99,12 +100,6 @@ BREACHES = {
         ("client/sideways.cc", '#include "daemon/x.h"\n', 1),
         ("tools/forebay/status.cc", '#include "nvme/volume.h"\n', 1),
     ],
-    "import": [
-        ("tools/run.py", "import json\nfrom main_claims import Claims\n", 2),
-        ("tools/path.py", 'import sys\nsys.path.append(str(ROOT / "tests" / "main_job"))\n', 2),
-        ("tools/begin", "#!/bin/sh\nset -e\nsource tests/main_job/setup.sh\n", 3),
-        ("tools/begin.sh", '. "$ROOT/tests/setup.sh"\n', 1),
-    ],
     "internal": [("daemon/peek.cc", '#include "nvme/internal/map.h"\n', 1)],
     "floor": [
         ("daemon/core/job/job.cc", '#include "daemon/exec/reactor.h"\n', 1),
@@ -122,6 +117,10 @@ BREACHES = {
         ("cpu_adam/kernel.h", '#pragma once\n\n#include "protocol/word.h"\n', 3),
     ],
     "import": [
+        ("tools/run.py", "import json\nfrom main_claims import Claims\n", 2),
+        ("tools/path.py", 'import sys\nsys.path.append(str(ROOT / "tests" / "main_job"))\n', 2),
+        ("tools/begin", "#!/bin/sh\nset -e\nsource tests/main_job/setup.sh\n", 3),
+        ("tools/begin.sh", '. "$ROOT/tests/setup.sh"\n', 1),
         ("client/python/forebay/_optimizer.py", "import os\nfrom . import api\n", 2),
         ("client/python/forebay/_plan.py", "def f():\n    from .states import reader\n", 2),
         ("client/python/forebay/_hooks.py", "if TYPE_CHECKING:\n    from .sharded.engine import E\n", 2),
@@ -148,6 +147,14 @@ BREACHES = {
     "coinage": [
         (f"nvme/word{number}.h", f"#pragma once\n// {text}\n", 2)
         for number, text in enumerate(COINED)
+    ],
+    "opening": [
+        ("nvme/of.h", "#pragma once\n// Of a slot: its path.\nint path = 0;\n", 2),
+        ("nvme/behind.cc", 'auto* text = "// Of";  // As above\n', 1),
+        ("tools/where.py", "import json\n\n# Where the answer is\nanswer = json.loads(text)\n", 3),
+        ("tests/nvme/what_test.cc", "// Goal    What is written is read.\n// Method  A file.\n\n", 1),
+        ("docs/those.md", "# A page\n\nThose who read it.\n", 3),
+        ("docs/list.md", "# A page\n\n- a slot\n- Else nothing.\n", 4),
     ],
     "torn": [
         ("nvme/torn.h", "#pragma once\n  uint64_t count =\n      0;  // of something long\n", 2),
@@ -196,7 +203,7 @@ class House(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
         write(self.root, CLEAN)
-        listed = "".join(path.split("/")[-1] + "\n" for path, _, _ in BREACHES["goal"])
+        listed = "".join(path.split("/")[-1] + "\n" for path, _, _ in BREACHES["goal"] + BREACHES["opening"])
         write(self.root, {"tests/nvme/CMakeLists.txt": CLEAN["tests/nvme/CMakeLists.txt"] + listed})
 
     def test_a_clean_tree_has_no_breach(self):
