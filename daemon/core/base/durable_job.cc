@@ -88,8 +88,8 @@ std::vector<nvme::Slot> SlotsOf(const DurableNode& node) {
 
 namespace {
 
-// Bytes of the encoded ledger (exec/recovery/ledger.capnp) and of the volume's own list of slots: a job; an entry; a
-// parameter, a group, a partition and a box beside names and shapes.
+// Upper bounds of the bytes that one object takes in the encoded ledger (exec/recovery/ledger.capnp). An entry's bytes include
+// its slot in the volume's list of slots. Names and shapes of parameters and names of groups are counted separately.
 constexpr uint64_t kJobBytes = 4096;
 constexpr uint64_t kEntryBytes = 32 + 24;
 constexpr uint64_t kParamBytes = 96;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values that a job needs to continue after its daemon has ended: the values of one step, and the swap slots that hold its
-// bytes. The volume's ledger is their encoded form, without DurableJob::kept and DurableNode::last_lease.
+// Values that a job needs to continue after its daemon has ended: the values of one step, and the swap slots that hold the
+// bytes of the step. The volume's ledger encodes these values, without DurableJob::kept and DurableNode::last_lease.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@
 
 namespace forebay::daemon {
 
-// A slot, and the values that its bytes are verified against.
+// A swap slot, and the values against which the bytes in the slot are verified.
 struct DurableBytes {
   nvme::Slot slot;
   uint64_t checksum = 0;
-  // The step that wrote the bytes; part of the checksum.
+  // Step that wrote the bytes. The checksum covers this number too.
   uint64_t written_step = 0;
   WeightsDigests weights_digests = {};  // set if the block has a plane of weights
 };
@@ -32,9 +32,9 @@ struct DurableJob;
 // A step of a job over several nodes that was prepared, but not decided, when the daemon was killed.
 struct KeptPrepared {
   uint64_t attempt = 0;
-  protocol::StepRequest request = {};   // the same for each rank, except extra_state_bytes
+  protocol::StepRequest request = {};   // equal on all ranks, but for extra_state_bytes
   ExtraStates extra_states = {};        // by rank
-  std::vector<std::byte> summary = {};  // the node's, encoded
+  std::vector<std::byte> summary = {};  // encoded summary of this node
 };
 
 // Progress of a step whose update or decision was pending when the daemon was killed. UndoLog has the progress within blocks in
@@ -43,7 +43,7 @@ struct KeptUpdate {
   struct Block {
     std::optional<DurableBytes> written = {};
     uint64_t overflows = 0;  // masters that overflowed in this step, if `written` is set
-    // Slot of the step arena that holds the block's new weights. They may have been installed already.
+    // Slot of the step arena that holds the block's new weights. The weights arena may have these weights already.
     std::optional<uint32_t> weights_slot = {};
     // Staging slot that holds the block, if its new bytes are not on swap yet.
     std::optional<uint32_t> staging_slot = {};
@@ -54,22 +54,23 @@ struct KeptUpdate {
     uint32_t page = 0;
     std::optional<uint32_t> frame = {};
     std::optional<nvme::Slot> slot = {};
-    uint64_t checksum = 0;  // of the bytes in `slot`
-    // Number of times that the page was written to swap; part of its identity.
+    uint64_t checksum = 0;  // checksum of the bytes in `slot`
+    // Number of times that the page was written to swap. The page's checksum covers this number too.
     uint64_t spills = 0;
   };
 
   StepOrder order;
   StatePart float_sums = {};      // RecordDecision::float_sums
-  std::vector<float> trust = {};  // RecordTrust::trust; empty for LAMB: no block has changed
+  std::vector<float> trust = {};  // RecordTrust::trust; LAMB: empty if no block has changed
   std::vector<Block> blocks;
   std::vector<Sums> sums = {};
-  // Set if the step is prepared, but not decided. Then no block has changed, and `order` has the step and hyper_params alone.
+  // Set if the step is prepared, but not decided. No block has changed then, and only `step` and `hyper_params` of `order` are
+  // set.
   std::optional<KeptPrepared> prepared = {};
 };
 
 // Memory of a job that is retained for the next daemon, because this daemon hands the job over or is killed: its arenas, with
-// all bytes that are not on swap. Never written to a disk.
+// all bytes that are not on swap. A KeptMemory is never written to a disk.
 struct KeptMemory {
   // Two lists by block of BlockMap: true if the states are in the state arena; the last step that changed them.
   std::vector<bool> resident;
@@ -81,7 +82,7 @@ struct KeptMemory {
   uint64_t dram_bytes = 0;
   // The request that all ranks' sessions have in common.
   SessionRequest session;
-  // MemoryPlan::early_weights_slots and sum_frames.
+  // Copies of MemoryPlan::early_weights_slots and MemoryPlan::sum_frames.
   uint32_t early_weights_slots = 0;
   uint32_t sum_frames = 0;
   // The open attempt at the next step. Older attempts have ended.
@@ -96,22 +97,22 @@ struct KeptMemory {
   // durable.
   bool was_killed = false;
   std::shared_ptr<const DurableJob> durable = {};
-  // Values that calls of the job's step are answered with: the gradient norm, whether it was clipped, and the number of masters
-  // that overflowed.
+  // Values that the answers to calls of the job's step carry: the gradient norm, whether the gradient was clipped, and the
+  // number of masters that overflowed.
   double norm = 0;
   bool clipped = false;
   uint64_t overflowed = 0;
   // Encoded summary with which the nodes decided the job's step. Empty if the job is on one node, or if it is not known.
   std::vector<std::byte> summary = {};
-  // Null if the job's step is published. Otherwise that step is decided, but not published: param_updates, blocks and
-  // `written_steps` are those of the step before. Or, with KeptUpdate::prepared, the next step is prepared.
+  // Null if the job's step is published. Otherwise the job's step is decided, but not published: param_updates, blocks and
+  // `written_steps` have the values of the step before. If KeptUpdate::prepared is set, the next step is prepared instead.
   std::shared_ptr<const KeptUpdate> update = {};
 
   bool operator==(const KeptMemory&) const = default;
 };
 
 struct DurableJob {
-  JobId id = 0;  // part of every checksum
+  JobId id = 0;  // every checksum covers the id too
   std::string name;
   uint32_t uid = 0;
   std::string run;  // token of the run that trained it
@@ -119,39 +120,40 @@ struct DurableJob {
   std::shared_ptr<const protocol::Layout> layout;
   uint32_t world_size = 1;
   uint64_t block_elems = 0;
-  uint64_t slot_bytes = 0;              // of each slot of a block or of a part of the weights
-  std::vector<bool> weights_on_swap;    // by partition; empty: no partition
+  uint64_t slot_bytes = 0;              // size of a slot for a block or a part of the weights
+  std::vector<bool> weights_on_swap;    // by partition; empty: all weights are in DRAM
   uint64_t step = 0;                    // the newest decided step: see KeptMemory::update
-  std::vector<uint64_t> param_updates;  // by parameter: steps in which it had a gradient
+  std::vector<uint64_t> param_updates;  // by parameter: number of steps with a gradient
   std::vector<uint32_t> trace;          // partitions, in the order in which a step fetches them
   ExtraStates extra_states;             // by rank
-  // By block of BlockMap. Empty entry: the states are zeros that were never written, or the bytes are in DRAM alone (`kept`).
+  // Slots of blocks, by block of BlockMap. An empty entry means that the block's states are zeros that were never written, or
+  // that only DRAM has the block's bytes (`kept`).
   std::vector<std::optional<DurableBytes>> blocks;
-  // Parts of the weights arena, from its beginning, cut at multiples of slot_bytes. Bytes of the arena that are a cache are
-  // left out.
+  // Slots of the parts of the weights arena, which is cut at multiples of slot_bytes. Bytes at the end of the arena that only
+  // cache weights from swap have no part.
   std::vector<DurableBytes> weights;
   // Set if the job was handed over or its daemon was killed. At level memory, blocks in DRAM then have no slot, and `weights`
-  // is empty: their bytes are in the retained arenas alone.
+  // is empty: only the retained arenas have the bytes of these blocks and of the weights.
   std::optional<KeptMemory> kept = {};
-  // The durable step before this one, in a job over several nodes: another node may have no newer step. It has the same name,
-  // layout and sizes. Its own `kept` and `before` are empty. Null: none.
+  // The durable step before this one, in a job over several nodes: another node may have no newer step. Name, layout and sizes
+  // equal those of this DurableJob, and `kept` and `before` of the older step are empty. Null if the job has no older step.
   std::shared_ptr<const DurableJob> before = {};
 
-  // Slots that hold bytes of this step, of kept->durable and of `before`, each once.
+  // Returns the slots that hold bytes of this step, of kept->durable and of `before`. Each slot is listed once.
   std::vector<nvme::Slot> Slots() const;
-  // Slots() without those of `before`: the slots that a ledger of this step retains. The previous ledger retains those of
-  // `before`, and so does the job.
+  // Returns Slots() without the slots of `before`: the slots that a ledger of this step names. The previous ledger names the
+  // slots of `before`.
   std::vector<nvme::Slot> NamedSlots() const;
   uint64_t slots() const;
-  // Slots() and the spare slots: all slots that the job has for blocks and for parts of the weights.
+  // Returns Slots() and the spare slots: all slots that the job has for blocks and for parts of the weights.
   std::vector<nvme::Slot> BlockSlots() const;
-  // BlockSlots() and the slots for pages of gradient sums: all slots of the job.
+  // Returns BlockSlots() and the slots for pages of gradient sums: all slots of the job.
   std::vector<nvme::Slot> AllSlots() const;
-  // Removes the job's slots (AllSlots) from a list.
+  // Removes the job's slots (AllSlots()) from `slots`.
   void RemoveOwn(std::vector<nvme::Slot>& slots) const;
 };
 
-// Returns the job without its own `before`: the form in which the next durable step has it as its `before`.
+// Returns a copy of `job` whose `before` is null. The next durable step of the job has this copy as DurableJob::before.
 std::shared_ptr<const DurableJob> AsBefore(const std::shared_ptr<const DurableJob>& job);
 // Returns `job` or its `before`, whichever is at `step`. Null if neither is.
 std::shared_ptr<const DurableJob> OfStep(const std::shared_ptr<const DurableJob>& job,
@@ -169,23 +171,23 @@ std::shared_ptr<const DurableJob> InLedger(const std::shared_ptr<const DurableJo
 struct LedgerCounts {
   uint64_t entries = 0;            // blocks and parts of the weights
   uint64_t digest_pages = 0;       // pages of weights on swap that have a digest
-  uint64_t extra_state_bytes = 0;  // of all ranks
+  uint64_t extra_state_bytes = 0;  // extra_state of all ranks together
 };
-// Bytes that one job takes of NodeOptions::ledger_bytes_max. An upper estimate.
+// Returns an upper estimate of the bytes that one job takes of NodeOptions::ledger_bytes_max.
 uint64_t LedgerBytes(const protocol::Layout& layout, const LedgerCounts& counts);
 uint64_t LedgerBytes(const DurableJob& job);
 
 struct DurableNode {
   JobId last_job = 0;       // JobIds up to this one have been used
-  uint64_t last_lease = 0;  // lease ids up to this one have been used; memory only
+  uint64_t last_lease = 0;  // lease ids up to this one have been used; not in the ledger
   std::vector<std::shared_ptr<const DurableJob>> jobs;
 };
 
-// Every slot that the jobs name (NamedSlots), in the order of jobs, blocks and weights.
+// Returns every slot that the jobs name (NamedSlots()), in the order of jobs, blocks and weights.
 std::vector<nvme::Slot> SlotsOf(const DurableNode& node);
 
-// Names and steps of the jobs: "2 jobs: gpt at step 41, 1000:bert at step 7". Names are as root writes them. Empty if there are
-// no jobs.
+// Returns names and steps of the jobs: "2 jobs: gpt at step 41, 1000:bert at step 7". Names are in the form in which root
+// writes them. Returns "" if the node has no jobs.
 std::string DescribeJobs(const DurableNode& node);
 
 }  // namespace forebay::daemon

@@ -33,25 +33,25 @@ struct AttachRequested {
   // Protocol and user of the client.
   uint32_t protocol_version = protocol::kProtocolVersion;
   uint32_t uid = 0;
-  // NAME or UID:NAME.
+  // Name of the job: NAME or UID:NAME.
   std::string job;
   // True for a reader. It has no rank, calls no step, delivers nothing and cannot create the job.
   bool reader = false;
-  // Not set for a reader.
+  // Rank on this node, and number of ranks on this node. Without meaning for a reader.
   uint32_t rank = 0;
   uint32_t world_size = 1;
   // Number of the job's ranks on all nodes; 0: the job is on one node. `rank` and `world_size` count this node's ranks alone.
   uint32_t world_ranks = 0;
-  // Token of the run that the process belongs to. `resume`: the run may take over another run's job.
+  // Token of the run that the process belongs to. If `resume` is true, the run may take over another run's job.
   std::string run = {};
   bool resume = false;
   // The client had a session that was interrupted, and continues it with the arenas that it has mapped.
   bool reattach = false;
-  // Reattach: inode of the gradient arena that the client has mapped (0: unknown). `is_left_behind`: the rank has another arena
-  // now, because a process has attached in its place, or the rank has detached.
+  // Reattach: inode of the gradient arena that the client has mapped (0 if unknown). `is_left_behind` is true if that arena is
+  // no longer the rank's, because another process has attached in its place or the rank has detached.
   uint64_t grad_arena_inode = 0;
   bool is_left_behind = false;
-  // Process id of another running process of the same launch that has a session of this rank. 0: none, or not known.
+  // Process id of another running process of the same launch that has a session of this rank. 0 if none is known.
   int32_t rival_pid = 0;
   // Reattach to a job with weights on swap: leases that the interrupted session had.
   std::vector<uint64_t> held_leases = {};
@@ -62,16 +62,16 @@ struct AttachRequested {
   std::vector<std::string> exchanged = {};
   // A step has several backward passes; the sums are float32 from the start.
   bool accumulate = false;
-  // Room for new weights: blocks on swap may be updated before the decision (kAnnounceStep).
+  // True to allocate DRAM for new weights, so that blocks on swap can be updated before a step's decision (kAnnounceStep).
   bool early_updates = false;
-  // The client's descriptor of the weights is writable. Not for a reader.
+  // True if the client's descriptor of the weights is to be writable. False for a reader.
   bool writable_weights = false;
-  // Room for gradients alone; for a reader, room for reads of states.
+  // Bytes of the grad arena for gradients. For a reader, bytes for reads of states.
   uint64_t grad_arena_bytes = 0;
-  uint64_t extra_state_bytes = 0;  // room for extra_state
-  uint64_t activation_bytes = 0;   // not for a reader: room for saved activations
-  bool trace = false;              // not for a reader: room for TraceMemory
-  // Not for a reader. Empty: the node's default, or the durability of the existing job.
+  uint64_t extra_state_bytes = 0;  // bytes for extra_state
+  uint64_t activation_bytes = 0;   // bytes for saved activations; a reader has none
+  bool trace = false;              // true to add a TraceMemory; false for a reader
+  // Durability of the job. nullopt for a reader, or to take the existing job's durability or the node's default.
   std::optional<protocol::Durability> durability = {};
   std::shared_ptr<const protocol::Layout> layout;
 };
@@ -83,7 +83,7 @@ struct SessionMapped {
 
 enum class EndCause : uint8_t {
   kDetached,  // the client has detached
-  kLost,      // connection closed, process died, or it broke the protocol
+  kLost,      // the connection closed, or the client died or broke the protocol
   // The connection is closed, but the client may connect again. The session of the rank continues until SessionReconnected, or
   // SessionEnded with another cause. A session that cannot continue (of a reader, fenced, or writing initial parameters) is
   // lost.
@@ -103,7 +103,7 @@ struct SessionReconnected {
   uint64_t newest_tag = 0;
 };
 
-// A rank that had a session with the daemon before has none now: it has detached there, or its process has ended. Repeated.
+// A rank that was attached to the previous daemon has detached from that daemon, or its process has ended. Raised repeatedly.
 struct RankEnded {
   JobId job = 0;
   uint32_t rank = 0;
@@ -119,17 +119,17 @@ struct CommandArrived {
 struct StepRequestCopied {
   SessionId session = 0;
   uint64_t tag = 0;
-  protocol::StepRequest request;  // private copies, unchecked
-  // request.param_groups of them, or fewer if the command's length has room for fewer.
+  protocol::StepRequest request;  // a private copy, unchecked
+  // Copies of request.param_groups HyperParams, or fewer if the command's length has room for fewer.
   std::pmr::vector<protocol::HyperParams> hyper_params;
-  std::pmr::vector<uint64_t> presence = {};  // the same; see wire.h
+  std::pmr::vector<uint64_t> presence = {};  // presence words of the request; see wire.h
 };
 
 // Answers CopySummary in the same turn of the loop.
 struct SummaryCopied {
   SessionId session = 0;
   uint64_t tag = 0;
-  std::vector<std::byte> bytes;  // private copies, unchecked
+  std::vector<std::byte> bytes;  // a private copy, unchecked
 };
 
 // Sums of squares over the elements of one segment. LAMB's step length depends on them.
@@ -147,13 +147,13 @@ struct DurableNode;  // durable_job.h
 struct TaskDone {
   TaskId task = 0;
   absl::Status status;
-  // UpdateBlock: masters that overflowed. CopyInitial, SetState: 1 if a value is refused. AddGradients: 1 + the index of the
-  // first source that is not finite; 0: all are finite.
+  // UpdateBlock: number of masters that overflowed. CopyInitial, SetState: 1 if a value is refused. AddGradients: 1 + the index
+  // of the first source that is not finite, or 0 if all sources are finite.
   uint64_t count = 0;
   // UpdateBlock and SetState (on a staging slot), EvictBlock, SpillSums, SavePart, DigestWeights: checksum of the bytes.
   uint64_t checksum = 0;
   // ReadBlock, WriteBlock, LoadWeights, SpillSums, LoadSums, SavePart, RestorePart: when the disk began and ended the transfer.
-  // Both 0: no transfer.
+  // Both are 0 if there was no transfer.
   uint64_t begin_ns = 0;
   uint64_t end_ns = 0;
   cpu_adam::SquareSum squares = {};           // AddGradients, SumGradient: squares of the sums
@@ -191,7 +191,7 @@ struct BlockMoveRequested {
 struct HandOverRequested {};
 struct HandOverDue {};
 
-// The first event: jobs in whose update the daemon before was killed continue that update. Raised again before the daemon makes
+// The first event: jobs continue the update during which the previous daemon was killed. Raised again before the daemon makes
 // jobs durable for good, so that a job to which no rank has attached ends its update too.
 struct UpdatesResumed {};
 
@@ -208,7 +208,7 @@ struct JobFreed {
   bool weights_in_use = false;
 };
 
-// One event. A class of its own, so that copying, moving and destroying it is compiled once.
+// One event. Derives from std::variant so that copying, moving and destroying an event is compiled once.
 struct Event
     : std::variant<AttachRequested, SessionMapped, SessionEnded, SessionReconnected, RankEnded,
                    CommandArrived, StepRequestCopied, SummaryCopied, TaskDone, StagingSlotKept,
@@ -228,17 +228,17 @@ struct Event
 struct CreateJobMemory {
   TaskId task = 0;
   JobId job = 0;
-  // The daemon before has retained the weights and state arenas (`keeps_gradients`: also the ranks' grad arenas).
+  // True if the previous daemon has retained the weights and state arenas. `keeps_gradients`: also the ranks' grad arenas.
   bool is_kept = false;
   bool keeps_gradients = false;
   bool keeps_step = false;  // the retained step arena has sums that the job needs
   uint64_t weights_bytes = 0;
-  // Size of the state arena, which has a place for every block; 0: there are no states. Only `resident` parts get memory.
+  // Bytes of the state arena, in which every block has a place. 0 if the job has no states. Only `resident` parts get memory.
   uint64_t state_bytes = 0;
   std::vector<StatePart> resident = {};
-  // Bytes of a full block. On a machine with several NUMA nodes, blocks alternate between the nodes.
+  // Bytes of a full block. On a machine with several NUMA nodes, memory of consecutive blocks alternates between the nodes.
   uint64_t block_bytes = 0;
-  // Bytes of accumulators, overflow and extra_state. The state machine chooses their offsets.
+  // Bytes of the step arena's accumulators, overflow and extra_state. The state machine chooses their offsets.
   uint64_t step_bytes = 0;
   // Size of the whole step arena; 0: step_bytes. Bytes after step_bytes have no memory until PopulateStepArena, except
   // `float_sums`.
@@ -246,7 +246,7 @@ struct CreateJobMemory {
   StatePart float_sums = {};
 };
 
-// Writes zeros to the job's swap slots. Emitted beside CreateJobMemory if blocks are swapped. Ends with its own TaskDone.
+// Writes zeros to the job's swap slots. Emitted together with CreateJobMemory if blocks are on swap. Ends with a TaskDone.
 struct CreateJobSwap {
   TaskId task = 0;
   JobId job = 0;
@@ -267,8 +267,8 @@ struct ReplaceStepArena {
   TaskId task = 0;
   JobId job = 0;
   uint64_t step_bytes = 0;
-  uint64_t step_capacity_bytes = 0;         // as in CreateJobMemory
-  std::vector<BytesCopy> extra_state = {};  // by rank
+  uint64_t step_capacity_bytes = 0;         // see CreateJobMemory
+  std::vector<BytesCopy> extra_state = {};  // one copy for each rank
 };
 
 // Gives memory to a part of the job's step arena that has none. Ends with TaskDone.
@@ -279,7 +279,7 @@ struct PopulateStepArena {
   uint64_t bytes = 0;
 };
 
-// Creates a session's ring and grad arena (grad_bytes in all, step region included).
+// Creates a session's ring, and its grad arena of grad_bytes, step region included.
 struct CreateSessionMemory {
   TaskId task = 0;
   JobId job = 0;
@@ -287,16 +287,16 @@ struct CreateSessionMemory {
   uint64_t grad_bytes = 0;
 };
 
-// The attach call returns. After an error the session does not exist any more, and CloseSession follows. A session that ends
-// before this gets no answer, only CloseSession.
+// Answers an attach call. After an error the session no longer exists, and CloseSession follows. A session that ends before its
+// attach call is answered gets CloseSession alone.
 struct AnswerAttach {
   SessionId session = 0;
   absl::Status status;
   JobId job = 0;
   uint64_t committed_step = 0;
-  bool writes_initial = false;   // shared: every group; sharded: its own partitions
+  bool writes_initial = false;   // the rank writes initial parameters
   uint64_t weights_bytes = 0;    // size of the weights arena
-  bool weights_on_swap = false;  // some partitions: the arena has not the size of the weights
+  bool weights_on_swap = false;  // the arena is smaller than the weights
   uint64_t grad_arena_bytes = 0;
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
@@ -305,11 +305,11 @@ struct AnswerAttach {
   // extra_state of rank 0; 0 bytes for rank 0 itself.
   uint64_t rank0_extra_state_bytes = 0;
   uint64_t rank0_extra_state_offset = 0;
-  uint64_t trace_bytes = 0;      // at the end of the grad arena
-  std::vector<uint32_t> trace;   // partitions; for a sharded rank its own alone
+  uint64_t trace_bytes = 0;      // bytes of TraceMemory at the end of the grad arena
+  std::vector<uint32_t> trace;   // partitions; for a sharded rank, its own
   uint64_t attempt = 0;          // newest attempt at the next step
   bool outlives_daemon = false;  // if the daemon is killed, the job continues with the next one
-  uint32_t leases = 0;           // number of AttachRequested::held_leases that it has
+  uint32_t leases = 0;           // number of AttachRequested::held_leases that are valid
   // Job over several nodes: see AttachReply (protocol/forebay.capnp).
   uint64_t prepared_step = 0;
   uint64_t durable_step = 0;
@@ -329,14 +329,14 @@ struct AnswerCommand {
 struct CloseSession {
   SessionId session = 0;
   absl::Status reason;                // OK after a detach or death; else why it was evicted
-  bool is_of_old_generation = false;  // it was fenced; no rank waits for it
+  bool is_of_old_generation = false;  // the session was fenced, so no rank waits for it
 };
 
-// No session and no task of the job exists any more: free its memory, the weights as soon as no process uses them. Ends with
+// Frees the memory of a job that has no session and no task. The weights are freed once no process uses them. Ends with
 // JobFreed.
 struct FreeJob {
   JobId job = 0;
-  bool keeps_arenas = false;  // retain weights and states that were retained before
+  bool keeps_arenas = false;  // free the step arena alone, retain weights and states
 };
 
 struct AnswerDelete {
@@ -344,7 +344,7 @@ struct AnswerDelete {
   absl::Status status;
 };
 
-// Copies the StepRequest header, HyperParams and presence out of the grad arena at once (the range was checked).
+// Copies a StepRequest, its HyperParams and presence out of the grad arena at once. The range was checked before.
 // StepRequestCopied answers before any other event.
 struct CopyStepRequest {
   SessionId session = 0;
@@ -370,8 +370,8 @@ struct CopySummary {
 
 // The actions below are executed by workers and the disk. Offsets are bytes into the named arena.
 
-// grad arena -> weights. Then checks that the first checked_bytes, the trainable parameters, are finite. Bits of frozen
-// parameters may be of another type.
+// Copies initial parameters from the grad arena to the weights arena. Then checks that the first checked_bytes, the trainable
+// parameters, are finite. Bits of frozen parameters may be of another type.
 struct CopyInitial {
   TaskId task = 0;
   SessionId session = 0;
@@ -383,7 +383,7 @@ struct CopyInitial {
   protocol::DType dtype = protocol::DType::kFloat32;
 };
 
-// grad arena -> step arena: extra_state, or a contribution that waits in the overflow.
+// Copies extra_state, or a contribution that waits in the overflow, from the grad arena to the step arena.
 struct CopyToStepArena {
   TaskId task = 0;
   SessionId session = 0;
@@ -399,14 +399,14 @@ inline protocol::DType GradientSumType(protocol::DType dtype, uint32_t world_siz
   return world_size == 1 ? dtype : protocol::DType::kFloat32;
 }
 
-// The place of a contribution.
+// Place of one rank's contribution to a gradient sum.
 struct GradientSource {
-  SessionId session = 0;  // whose grad arena; 0: the step arena
+  SessionId session = 0;  // session with the grad arena; 0: the step arena
   uint64_t offset_bytes = 0;
 };
 
-// accumulator (step arena) = the sum of the sources, in their order; += if `assign` is false. Also sums the squares of the
-// result. If a source is not finite, the accumulator's content is undefined.
+// Sets an accumulator in the step arena to the sum of the sources in their order, or adds that sum if `assign` is false. Also
+// sums the squares of the result. If a source is not finite, the accumulator's content is undefined.
 struct AddGradients {
   TaskId task = 0;
   JobId job = 0;
@@ -415,8 +415,8 @@ struct AddGradients {
   uint64_t accumulator_offset_bytes = 0;
   uint64_t first_elem = 0;  // within the partition; a multiple of kGradUnitElems
   uint64_t elems = 0;
-  protocol::DType dtype = protocol::DType::kFloat32;      // of the sources
-  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
+  protocol::DType dtype = protocol::DType::kFloat32;      // type of the sources
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // type of the accumulator
   bool assign = false;
 };
 
@@ -427,18 +427,18 @@ struct SumGradient {
   uint32_t partition = 0;
   uint64_t accumulator_offset_bytes = 0;
   uint64_t elems = 0;
-  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // type of the accumulator
 };
 
-// The two parts of a block, a page of gradient sums, and a part of the weights arena. Values are in checksums.
+// Kinds of bytes with an identity: parts of a block, pages of sums, parts of the weights arena. Checksums cover the value.
 enum class BlockPart : uint8_t { kStates = 1, kWeights = 2, kGradients = 3, kWeightsArena = 4 };
 
 // Identity of the bytes in a block. It is part of their checksum, so that right bytes in a wrong place fail too.
 struct BlockIdentity {
   JobId job = 0;
   BlockPart part = BlockPart::kStates;
-  uint64_t block = 0;  // gradient sums: the page; weights arena: the part
-  // The step that wrote the bytes; 0: they are as before the first step.
+  uint64_t block = 0;  // kGradients: the page; kWeightsArena: the part
+  // The step that wrote the bytes; 0 if no step has written them.
   uint64_t written_step = 0;
 
   bool operator==(const BlockIdentity&) const = default;
@@ -450,7 +450,7 @@ struct BlockPlace {
   uint64_t state_offset_bytes = 0;
   // Staging slot that a block on swap is read to, updated in and written from.
   uint32_t staging_slot = 0;
-  // Swap slot that the block is read from; for WriteBlock and EvictBlock, written to. Empty: zeros that were never written.
+  // Swap slot that the block is read from or (WriteBlock, EvictBlock) written to. nullopt: zeros that were never written.
   std::optional<nvme::Slot> slot = {};
 };
 
@@ -467,18 +467,18 @@ struct ReadBlock {
 struct WeightsPlace {
   // True: in the plane behind the block's states, at the elements' place in the block. False: in the weights arena.
   bool in_block = false;
-  uint64_t offset_bytes = 0;  // in the arena
+  uint64_t offset_bytes = 0;  // offset in the weights arena
   // Early update: offset in the step arena for the new weights. The weights in the arena stay until InstallWeights.
   std::optional<uint64_t> new_offset_bytes = {};
 };
 
-// One run of elements of one parameter.
+// Contiguous elements of one parameter that UpdateBlock updates.
 struct UpdateSegment {
   WeightsPlace weights = {};
   uint64_t accumulator_offset_bytes = 0;
   uint64_t block_elem = 0;  // first element within the block's planes
   uint64_t elems = 0;
-  // Scalars for the parameter's own number of updates (this one included), with the rounding key of its name.
+  // Scalars for the parameter's number of updates, including this one, and the rounding key of the parameter's name.
   cpu_adam::StepScalars scalars{};
   uint64_t param_elem = 0;
   uint32_t param = 0;
@@ -486,7 +486,7 @@ struct UpdateSegment {
 };
 
 enum class UpdatePass : uint8_t {
-  // Sets masters that are a plane of their own from the weights, before the first step.
+  // Sets the masters from the weights, if the block has a plane of masters, before the first step.
   kMasters,
   // Updates the states and weights.
   kWhole,
@@ -508,7 +508,7 @@ struct UpdateBlock {
   BlockPlace place;
   // Planes are block_elems * width bytes each, each starting on a multiple of 4096.
   uint64_t block_elems = 0;
-  uint64_t bytes = 0;  // of all planes
+  uint64_t bytes = 0;  // bytes of all planes
   BlockIdentity identity_before;
   BlockIdentity identity_after;
   uint64_t checksum_before = 0;
@@ -516,15 +516,15 @@ struct UpdateBlock {
   // Elements that are done are not updated again, and the bytes of a block that was begun are not verified.
   bool is_recorded = false;
   UpdatePass pass = UpdatePass::kWhole;
-  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
-  std::pmr::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
-  // Bytes of a page of sums. 0: sums are not paged, and accumulator_offset_bytes is an offset into the step arena. Otherwise it
-  // counts through all pages of sums, and sum_frames has the pages with this block's sums, ascending.
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // type of the accumulators
+  std::pmr::vector<UpdateSegment> segments;  // disjoint, in ascending order of block_elem
+  // Bytes of a page of sums. 0 if sums are not paged: accumulator_offset_bytes is then an offset into the step arena. Otherwise
+  // accumulator_offset_bytes counts through all pages, and sum_frames has the pages with this block's sums, ascending.
   uint64_t sum_page_bytes = 0;
   std::pmr::vector<SumFrame> sum_frames = {};
 };
 
-// step arena -> weights arena: new weights of an early update.
+// Copies new weights of an early update from the step arena to the weights arena.
 struct InstallWeights {
   TaskId task = 0;
   JobId job = 0;
@@ -532,7 +532,7 @@ struct InstallWeights {
   std::pmr::vector<BytesCopy> copies = {};
 };
 
-// Writes the staging slot to the swap slot. `pause`: after a short wait, because a write there has just failed.
+// Writes a staging slot to a swap slot. If `pause` is true, waits briefly first, because a write to that path has just failed.
 struct WriteBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -541,12 +541,12 @@ struct WriteBlock {
   BlockIdentity identity;
   uint64_t checksum = 0;
   bool pause = false;
-  // The slot that the bytes were read from. If set, they are verified first. E_CORRUPT: nothing was written.
+  // Slot that the bytes were read from. If set, the bytes are verified first, and nothing is written on E_CORRUPT.
   std::optional<nvme::Slot> read_from = {};
 };
 
-// DRAM -> swap: writes a resident block to `place.slot`, then frees its memory. TaskDone has the checksum. On an error nothing
-// is freed.
+// Moves a resident block to swap: writes the block to `place.slot`, then frees its DRAM. TaskDone has the checksum. On an error
+// nothing is freed.
 struct EvictBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -555,8 +555,8 @@ struct EvictBlock {
   BlockIdentity identity;
 };
 
-// Swap -> DRAM: gives memory to the block's place in the state arena, reads `place.slot` into it (empty: zeros) and verifies
-// the bytes. On an error the memory is freed again.
+// Moves a block to DRAM: gives memory to the block's place in the state arena, reads `place.slot` into the place (nullopt:
+// zeros) and verifies the bytes. On an error the memory is freed.
 struct PromoteBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -594,7 +594,7 @@ struct SetState {
     BlockIdentity identity;
     uint64_t checksum = 0;
     uint64_t block_bytes = 0;
-    uint64_t states_elems = 0;  // of the block; 0: it has frozen weights alone
+    uint64_t states_elems = 0;  // elements with states; 0: the block is frozen
     uint64_t block_elem = 0;
   };
 
@@ -618,25 +618,25 @@ struct LoadWeights {
   uint64_t block = 0;
   uint32_t staging_slot = 0;
   nvme::Slot slot;
-  uint64_t slot_offset_bytes = 0;  // of the first page, from the start of the slot
+  uint64_t slot_offset_bytes = 0;  // offset of the first page in the slot
   uint64_t bytes = 0;
   WeightsDigests digests;
-  uint64_t first_page = 0;                  // in `digests`
-  std::pmr::vector<BytesCopy> copies = {};  // from what was read
+  uint64_t first_page = 0;                  // index into `digests`
+  std::pmr::vector<BytesCopy> copies = {};  // from the staging slot to the arena
 };
 
-// step arena -> swap slot: a page of gradient sums. TaskDone has the checksum. `pause` as in WriteBlock.
+// Writes a page of gradient sums from the step arena to a swap slot. TaskDone has the checksum. `pause`: see WriteBlock.
 struct SpillSums {
   TaskId task = 0;
   JobId job = 0;
   BlockIdentity identity;
-  uint64_t offset_bytes = 0;  // in the step arena
+  uint64_t offset_bytes = 0;  // offset in the step arena
   uint64_t bytes = 0;
   nvme::Slot slot;
   bool pause = false;
 };
 
-// swap slot -> step arena: a page of gradient sums; verifies the bytes.
+// Reads a page of gradient sums from a swap slot to the step arena, and verifies the bytes.
 struct LoadSums {
   TaskId task = 0;
   JobId job = 0;
@@ -652,8 +652,8 @@ struct LoadSums {
 
 enum class SavedArena : uint8_t { kStates, kWeights };
 
-// Part of an arena, whole pages -> swap slot. The bytes do not change before TaskDone, which has the checksum. `pause` as in
-// WriteBlock.
+// Writes a part of an arena, in whole pages, to a swap slot. The bytes do not change before TaskDone, which has the checksum.
+// `pause`: see WriteBlock.
 struct SavePart {
   TaskId task = 0;
   JobId job = 0;
@@ -665,7 +665,7 @@ struct SavePart {
   bool pause = false;
 };
 
-// swap slot -> part of an arena; verifies the bytes.
+// Reads a part of an arena from a swap slot, and verifies the bytes.
 struct RestorePart {
   TaskId task = 0;
   JobId job = 0;
@@ -681,7 +681,7 @@ struct RestorePart {
 struct KeepExtraStates {
   TaskId task = 0;
   JobId job = 0;
-  std::vector<StatePart> parts = {};  // of the step arena, by rank
+  std::vector<StatePart> parts = {};  // ranges of the step arena, by rank
 };
 
 // Computes a digest of a partition's weights, which are in DRAM. Ends with TaskDone.
@@ -697,20 +697,20 @@ struct RestoreExtraStates {
   TaskId task = 0;
   JobId job = 0;
   ExtraStates extra_states;
-  std::vector<uint64_t> offsets_bytes = {};  // into the step arena, by rank; may be fewer
+  std::vector<uint64_t> offsets_bytes = {};  // offsets in the step arena, by rank; may be shorter
 };
 
-// Makes a ledger of these jobs durable, and all slots that they name: nvme::Volume::CommitLedger. One at a time. Ends with
-// TaskDone; the task belongs to the node, not to a job.
+// Makes a ledger of the node's jobs, and all slots that the jobs name, durable (nvme::Volume::CommitLedger). One CommitLedger
+// runs at a time. Ends with TaskDone. The task belongs to the node, not to a job.
 struct CommitLedger {
   TaskId task = 0;
   std::shared_ptr<const DurableNode> node;
-  bool pause = false;  // as in WriteBlock: the previous try has failed
+  bool pause = false;  // wait briefly first: the previous try has failed
 };
 
 // An attach to `job` waits for DRAM.
 struct RoomAwaited {
-  std::string job;  // as root writes names
+  std::string job;  // name in the form in which root writes it
   uint64_t missing_bytes = 0;
   std::vector<std::string> evicting_jobs;  // jobs that move blocks to swap to make room
 };
@@ -722,8 +722,8 @@ struct StartLeaseTimer {
   uint64_t step = 0;
 };
 
-// All ranks have called `step`: the clocks of JobStatus.lastStepSeconds and lastDecisionSeconds start. StepCommitted ends the
-// second, StepPublished the first. A step that is refused after this (E_NONFINITE) has neither event.
+// All ranks have called `step`. Starts the clocks of JobStatus.lastStepSeconds, which StepPublished ends, and of
+// lastDecisionSeconds, which StepCommitted ends. A step that is refused later (E_NONFINITE) has neither event.
 struct StepCalled {
   JobId job = 0;
   uint64_t step = 0;
@@ -742,15 +742,15 @@ struct EarlyUpdatesDropped {
   std::vector<uint64_t> blocks;
 };
 
-// All blocks of the committed step are updated and written. Memory peaks and the step's timeline are recorded now. Step 0: the
-// pass UpdatePass::kMasters.
+// All blocks of the committed step are updated and written. Memory peaks and the step's timeline are recorded now. Step 0
+// stands for UpdatePass::kMasters.
 struct StepPublished {
   JobId job = 0;
   uint64_t step = 0;
 };
 
-// These jobs are quiescent, with `kept` set. Jobs of durable levels are durable at their step, and the ledger of the volume is
-// newer than all written bytes. Nothing changes the jobs any more, and their ranks' sessions get no more answers.
+// The jobs of `node` are quiescent, with DurableJob::kept set. Jobs of durable levels are durable at their step, and the
+// volume's ledger is newer than all written bytes. The jobs no longer change, and the sessions of their ranks get no answers.
 struct HandedOver {
   std::shared_ptr<const DurableNode> node;
   struct Session {
@@ -767,7 +767,7 @@ struct SwapPathMarked {
   bool marked = false;
 };
 
-// One action; a class of its own for the same reason as Event.
+// One action. Derives from std::variant so that copying, moving and destroying an action is compiled once.
 struct Action
     : std::variant<
           CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,

@@ -18,16 +18,16 @@ struct JobName {
   auto operator<=>(const JobName&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
 };
 
-// Whether a caller may name jobs of other users.
+// Says if a caller may name jobs of other users.
 enum class OtherUsers : uint8_t { kRefused, kAllowed };
 
-// `text` is NAME, a job of `uid` itself, or UID:NAME.
+// Parses `text`: NAME for a job of `uid` itself, or UID:NAME.
 //
 // Errors  E_JOB_NAME    NAME is not 1 to kJobNameBytesMax bytes of [A-Za-z0-9._-].
-//         E_PERMISSION  UID is another's, and `others` are refused.
+//         E_PERMISSION  UID is another user's, and `others` is kRefused.
 absl::StatusOr<JobName> ParseJobName(std::string_view text, uint32_t uid, OtherUsers others);
 
-// The name as `uid` writes it: NAME for a job of `uid` itself, UID:NAME for a job of another user.
+// Returns the name in the form in which `uid` writes it: NAME for a job of `uid` itself, UID:NAME for a job of another user.
 std::string JobNameFor(uint32_t uid, const JobName& job);
 
 }  // namespace forebay::daemon

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tasks and commands of a job that are in flight. Starts the tasks and answers the commands. Its counters decide when a session
-// or a job may be closed: as soon as none of its tasks and commands is in flight.
+// Tracks the tasks and commands of a job that are in flight: starts the tasks and answers the commands. A session or a job may
+// be closed as soon as none of its tasks and commands is in flight.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ class ActionSink {
   explicit ActionSink(std::pmr::memory_resource* memory) : memory_(memory), task_jobs_(memory) {}
 
   std::pmr::memory_resource* memory() const { return memory_; }
-  // Until the next Bind, actions are appended to `actions`.
+  // Sets the list to which Emit() appends actions, until the next call of Bind().
   void Bind(std::vector<Action>* actions) { actions_ = actions; }
   void Emit(Action action);
 
@@ -32,7 +32,7 @@ class ActionSink {
     task_jobs_.emplace(++last_task_, job);
     return last_task_;
   }
-  // Removes the task. Returns the job that started it; 0: there is no such task.
+  // Removes a task. Returns the job that started the task, or 0 if the id names no running task.
   JobId FinishTask(TaskId task);
   uint64_t NewLease() { return ++last_lease_; }
   uint64_t last_lease() const { return last_lease_; }
@@ -59,7 +59,7 @@ enum class TaskKind : uint8_t {
   kStepArena,
   kFloatSums,
   kSessionMemory,
-  kCopyInitial,  // kCopyInitial to kSumGradient are of one epoch: see NewEpoch
+  kCopyInitial,  // tasks from kCopyInitial to kSumGradient belong to an epoch (NewEpoch)
   kAddGradients,
   kMoveGradient,
   kSumGradient,
@@ -95,7 +95,8 @@ class JobTasks {
   JobId job() const { return job_; }
   ActionSink& actions() { return actions_; }
   std::pmr::memory_resource* memory() const { return actions_.memory(); }
-  // The committed step and the attempt, which every answer carries (a fetch's answer has another number as `attempt`).
+  // Set the committed step and the attempt that every answer carries. The answer to a fetch carries another number as
+  // `attempt`.
   void set_committed_step(uint64_t step) { committed_step_ = step; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
 
@@ -112,7 +113,7 @@ class JobTasks {
   }
   TaskId StartAdd(AddGradients action);
   TaskId StartSessionMemory(SessionId session, uint64_t grad_bytes);
-  Task Finish(TaskId id);  // CHECKs that the task is the job's
+  Task Finish(TaskId id);  // CHECKs that the task belongs to this job
   bool idle() const { return tasks_.empty(); }
 
   // Discards the gradients and initial parameters being gathered. Their running tasks become stale. No new task may touch
@@ -133,8 +134,8 @@ class JobTasks {
   // The session's client is disconnected. Commands that are waiting now get no answer, unless the client sends them again
   // (Rejoin).
   void Disconnect(SessionId session);
-  // True if a command with this tag waits since before Disconnect: the client gets its answer, and the command that has come
-  // again is not run. False: the command is new.
+  // True if a command with this tag arrived before Disconnect() and still waits. The client gets the answer to that command,
+  // and the repeated command is not run. False if the command is new.
   bool Rejoin(SessionId session, uint64_t tag);
   void End(SessionId session) { sessions_.at(session).ended = true; }
   void Close(SessionId session) { sessions_.erase(session); }
@@ -145,9 +146,9 @@ class JobTasks {
  private:
   using Tags = std::pmr::multiset<uint64_t>;  // a client may use a tag twice
   struct SessionCounters {
-    uint64_t tasks = 0;  // that use the session's arena
+    uint64_t tasks = 0;  // running tasks that use the session's arena
     Tags waiting;        // commands that arrived and are not answered
-    Tags unheard;        // of `waiting`: sent before the client was disconnected
+    Tags unheard;        // subset of `waiting`: sent before the client was disconnected
     bool ended = false;
   };
 

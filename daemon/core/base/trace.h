@@ -16,8 +16,8 @@ class Trace {
     next_ = current_;
   }
 
-  // Records a fetch of a partition. Later fetches of the partition in the same step are ignored. `deciding`: all ranks have
-  // called the step, so that the fetch belongs to the next one.
+  // Records a fetch of a partition. Later fetches of the partition in the same step are ignored. True `deciding` means that all
+  // ranks have called the step: the fetch then counts for the next step.
   void Record(uint32_t partition, bool deciding) {
     Order& order = deciding ? next_ : current_;
     if (order.seen[partition]) return;
@@ -30,8 +30,8 @@ class Trace {
     current_ = next_;
     Clear(next_);
   }
-  void OnDropped() { Clear(current_); }  // drops the step that was being gathered
-  void OnRefused() { Clear(next_); }     // drops fetches recorded with `deciding`
+  void OnDropped() { Clear(current_); }  // deletes the order of the step that is being gathered
+  void OnRefused() { Clear(next_); }     // deletes fetches recorded with `deciding`
 
   // Sets the order of the committed step, for a job that a daemon has recovered.
   void Recover(std::vector<uint32_t> committed) { committed_ = std::move(committed); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values that the core shows to status and plans: of sessions, jobs, plans, swap paths and the node.
+// Values that status and plan requests show: statistics of sessions, jobs, swap paths and the node, and a job's memory plan.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace forebay::daemon {
 
-// One session, for statistics.
+// Statistics of one session.
 struct SessionView {
   SessionId id = 0;
   uint32_t uid = 0;
@@ -27,7 +27,7 @@ struct SessionView {
   uint64_t commands_in_flight = 0;
 };
 
-// Moves of blocks between DRAM and swap, and off marked paths.
+// Counts moves of blocks between DRAM and swap, and off marked swap paths.
 struct ResidencyCounters {
   uint64_t evicted = 0;
   uint64_t promoted = 0;
@@ -35,9 +35,9 @@ struct ResidencyCounters {
   uint64_t failed = 0;
 };
 
-// Fetches of weights that are on swap.
+// Counts fetches of weights that are on swap.
 struct WeightsCounters {
-  uint64_t fetches = 0;  // that were answered
+  uint64_t fetches = 0;  // answered fetches
   // Fetches whose weights were in DRAM, or were being read, when the fetch arrived.
   uint64_t fetches_ahead = 0;
   uint64_t read_bytes = 0;
@@ -53,17 +53,17 @@ struct SumsCounters {
 struct StepTraffic {
   uint64_t read_bytes = 0;  // states and weights for the update; weights for forward and backward
   uint64_t written_bytes = 0;
-  uint64_t gradient_bytes = 0;  // at most, of sums without a frame; also as many read
-  uint64_t durable_bytes = 0;   // of data in DRAM, also written if the step becomes durable
+  uint64_t gradient_bytes = 0;  // maximum of gradient sums written; as many are read
+  uint64_t durable_bytes = 0;   // data in DRAM that a durable step writes too
 };
 
-// One job, for statistics. The fields are named as in JobStatus of protocol/forebay.capnp.
+// Statistics of one job. JobStatus of protocol/forebay.capnp has fields with these names.
 struct JobView {
   std::string name;
   JobId id = 0;
   uint32_t uid = 0;
   std::shared_ptr<const protocol::Layout> layout;  // dtype, optimizer, format, groups
-  std::vector<SessionView> sessions;               // not closed yet, by rank
+  std::vector<SessionView> sessions;               // open sessions, by rank
   uint64_t generation = 0;
   std::optional<uint32_t> detached_rank;  // lowest rank that has detached and not attached since
   uint64_t committed_step = 0;
@@ -76,7 +76,7 @@ struct JobView {
   uint64_t state_bytes = 0;       // weights and states of the parameters without padding
   uint32_t blocks = 0;
   uint32_t resident_blocks = 0;
-  uint64_t resident_bytes = 0;         // DRAM of states, those of blocks that are moving included
+  uint64_t resident_bytes = 0;         // DRAM of states, moving blocks included
   uint64_t weights_on_swap_bytes = 0;  // weights of partitions that are on swap
   uint64_t weights_cache_bytes = 0;    // DRAM for copies of weights that are on swap
   WeightsCounters weights;
@@ -92,20 +92,20 @@ struct JobView {
   uint64_t last_step_reads_prefetched = 0;
   uint64_t last_step_read_bytes = 0;
   uint64_t last_step_written_bytes = 0;
-  uint64_t last_update_bytes = 0;  // read and written from the decision on
-  // Blocks that were updated before the decision of their step: all of them, and those whose update was discarded.
+  uint64_t last_update_bytes = 0;  // bytes read and written after the decision
+  // Number of block updates that ran before their step was decided, and number of these updates that were discarded.
   uint64_t early_updates = 0;
   uint64_t dropped_updates = 0;
   uint64_t last_step_early_updates = 0;
-  // Restore of a recovered job: bytes that have been read from swap, and bytes to read in all.
+  // Progress of restoring a recovered job: bytes that have been read from swap, and total bytes to read.
   uint64_t restored_bytes = 0;
   uint64_t to_restore_bytes = 0;
   bool ready = false;   // initial parameters are written
-  absl::Status failed;  // OK while the job is well
-  // DRAM that the job takes of the limit: arenas and resident blocks. 0: the job waits for room.
+  absl::Status failed;  // OK, or the error because of which the job failed
+  // Bytes of the DRAM limit that the job takes, for arenas and resident blocks. 0 if the job still waits for DRAM.
   uint64_t dram_bytes = 0;
-  uint64_t swap_bytes = 0;  // all slots of the job
-  // Paged gradient sums: DRAM of their frames, and maximum bytes on swap. Both 0: all sums are in DRAM.
+  uint64_t swap_bytes = 0;  // bytes of all swap slots of the job
+  // Bytes of DRAM for frames of paged gradient sums, and maximum bytes of such sums on swap. Both 0 if all sums are in DRAM.
   uint64_t sum_frames_bytes = 0;
   uint64_t sums_on_swap_bytes = 0;
   SumsCounters sums;
@@ -116,8 +116,8 @@ struct JobView {
   std::vector<uint32_t> trace;
 };
 
-// Bytes that the partitions of one rank take, in the plan of a sharded job. The fields are named as in RankPlan of
-// protocol/forebay.capnp.
+// Bytes that the partitions of one rank take, in the plan of a sharded job. RankPlan of protocol/forebay.capnp has fields with
+// these names.
 struct RankPlan {
   uint32_t rank = 0;
   uint64_t weights = 0;
@@ -129,7 +129,7 @@ struct RankPlan {
   uint64_t largest_partition = 0;
 };
 
-// Bytes that creating a job takes. The fields are named as in JobPlan of protocol/forebay.capnp.
+// Bytes that creating a job takes. JobPlan of protocol/forebay.capnp has fields with these names.
 struct JobPlan {
   uint64_t weights = 0;
   uint64_t weights_cache = 0;
@@ -162,23 +162,23 @@ struct JobPlan {
   std::vector<RankPlan> ranks;
 };
 
-// One swap path, for statistics.
+// Statistics of one swap path.
 struct SwapPathView {
   uint64_t used_bytes = 0;
-  double share = 0;  // of new writes, if all paths work
-  // Bytes a second, by the path's last transfers or as measured. 0: not known.
+  double share = 0;  // share of new writes, 0 to 1, if all paths work
+  // Bytes a second, from the path's last transfers or from an earlier measurement. 0 if the rate is not known.
   double read_rate = 0;
   double write_rate = 0;
-  // Bytes a second, by the path's last transfers alone. 0: too few transfers so far.
+  // Bytes a second, from the path's last transfers alone. 0 if the path has had too few transfers.
   double current_read_rate = 0;
   double current_write_rate = 0;
-  bool marked = false;  // it fails: it gets writes only if no other path has room
+  bool marked = false;  // the path fails: no writes go to it while another has room
 };
 
 // Memory and swap that the state machine has granted on this node. The kernel's own count must agree.
 struct NodeView {
   uint64_t dram_limit_bytes = 0;
-  // node_bytes, all jobs, and weights of deleted jobs that a process still uses.
+  // Sum of NodeOptions::node_bytes, the DRAM of all jobs, and weights of deleted jobs that a process still uses.
   uint64_t dram_used_bytes = 0;
   uint64_t swap_capacity_bytes = 0;
   uint64_t swap_used_bytes = 0;

@@ -107,7 +107,8 @@ std::optional<uint32_t> BlockLedger::LackingPath() const {
   return lacks ? next : std::nullopt;
 }
 
-// Credits each working path with its share of `blocks`, and debits `path`, which got them all.
+// Adds its share of `blocks` to the credit of each working path, and subtracts `blocks` from the credit of `path`, which got
+// all of them.
 void BlockLedger::Count(uint32_t path, double blocks) {
   if (!table_.works(path)) return;
   double sum = 0;
@@ -386,7 +387,7 @@ void BlockLedger::PublishBlock(uint32_t block) {
   of.current = *std::exchange(of.pending, std::nullopt);
   if (!before) return;
   if (is_durable() && of.current.slot) {
-    // The step that is going to be durable gets the new slot, with the same bytes.
+    // The step that is being made durable now names the new slot, which has the same bytes.
     std::optional<Version>& next = durable_[block].next;
     if (next && next->slot == before) next = of.current;
   }

@@ -37,7 +37,7 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems,
       block_elems_(block_elems),
       on_swap_(std::move(on_swap)),
       states_(layout_->owners().size(), {.block_elems = block_elems}),
-      // A full block has whole pages, so the plane of weights of a frozen block ends with the block.
+      // The bytes of a full block are whole pages, so the plane of weights fills a frozen block completely.
       frozen_(layout_->owners().size(),
               {.block_elems = full_block_bytes() / protocol::SizeBytes(layout_->spec().dtype)}),
       param_boxes_(layout_->params().size()) {
@@ -131,7 +131,7 @@ uint64_t BlockMap::WeightsBytes(uint64_t elems) const {
 
 uint64_t BlockMap::BytesOf(uint64_t elems) const { return BlockBytes(planes_, elems); }
 
-// Adds the runs of elements [begin, end) of a box, counted in the box.
+// Adds the runs of a box's elements [begin, end), which are counted from the start of the box.
 void BlockMap::AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end,
                        uint64_t block_elem, std::pmr::vector<BlockRun>& runs) const {
   const protocol::BoxSpec& box = place.box;
@@ -179,7 +179,7 @@ std::vector<uint32_t> BlockMap::Partitions(uint32_t block) const {
   return partitions;
 }
 
-// Adds elements of a box from its element `box_elem` on, which are consecutive in the parameter.
+// Adds `elems` elements of a box from `box_elem` on, which are consecutive in the parameter.
 void BlockMap::AddElements(uint32_t box, uint64_t box_elem, uint64_t param_elem, uint64_t elems,
                            std::pmr::vector<ElementRun>& runs) const {
   const protocol::BoxPlace& place = layout_->boxes()[box];

@@ -26,7 +26,7 @@ uint64_t WeightsInDram(const protocol::Layout& layout, const std::vector<bool>& 
 
 std::vector<uint64_t> WeightsOffsets(const protocol::Layout& layout,
                                      const std::vector<bool>& weights_on_swap) {
-  // Owners' weights lie end to end in the arena.
+  // The weights of owners are contiguous in the arena.
   std::map<uint32_t, uint64_t> owner_begins;
   uint64_t owner_begin = 0;
   for (const protocol::OwnerPlace& owner : layout.owners()) {

@@ -18,29 +18,30 @@
 
 namespace forebay::daemon {
 
-// Bytes of the weights arena without the cache: weights of the partitions whose weights are not on swap. The saved bytes are
+// Returns the bytes of weights of partitions whose weights are in DRAM: the weights arena without its cache. A saved copy is
 // rounded up to a page.
 uint64_t WeightsInDram(const protocol::Layout& layout, const std::vector<bool>& weights_on_swap);
 
-// Offset of each partition's weights in the weights arena, in bytes; 0 for weights on swap.
+// Returns the byte offset of each partition's weights in the weights arena, 0 for weights on swap.
 std::vector<uint64_t> WeightsOffsets(const protocol::Layout& layout,
                                      const std::vector<bool>& weights_on_swap);
 
-// Part number `part` of the arena's first `weights_bytes`, cut at multiples of `slot_bytes`.
+// Returns part number `part` of the first `weights_bytes` of the weights arena, which are cut at multiples of `slot_bytes`.
 StatePart WeightsPart(uint64_t weights_bytes, uint64_t slot_bytes, uint32_t part);
 
-// Identity of an entry of a job with so many blocks (DurableContent).
+// Returns the identity of the bytes of an entry, as DurableContent numbers entries, in a job with `blocks` blocks.
 BlockIdentity EntryIdentity(JobId job, uint32_t blocks, uint32_t entry, uint64_t written_step);
 // Returns a name such as "block 3" or "part 0 of the weights".
 std::string EntryName(uint32_t blocks, uint32_t entry);
 
-// Returns the entry of a ledger for a version; nothing if the version has no slot.
+// Returns the ledger entry for a version, or nullopt if the version has no slot.
 std::optional<DurableBytes> BytesOf(const BlockLedger::Version& version);
 
-// Says what each swap slot of one durable job must hold. Entry i is block i; the parts of the weights arena follow the blocks.
+// Computes the expected content of each swap slot of one durable job. Entry i is block i; the parts of the weights arena follow
+// the blocks.
 class DurableContent {
  public:
-  // `job`: as DecodeLedger() returns it.
+  // `job` is a result of DecodeLedger().
   explicit DurableContent(std::shared_ptr<const DurableJob> job);
 
   // Replaces the job by the same job at another step.
@@ -49,7 +50,7 @@ class DurableContent {
 
   struct Expected {
     nvme::Slot slot;
-    uint64_t bytes = 0;  // from the start of the slot
+    uint64_t bytes = 0;  // number of bytes at the start of the slot
     BlockIdentity identity;
     uint64_t checksum = 0;
 
@@ -57,7 +58,7 @@ class DurableContent {
   };
 
   uint32_t entries() const;
-  // Returns what the slot of an entry must hold; nothing: zeros that were never written.
+  // Returns the expected content of an entry's slot, or nullopt if the entry has zeros that were never written.
   std::optional<Expected> At(uint32_t entry) const;
   std::string Name(uint32_t entry) const { return EntryName(map_.blocks(), entry); }
   // Returns the names of the parameters with elements in the entry, in the order of the layout.

@@ -20,7 +20,7 @@ PathTable::PathTable(uint32_t paths, const std::vector<std::optional<nvme::PathR
   for (uint32_t i = 0; i < paths && i < rates.size(); ++i) {
     if (!rates[i]) continue;
     const nvme::PathRates& measured = *rates[i];
-    // Fraction of its own rate that each direction gets if the path serves both.
+    // Each direction's fraction of the rate that it has alone, if the path reads and writes at once.
     const double of_alone = measured.mixed * (1 / measured.read + 1 / measured.write) / 2;
     RateIn(paths_[i], Direction::kRead).measured = measured.read * of_alone;
     RateIn(paths_[i], Direction::kWrite).measured = measured.write * of_alone;
@@ -34,7 +34,7 @@ double PathTable::RateOf(const Rate& rate) {
                                                              : rate.bytes / rate.seconds;
 }
 
-// Returns the rate for as many bytes read as written; 0: not known.
+// Returns the path's rate for equal numbers of bytes read and written, or 0 if the rate is not known.
 double PathTable::MixedRate(const Path& path) {
   const auto& [read, write] = path.rates;
   const double reads = RateOf(read);

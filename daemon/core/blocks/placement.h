@@ -17,38 +17,38 @@ enum class BlockMove : uint8_t {
   kNone,
   kEvict,
   kPromote,
-  kPromoteAndEvict,  // on its way to DRAM, and evicted as soon as it is there
+  kPromoteAndEvict,  // being promoted, and evicted when the promotion ends
 };
 
 struct BlockLocation {
-  // Tier of the block. Until a move has ended, the tier before the move.
+  // Tier of the block. During a move, the tier before the move.
   Tier tier = Tier::kNvme;
   // Move for which the block is marked, or which is in progress.
   BlockMove move = BlockMove::kNone;
   bool comes_to_dram() const {
     return move == BlockMove::kPromote || move == BlockMove::kPromoteAndEvict;
   }
-  // Place of the block in the state arena, which has a place for every block with states. The place has memory while the block
-  // is in DRAM or on its way there.
+  // Place of the block in the state arena, in which every block with states has a place. The place has memory while the block
+  // is in DRAM or is being promoted.
   StatePart state;
 };
 
 struct PartitionLocation {
-  Tier tier = Tier::kDram;            // kNvme: in the planes of its blocks; WeightsCache has copies
-  uint64_t weights_offset_bytes = 0;  // in the weights arena
+  Tier tier = Tier::kDram;            // kNvme: weights are in planes of blocks
+  uint64_t weights_offset_bytes = 0;  // offset in the weights arena
   uint64_t bytes = 0;
 };
 
-// This table alone knows where bytes are: no other code assumes which blocks are in DRAM. The table also has what the job was
-// granted: the blocks that are in DRAM when all marked moves have ended.
+// Only this table knows the tier and place of each block and partition, and no other code makes assumptions about them. The
+// table also has the blocks that the job was granted in DRAM: those that are in DRAM when all marked moves have ended.
 class Placement {
  public:
   Placement() = default;
-  // Places the lowest blocks with states that fit into `dram_bytes` in DRAM, all other blocks on swap. Weights are where `map`
-  // has them: all in DRAM as the layout places them, or those in DRAM end to end. `durable`: the slots of a job with durable
-  // steps.
+  // Places the lowest blocks with states that fit into `dram_bytes` in DRAM, all other blocks on swap. `map` says which weights
+  // are on swap. If all weights are in DRAM, the layout places them. Otherwise the weights in DRAM are contiguous. `durable`:
+  // the slots of a job with durable steps.
   struct DurableSlots {
-    uint32_t per_block = 0;  // 0: there are none
+    uint32_t per_block = 0;  // 0 if the job has no durable steps
     uint32_t weights_parts = 0;
     uint32_t spare = 1;
   };
@@ -62,28 +62,28 @@ class Placement {
 
   const BlockLocation& WhereBlock(uint32_t block) const { return blocks_.at(block); }
   PartitionLocation WherePartition(uint32_t partition) const { return partitions_.at(partition); }
-  uint64_t weights_bytes() const { return weights_bytes_; }  // weights in DRAM, each on whole pages
+  uint64_t weights_bytes() const { return weights_bytes_; }  // weights in DRAM, in whole pages
 
   uint32_t blocks() const { return static_cast<uint32_t>(blocks_.size()); }
   uint32_t resident_blocks() const { return resident_blocks_; }
   uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
   // Number of swap slots for the blocks that are on swap or are to be evicted. Each block with states has kSwapSlotsPerBlock.
-  // Each frozen block has one, and one more is for the next version of one frozen block at a time. With durable steps blocks in
-  // DRAM and parts of the weights have slots too, each block that is to be evicted has two more, and one more is for a block
-  // that leaves a slot in doubt.
+  // Each frozen block has one slot, and one additional slot is for the next version of one frozen block at a time. With durable
+  // steps blocks in DRAM and parts of the weights have slots too, each block that is to be evicted has two additional slots,
+  // and one additional slot is for a block that leaves a slot in doubt.
   uint32_t slots_needed() const;
-  // Number of these slots that one block has, in a job with durable steps.
+  // Returns the number of these slots that one block has, in a job with durable steps.
   uint32_t slots_of(uint32_t block) const { return block < state_blocks_ ? durable_.per_block : 1; }
-  // Gives up the slot for a block that leaves a slot in doubt: the job's swap has no room for it.
+  // Plans without the slot for a block that leaves a slot in doubt, because swap has no space for that slot.
   void GiveUpSpareSlot() { durable_.spare = 0; }
   uint32_t frozen_blocks() const { return blocks() - state_blocks_; }
   // Bytes of DRAM for blocks: blocks in DRAM, including those to be evicted, and blocks to be promoted.
   uint64_t state_bytes() const { return state_bytes_; }
   // Like state_bytes(), without blocks to be evicted.
   uint64_t granted_bytes() const { return state_bytes_ - leaving_bytes_; }
-  // Bytes of the state arena: places of all blocks.
+  // Returns the bytes of the state arena, which has the places of all blocks.
   uint64_t arena_bytes() const;
-  // Places of blocks in DRAM. Adjacent blocks are one part.
+  // Returns the places of blocks in DRAM. Adjacent blocks are one part.
   std::vector<StatePart> ResidentParts() const;
 
   // Marks a block in DRAM as kEvict, a block on swap as kPromote, and a block that is being promoted as kPromoteAndEvict. In
@@ -91,7 +91,7 @@ class Placement {
   void Mark(uint32_t block);
   // Removes the mark: the block stays where it is. Not called while the block is moving.
   void Unmark(uint32_t block);
-  // The next marked block: evictions first, from the highest; then promotions, from the lowest.
+  // Returns the next marked block: the highest block to evict, or else the lowest block to promote.
   std::optional<uint32_t> NextMarked() const;
   bool has_evictions() const { return !evictions_.empty(); }
   bool has_promotions() const { return !promotions_.empty(); }
@@ -111,7 +111,7 @@ class Placement {
   std::set<uint32_t> evictions_;
   std::set<uint32_t> promotions_;
   std::optional<uint32_t> moving_;
-  uint32_t state_blocks_ = 0;  // the first ones
+  uint32_t state_blocks_ = 0;  // number of blocks with states
   uint32_t resident_blocks_ = 0;
   uint64_t weights_bytes_ = 0;
   uint64_t state_bytes_ = 0;

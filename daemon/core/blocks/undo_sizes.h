@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes of the memory that undoes what a killed daemon had in hand (UndoLog).
+// Sizes of the undo log (UndoLog), from which the next daemon undoes the unfinished work of a killed daemon's workers.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,19 @@
 
 namespace forebay::daemon {
 
-// Elements of one part. Work on many elements is cut into parts, which may be done at once: the result is the same, bit for
-// bit.
+// Number of elements in one part. Work on many elements is cut into parts, which workers may do at once with the same result,
+// bit for bit.
 inline constexpr uint64_t kPartElems = uint64_t{1} << 19;
 
 constexpr uint64_t PartsOf(uint64_t elems) { return (elems + kPartElems - 1) / kPartElems; }
 
-// The undo area of a worker: a header of kUndoHeaderBytes with what the worker has in hand, then two slots of
-// cpu_adam::SavedElems. kUndoPartBytes is the size of the progress of one part.
+// UndoAreaBytes() is the size of a worker's undo area: a header of kUndoHeaderBytes that describes the worker's current work,
+// then two slots of cpu_adam::SavedElems. kUndoPartBytes is the size of the progress record of one part.
 inline constexpr uint64_t kUndoHeaderBytes = 512;
 uint64_t UndoAreaBytes(const protocol::LayoutSpec& spec);
 inline constexpr uint64_t kUndoPartBytes = 64;
 
-// Bytes of the undo log of a job with so many blocks of `block_elems` elements, on a node with so many workers.
+// Returns the bytes of the undo log of a job with `blocks` blocks of `block_elems` elements, on a node with `workers` workers.
 uint64_t UndoBytes(const protocol::LayoutSpec& spec, uint64_t blocks, uint64_t block_elems,
                    uint64_t workers);
 

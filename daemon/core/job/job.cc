@@ -162,7 +162,7 @@ void Job::EvictWaiting(const absl::Status& reason) {
 
 // Changes the world once the last step of the old world is published and the sessions of that world are closed.
 void Job::TryChangeWorld() {
-  if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // the waiting ranks have ended
+  if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // waiting ranks have ended
   if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
   if (durable_.in_progress() || float_sums_ == FloatSums::kMaking) return;
   if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return;
@@ -238,13 +238,13 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   if (cause == EndCause::kDisconnected && MayComeBack(*session)) {
     session->is_away = true;
     io_.Disconnect(id);
-    // These commands are repeated if the client sends them again. Other commands belong to the step.
+    // State accesses and fetches are repeated if the client sends them again. Other commands belong to the step and stay.
     const absl::Status away = MakeError(ErrorId::kFenced, "the client is away");
     access_.Drop(id, away);
     fetches_.Answer(id, away);
     return;
   }
-  io_.End(id);  // the session gets no answers any more
+  io_.End(id);  // the session gets no further answers
   const bool counts = session->is_current() && initial_.ready() && !failed() && !is_at_rest();
   if (!session->reader && counts) {
     if (cause != EndCause::kDetached || step_.HasContributed(*session)) {
@@ -256,7 +256,7 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   End(*session, absl::OkStatus());
 }
 
-// Ends a session that its client did not end; the client gets the reason.
+// Ends a session that its client did not end. The client gets `reason`.
 void Job::Evict(Session& session, const absl::Status& reason) {
   session.close_reason = reason;
   if (session.state == Session::State::kWaiting) {
@@ -277,8 +277,8 @@ void Job::End(Session& session, const absl::Status& status) {
   members_.SetEnded(session);
 }
 
-// Ends a writer of initial parameters. All of them are written from scratch, by ranks that attach again. With shared attachment
-// the ranks that wait for the writer are evicted. With sharded attachment the other writers are fenced.
+// Ends a writer of initial parameters. Ranks that attach again write all parameters from scratch. With shared attachment the
+// ranks that wait for the writer are evicted. With sharded attachment the other writers are fenced.
 void Job::EndInitial(Session& writer, const absl::Status& status) {
   io_.NewEpoch();
   const absl::Status lost =
@@ -297,7 +297,7 @@ void Job::EndInitial(Session& writer, const absl::Status& status) {
 }
 
 // Begins a new generation: every other session is fenced. A step that all ranks have called continues and is answered. Any
-// other step is dropped. `lost`: null if the rank had no session with this daemon.
+// other step is dropped. `lost` is null if the rank had no session with this daemon.
 void Job::OnRankFailed(uint32_t rank, Session* lost) {
   const uint64_t committed = step_.committed_step();
   const absl::Status status = MakeError(
@@ -313,8 +313,8 @@ void Job::OnRankFailed(uint32_t rank, Session* lost) {
   }
 }
 
-// Handles the detach of a rank that has contributed nothing to the step. The step calls of other ranks are refused until this
-// rank has attached again.
+// Handles the detach of a rank that has delivered no gradients to the step. The step calls of other ranks are refused until
+// this rank has attached again.
 void Job::OnRankDetached(const Session& session) {
   const bool may_come_back = KeptOf(spec_.recovered.get()) != nullptr && !members_.has_begun_anew();
   if (!members_.HasCurrentBeside(session.id) && !may_come_back) {
@@ -351,7 +351,7 @@ void Job::CloseEnded() {
 void Job::OnCommand(SessionId id, const Command& command) {
   Session* session = members_.Find(id);
   if (session == nullptr || session->state != Session::State::kAttached || !session->mapped) return;
-  if (is_at_rest()) return;  // it is sent again
+  if (is_at_rest()) return;  // the client sends the command to the next daemon
   if (io_.Rejoin(id, command.tag)) return;
   io_.Arrived(id, command.tag);
   const CommandId waiting = session->IdOf(command);
@@ -438,7 +438,7 @@ void Job::Dispatch(Session& session, const Command& command) {
       HandleWrite(session, command);
       return;
     default:
-      FOREBAY_CHECK(false);  // CheckCommand refuses any other
+      FOREBAY_CHECK(false);  // CheckCommand() refuses other ops
   }
 }
 
@@ -612,8 +612,8 @@ absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
   return outcome.fatal ? outcome.status : absl::OkStatus();
 }
 
-// Fails the job. Everything that waits gets the first error. Later commands get E_JOB_FAILED. Running tasks return their
-// resources.
+// Fails the job. All waiting commands are answered with the first error. Later commands get E_JOB_FAILED. Running tasks return
+// their resources.
 void Job::Fail(const absl::Status& first_error) {
   if (failed()) return;
   failed_ = first_error;
@@ -622,7 +622,7 @@ void Job::Fail(const absl::Status& first_error) {
   step_.Fail(first_error);
   access_.Drop(0, first_error);
   durable_.Abandon();
-  if (!deleting_) residency_.Abandon();  // otherwise its memory is freed soon
+  if (!deleting_) residency_.Abandon();  // the memory of a deleted job is freed soon
   initial_.Reset(first_error);
   for (const auto& [id, session] : members_.all()) AnswerWaiting(*members_.Find(id), first_error);
 }
@@ -653,14 +653,14 @@ absl::Status Job::Delete() {
   return absl::OkStatus();
 }
 
-// Ends all sessions and fails the job, which is freed as soon as nothing uses it.
+// Ends all sessions and fails the job, which is freed as soon as no session and no task uses it.
 void Job::EndAll(const absl::Status& reason) {
   deleting_ = true;
   is_unrestored_ = false;
   for (const auto& [id, session] : members_.all()) {
     if (session.state != Session::State::kEnded) Evict(*members_.Find(id), reason);
   }
-  // Ranks may have died after they had called step: nothing is decided or updated any more.
+  // Fails the job even if dead ranks had called step, so that no step is decided or updated any more.
   Fail(reason);
 }
 
@@ -680,7 +680,7 @@ void Job::Advance() {
   if (auto done = initial_.DrainDone(); !done.empty()) {
     step_.BeginMasters(std::move(done), initial_.has_masters());
   }
-  // Fetches go before blocks of the step, which take the free staging slots.
+  // Serves fetches before blocks of the step, because blocks take the free staging slots.
   if (spec_.plan.has_weights_on_swap() && MayServeFetches()) fetches_.Serve();
   const bool was_updating = pipeline_.running();
   step_.AdvanceUpdate();
@@ -703,9 +703,9 @@ void Job::Advance() {
   FreeWhenUnused();
 }
 
-// Accesses states and moves blocks, in turns and never at once. Neither begins once all ranks have called step: the decision
-// waits for the one in progress. If the ranks called step before the step before was published, there was no time for either.
-// Then some turns go first, `is_due`.
+// Accesses states and moves blocks, in turns and never at the same time. No access or move begins once all ranks have called
+// step, and the decision waits for the one in progress. If all ranks called step before the previous step was published
+// (`is_due`), kTurnsBetweenSteps accesses and moves may still begin.
 void Job::UseTimeBetweenSteps(bool is_due) {
   const bool called = step_.phase() == Step::Phase::kReducing;
   if (is_due) residency_.OnPublished();
@@ -758,8 +758,8 @@ void Job::Prefetch() {
 }
 
 void Job::FreeWhenUnused() {
-  // A job without parameters and sessions is of no use, or the ledger has all of it. A recovered job is restored without
-  // sessions too.
+  // Frees a job that has neither parameters nor sessions, unless it is a recovered job that is being restored, which needs no
+  // session.
   const bool comes_back = is_unrestored_ && (has_begun_ || is_resumed()) && !failed();
   if (!initial_.ready() && members_.empty() && !comes_back) deleting_ = true;
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;

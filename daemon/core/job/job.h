@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One training run: wires its sessions, its step, its reads and its memory together.
+// One training job: connects its sessions, its step, its reads and its memory.
 #pragma once
 
 #include <cstdint>
@@ -30,42 +30,42 @@
 
 namespace forebay::daemon {
 
-// Returns the view of a job that the ledger names and nobody has attached to.
+// Returns the view of a job that the ledger names and to which no client has attached.
 JobView ViewOf(const DurableJob& job);
 
-// Events change the job. Advance() then starts everything that has become possible. It is called after every event of the job,
-// and after every other event while the job waits for a staging slot.
+// Events change the job, and Advance() then starts all tasks that have become possible. Advance() is called after every event
+// of the job, and after every other event while the job waits for a staging slot.
 class Job {
  public:
   // `actions`, `pool`, `swap` and `path_table` outlive the job.
   Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap,
       PathTable& path_table);
 
-  // Emits the tasks that create the job's memory and swap: there is DRAM for it now. Until then attaches wait.
+  // Emits the tasks that create the job's memory and swap. Called once enough DRAM is free. Until then attaches wait.
   void Begin();
   bool has_begun() const { return has_begun_; }
-  // Called instead of Begin(): attaches get `reason`.
+  // Refuses the job. Called instead of Begin(). Attaches are answered with `reason`.
   void Refuse(const absl::Status& reason);
 
-  // Checks that this client may attach: layout, sizes, the job's health.
+  // Checks that this client may attach: its layout and sizes, and that the job has not failed.
   absl::Status CheckAttach(const AttachRequested& request) const;
   // True if a checked rank needs another plan (PlanWorld) before it attaches: the world size is not the job's, the sums are to
   // be float32 from the start, or the job's step arena could not be created.
   bool NeedsWorld(const AttachRequested& request) const;
-  // Sets the plan of the next sessions. The plan takes effect when nothing of the world before is left and there is DRAM for
-  // the plan (GiveRoom). Until then these sessions wait.
+  // Sets the plan of the next sessions. The plan takes effect when all sessions and tasks of the old world have ended and
+  // enough DRAM is free for the plan (GiveRoom). Until then the next sessions wait.
   void ChangeWorld(MemoryPlan plan);
-  // Bytes that the next sessions' plan takes beyond the plan in effect; empty: no plan waits for room.
+  // Returns the bytes that the next sessions' plan takes in addition to the current plan. nullopt if no plan waits for DRAM.
   std::optional<uint64_t> awaited_bytes() const;
   void GiveRoom() { has_room_ = true; }
   // Refuses the next sessions with `reason`.
   void RefuseWorld(const absl::Status& reason);
-  // True if a further backward pass waits for sums in float32, for which no memory is granted yet: plan().float_sums_bytes.
+  // True if a further backward pass waits for float32 sums, whose plan().float_sums_bytes are not granted yet.
   bool WantsFloatSums() const;
   void MakeFloatSums();
-  // Ends the attempt that waits for them with `reason`.
+  // Ends the attempt that waits for float32 sums with `reason`.
   void RefuseFloatSums(const absl::Status& reason) { step_.RefuseFloatSums(reason); }
-  // Adds a checked session; fences a live session of the same rank.
+  // Adds the session of a checked request. Fences a live session of the same rank.
   void Attach(const AttachRequested& request);
   void OnMapped(SessionId session) { members_.OnMapped(session); }
   void OnEnded(SessionId session, EndCause cause);
@@ -74,15 +74,15 @@ class Job {
   void OnStepRequest(const StepRequestCopied& copied);
   void OnSummary(const SummaryCopied& copied);
   void OnTaskDone(const TaskDone& done);
-  // Ends readers that hold up the update of `step`, which has waited long enough. `step` 0: a fetch has waited long enough for
-  // leases of ranks that have not returned.
+  // Ends readers that hold up the update of `step`, which has waited long enough. If `step` is 0, ends leases of ranks that
+  // have not returned, because a fetch has waited long enough for them.
   void OnLeaseTimeExpired(uint64_t step);
 
   // Errors  E_BUSY  sessions are attached.
   absl::Status Delete();
 
   void Advance();
-  void Prefetch();  // after Advance of all jobs: uses staging slots that nobody needs now
+  void Prefetch();  // reads ahead into free staging slots, after Advance() of all jobs
   bool waits_for_slot() const { return pipeline_.waits_for_slot(); }
 
   // Called between steps; see Residency.
@@ -96,22 +96,22 @@ class Job {
 
   // Returns the sessions whose CloseSession was emitted since the last call.
   std::vector<SessionId> DrainClosed() { return members_.DrainClosed(); }
-  // True once FreeJob was emitted: nothing of the job is left.
+  // True once FreeJob was emitted, so that the Job can be destroyed.
   bool is_freed() const { return freed_; }
 
-  // WantsLedger() is true if a gathered step waits for the next ledger. ForLedger() is the job's entry in that ledger; null:
-  // none.
+  // WantsLedger() is true if a gathered step waits for the next ledger. ForLedger() returns the job's entry in that ledger, or
+  // null if it has none.
   bool WantsLedger() const { return durable_.is_gathered() && !is_deleted(); }
   std::shared_ptr<const DurableJob> ForLedger() const {
     if (unrestored() != nullptr) return InLedger(unrestored());
     return is_deleted() ? nullptr : durable_.ForLedger();
   }
-  // The job's entry in the newest durable ledger; null: none.
+  // Returns the job's entry in the newest durable ledger, or null if it has none.
   std::shared_ptr<const DurableJob> durable() const {
     if (unrestored() != nullptr) return InLedger(unrestored());
     return is_deleted() ? nullptr : durable_.durable();
   }
-  // True if a record names slots of the job, so that the volume must be found again.
+  // True if a record names swap slots of the job, so that the next daemon must find the volume.
   bool WantsVolume() const { return is_recorded_ && swap_bytes() > 0 && !spec_.options.loses_swap; }
   void OnLedger(const absl::Status& status);
   void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
@@ -120,10 +120,9 @@ class Job {
 
   // Makes the job quiescent as soon as possible, so that the next daemon can continue it.
   void RequestHandOver();
-  // False: the job can never be handed over, or need not be: everything of it is in the ledger, or is written again by its
-  // ranks.
+  // False if the job cannot be handed over, or need not be because the ledger has it or its ranks write its parameters again.
   bool MayHandOver() const;
-  // The quiescent job, as it is handed over; null: it is not saved yet.
+  // Returns the quiescent job that is handed over, or null if the job is not saved yet.
   const std::shared_ptr<const DurableJob>& handed_over() const { return handed_over_; }
   bool is_coming_to_rest() const { return hand_over_ == HandOver::kWanted; }
   void OnRankEnded(const RankEnded& event);
@@ -133,7 +132,8 @@ class Job {
   bool is_in_ledger() const {
     return spec_.recovered != nullptr || durable_.ForLedger() != nullptr;
   }
-  // The durable step that the job goes back to, or the recovered job if it is not restored yet or could not be; null: neither.
+  // Returns the durable step to which the job returns, or the recovered job if it is not restored yet or could not be restored.
+  // Null otherwise.
   std::shared_ptr<const DurableJob> unrestored() const {
     if (goes_back_to_ != nullptr) return goes_back_to_;
     return is_unrestored_ ? spec_.recovered : nullptr;
@@ -141,8 +141,8 @@ class Job {
   bool goes_back() const { return goes_back_to_ != nullptr; }
 
   const absl::Status& failure() const { return failed_; }
-  // True if the job is recovered in the middle of an update. If the update cannot continue, only the durable step is left of
-  // the job.
+  // True if the job is recovered in the middle of an update. If the update cannot continue, the job continues from its durable
+  // step or is lost.
   bool is_resumed() const {
     const KeptMemory* const kept = KeptOf(spec_.recovered.get());
     return kept != nullptr && kept->update != nullptr && !goes_back();
@@ -155,12 +155,12 @@ class Job {
   const protocol::Layout& layout() const { return *spec_.layout; }
   const std::pmr::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
   const std::set<nvme::Slot>& sum_slots() const { return pipeline_.sums().slots(); }
-  // Bytes of arenas and tables, without states and readers.
+  // Returns the bytes of arenas and tables, without states and readers.
   uint64_t fixed_bytes() const;
-  // Bytes of the DRAM limit that the job takes now, and when all its marked blocks have moved.
+  // Return the bytes of the DRAM limit that the job takes now, and after all its marked blocks have moved.
   uint64_t dram_bytes() const;
   uint64_t granted_bytes() const;
-  // Bytes of the job's swap slots now.
+  // Returns the bytes of the swap slots that the job has now.
   uint64_t swap_bytes() const;
   uint32_t staging_slots() const { return pipeline_.staged_count() + weights_.staging_slots(); }
   JobView View() const;
@@ -189,7 +189,7 @@ class Job {
   absl::Status CheckReattach(const AttachRequested& request) const;
   bool MissesRank() const;
   void EndHandOver(DurableJob job);
-  // Adds the places of the job's memory, as they are now, to a job that is handed over or recorded.
+  // Adds the current places of the job's memory to a job that is handed over or recorded.
   void AddKept(DurableJob& job) const;
   void ListBlocks(DurableJob& job) const;
   void TryRecord();
@@ -230,26 +230,26 @@ class Job {
   uint32_t making_tasks_ = 0;  // tasks that create memory and swap
   // Plan of sessions that wait until it becomes the spec's plan.
   std::optional<MemoryPlan> next_plan_;
-  bool has_room_ = false;  // for the next plan
+  bool has_room_ = false;  // DRAM for next_plan_ is free
   bool has_step_arena_ = true;
   enum class FloatSums : uint8_t { kNone, kMaking, kMade, kInUse };
   FloatSums float_sums_;  // state of the float32 sums of the plan
-  // True if the job is deleted, could not be created, or has neither parameters nor sessions: it is freed as soon as it is
-  // unused.
+  // True if the job is deleted, could not be created, or has neither parameters nor sessions. The job is freed as soon as no
+  // session and no task uses it.
   bool deleting_ = false;
   bool freed_ = false;
-  bool is_restoring_ = false;  // its arenas are created, and being filled
-  bool is_unrestored_;         // recovered, and not restored yet
-  // The durable step that the job goes back to: all that is left of the job once nothing uses it any more.
+  bool is_restoring_ = false;  // arenas are created; their bytes are being restored
+  bool is_unrestored_;         // the job is recovered, and not restored yet
+  // The durable step to which the job returns once no session and no task uses the job. Null if the job does not return.
   std::shared_ptr<const DurableJob> goes_back_to_;
-  // kWanted: requested. kSaving: nothing changes the job any more, and the bytes for the next daemon are saved. kDone: they are
-  // saved.
+  // kWanted: the hand-over was requested. kSaving: the job no longer changes, and its bytes for the next daemon are being
+  // saved. kDone: the bytes are saved.
   enum class HandOver : uint8_t { kNone, kWanted, kSaving, kDone };
   HandOver hand_over_ = HandOver::kNone;
   std::shared_ptr<const DurableJob> handed_over_;
   bool is_recorded_ = false;  // a record exists, and follows every change
   std::string recorded_run_;
-  absl::Status failed_;  // of the creation, or of the step
+  absl::Status failed_;  // error of the creation or the step; OK: none
 
   Membership members_;
   InitialParameters initial_;
@@ -260,7 +260,7 @@ class Job {
   Residency residency_;
   DurableSteps durable_;
   bool reads_first_ = false;  // a block has moved since states were read
-  uint32_t turns_left_ = 0;   // before the decision of a step that was called early
+  uint32_t turns_left_ = 0;   // reads and moves left before the next decision
   Step step_;
   FetchQueue fetches_;
 };

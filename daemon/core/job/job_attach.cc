@@ -85,7 +85,7 @@ void Job::AnswerAttachOk(Session& session) {
   io_.actions().Emit(std::move(answer));
 }
 
-// Returns the terms for a rank, without those that a reconnecting rank knows already.
+// Returns the answer for a rank, without fields that a reconnecting rank knows already.
 AnswerAttach Job::TermsOf(const Session& session) const {
   return {.session = session.id,
           .status = absl::OkStatus(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Restores a job from a durable ledger, and takes a job back to a durable step.
+// Restores a job from a durable ledger, and returns a job to a durable step.
 
 #include <algorithm>
 #include <utility>
@@ -15,7 +15,7 @@ using protocol::Command;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Restores the bytes of a recovered job, whose arenas are created.
+// Restores the bytes of a recovered job. Called once the arenas are created.
 void Job::Restore() {
   is_restoring_ = true;
   step_.Recover(*spec_.recovered);
@@ -30,7 +30,8 @@ void Job::Restore() {
   durable_.StartRestore();
 }
 
-// Restores the extra states of a step that the previous daemon prepared. They become the job's with the decision of that step.
+// Restores the extra states of a step that the previous daemon prepared. They become the job's extra states when that step is
+// decided.
 void Job::RestorePreparedStates() {
   if (!is_resumed() || !spec_.recovered->kept->update->prepared) return;
   RestoreExtraStates extra{.extra_states = spec_.recovered->kept->update->prepared->extra_states};

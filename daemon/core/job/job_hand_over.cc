@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hand-over of a job: it becomes quiescent between two steps, so that the next daemon can continue it. Its arenas are retained.
-// Its ranks attach again, and repeat commands that were not answered.
+// Hand-over of a job. The job becomes quiescent between two steps, and its arenas are retained, so that the next daemon can
+// continue the job. The ranks attach again, and repeat commands that were not answered.
 
 #include <algorithm>
 #include <memory>
@@ -19,15 +19,15 @@ void Job::RequestHandOver() {
 
 bool Job::MayHandOver() const {
   if (failed() || deleting_ || !has_step_arena_) return false;
-  // A job that is being restored from the disk is restored again by the next daemon. The initial parameters of a job that is
-  // not ready are written again by its ranks.
+  // The next daemon restores a job that was being restored from the disk. The ranks of a job that is not ready write the
+  // initial parameters again.
   const bool comes_from_disk = is_unrestored_ && !spec_.recovered->kept;
   const bool comes_back = is_unrestored_ && spec_.recovered->kept.has_value();
   return !comes_from_disk && (is_ready() || comes_back) &&
          !(spec_.options.loses_swap && swap_bytes() > 0);
 }
 
-// True if the job is quiescent. Commands that arrive now, or wait for other ranks, are sent again to the next daemon.
+// True if the job is quiescent. Clients send commands that arrive now, or that wait for other ranks, to the next daemon again.
 bool Job::IsQuiet() const {
   const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count_of_sessions() > 0;
   return MayHandOver() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
@@ -36,7 +36,7 @@ bool Job::IsQuiet() const {
 }
 
 // True if fetches may be answered. During a hand-over, a rank with a lease on weights of the cache may wait for another rank
-// that has no lease yet. Once nobody has a lease and no gradient has arrived, no lease is granted any more.
+// that has no lease yet. Once no session has a lease and no gradient has arrived, no more leases are granted.
 bool Job::MayServeFetches() const {
   if (hand_over_ == HandOver::kNone || !spec_.plan.has_weights_on_swap()) return true;
   return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
@@ -130,12 +130,12 @@ void Job::EndHandOver(DurableJob job) {
   hand_over_ = HandOver::kDone;
 }
 
-// Makes a record from scratch, if the old one does not match the job any more, as soon as nothing of the job changes.
+// Creates a new record of the job if it has none or an outdated one, as soon as no task changes the job.
 void Job::TryRecord() {
   if (recorded_run_ != members_.run()) is_recorded_ = false;
   if (is_recorded_ || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
   if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
-  if (step_.prepared_step() > 0) return;  // the existing record has it
+  if (step_.prepared_step() > 0) return;  // the existing record has the prepared step
   if (access_.in_progress() || residency_.in_progress()) return;
   if (spec_.options.loses_swap && swap_bytes() > 0) return;
   DurableSteps::Published published = step_.PublishedNow();
@@ -144,7 +144,7 @@ void Job::TryRecord() {
   ListBlocks(job);
   AddKept(job);
   step_.Record(*job.kept);
-  // Float32 sums that are not in use yet are not part of the record.
+  // The record does not include float32 sums that are not used yet.
   const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
   if (is_making) job.kept->dram_bytes -= spec_.plan.float_sums_bytes;
   is_recorded_ = true;

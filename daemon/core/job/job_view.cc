@@ -12,7 +12,7 @@ namespace forebay::daemon {
 
 namespace {
 
-// Bytes of the weights and states of the parameters, without padding.
+// Returns the bytes of the weights and states of all parameters, without padding.
 uint64_t StateBytesOf(const protocol::Layout& layout) {
   const protocol::LayoutSpec& spec = layout.spec();
   return layout.total_elems() * protocol::SizeBytes(spec.dtype) +
@@ -126,7 +126,7 @@ void Job::CheckInvariants() const {
       FOREBAY_CHECK(leases_.count_of(id) == 0);
       continue;
     }
-    // Every command that was not answered waits in exactly one place.
+    // Checks that each unanswered command waits in exactly one place.
     uint64_t waiting = step_.unanswered(session) + access_.unanswered(id) + fetches_.unanswered(id);
     waiting += initial_.unanswered(id);
     FOREBAY_CHECK(waiting == io_.commands_of(id));

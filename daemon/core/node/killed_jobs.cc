@@ -55,12 +55,12 @@ namespace {
 void ReserveSpare(DurableJob& job, nvme::SlotMap& swap) {
   const auto is_taken = [&swap](const nvme::Slot& slot) { return !swap.Reserve(slot); };
   std::erase_if(job.kept->spare_slots, is_taken);
-  if (job.kept->update != nullptr) return;  // it has the slots of sums
+  if (job.kept->update != nullptr) return;  // a running update has its slots of sums already
   std::vector<nvme::Slot>& sums = job.kept->sum_slots;
   const size_t count = sums.size();
   std::erase_if(sums, is_taken);
   if (sums.size() == count) return;
-  swap.Free(sums);  // the job gets other slots
+  swap.Free(sums);  // the job gets new slots for sums later
   sums.clear();
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reserves the swap slots of jobs that a daemon recovers, from its disk or (KeptRecord) from a daemon that was killed.
+// Reserves the swap slots of jobs that a daemon recovers from its disk, or from the records (KeptRecord) of a killed daemon.
 #pragma once
 
 #include <memory>
@@ -12,24 +12,25 @@
 
 namespace forebay::daemon {
 
-// Reserves slots for the job. The slots that `node.recovered` names for the job are its own already.
+// Reserves slots for the job. Slots that `node.recovered` names for the job are reserved already.
 //
-// Errors  E_CORRUPT  another job has some of the slots; no slot is reserved.
+// Errors  E_CORRUPT  another job has some of the slots. No slot is then reserved.
 absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, NodeOptions& node);
 
-// Adds to the job its durable step in `node.recovered`, and reserves the slots that the job names.
+// Adds the job's durable step in `node.recovered` to the job, and reserves the slots that the job names.
 //
 // Errors  as ReserveSlots().
 absl::Status ReserveKilled(DurableJob& job, NodeOptions& node);
 
-// Reserves the slots of earlier steps (DurableJob::before) for the jobs of `node.recovered`: the volume does not reserve them.
+// Reserves the slots of earlier steps (DurableJob::before) for the jobs of `node.recovered`, because the volume does not
+// reserve these slots.
 void ReserveBefore(NodeOptions& node);
 
 // Reserves the spare slots of the jobs, unless another job has them, and adds the jobs to `node.recovered`. Called after
 // ReserveKilled() of all jobs.
 void AddKilled(std::vector<DurableJob> jobs, NodeOptions& node);
 
-// Returns the node's job with the same owner and name; null: none.
+// Returns the node's job with the same owner and name, or null if the node has no such job.
 std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const DurableJob& job);
 
 }  // namespace forebay::daemon

@@ -25,8 +25,8 @@ Job* NodeState::Impl::On(const HandOverDue&) {
   return nullptr;
 }
 
-// Makes one more ledger once the last job is quiescent, so that the volume is found again as it is left, even without a durable
-// job. Without a job to hand over, nothing more is written.
+// Makes one more ledger once the last job is quiescent, so that the next daemon finds the volume in its final state, even if no
+// job is durable. No ledger is made if the node has no job to hand over.
 void NodeState::Impl::TryHandOver() {
   if (hand_over == HandOver::kWaiting) {
     for (const auto& [id, job] : jobs) {
@@ -47,8 +47,8 @@ void NodeState::Impl::TryHandOver() {
   actions.Emit(std::move(result));
 }
 
-// Continues updates of recovered jobs, without sessions. Ranks that attach meanwhile wait until the step is published. Jobs
-// with durable steps continue too, because this daemon may end before a rank returns.
+// Continues the updates of recovered jobs before a rank has attached. Ranks that attach meanwhile wait until the step is
+// published. Jobs with durable steps are created too, because this daemon may end before a rank returns.
 Job* NodeState::Impl::On(const UpdatesResumed&) {
   const NodeLedger::Parked parked = ledger.parked();
   for (const auto& [name, job] : parked) {
@@ -63,7 +63,7 @@ Job* NodeState::Impl::On(const UpdatesResumed&) {
                                   .durability = job->durability,
                                   .layout = job->layout};
     const absl::Status status = MakeJob(request, name).status();
-    // A job between two steps loses nothing: the attach of its ranks gets the same error.
+    // A job without an update stays parked: the attach of its ranks gets the same error.
     if (status.ok() || !is_in_update) continue;
     ledger.Unpark(name);
     freed_weights_bytes.emplace(job->id, job->kept->weights_bytes);
@@ -73,7 +73,7 @@ Job* NodeState::Impl::On(const UpdatesResumed&) {
   return nullptr;
 }
 
-// Gives up the update of a job, so that only its durable step is left. `slots`: all slots of the job.
+// Gives up the update of a job, so that the job continues from its durable step or is lost. `slots`: all slots of the job.
 void NodeState::Impl::GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot> slots,
                                    const absl::Status& reason) {
   const JobName name{.uid = job.uid, .name = job.name};

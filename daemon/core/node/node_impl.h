@@ -39,12 +39,12 @@ struct NodeState::Impl {
         ledger(actions, node_options.recovered) {
     actions.set_last_lease(node_options.recovered.last_lease);
     for (const auto& [name, job] : ledger.parked()) {
-      options.swap.Free(job->AllSlots());  // the whole space; they are taken in `swap`
+      options.swap.Free(job->AllSlots());  // options.swap has all space as free; `swap` does not
     }
     options.recovered = {};
   }
 
-  // Lets slots that are allocated from now on follow the paths' shares and marks.
+  // Sets the weights by which later slots are allocated, from the shares and marks of the paths.
   void WeighPaths() { swap.SetWeights(path_table.Weights()); }
   void ReportMarks() {
     if (std::exchange(reported_marks, path_table.mark_changes()) == path_table.mark_changes()) {
@@ -59,7 +59,7 @@ struct NodeState::Impl {
     }
   }
 
-  // Each returns the job that the event concerns; nullptr: none.
+  // Handle one event. Return the job that the event concerns, or nullptr if it concerns no job.
   Job* On(const AttachRequested& request);
   Job* On(const SessionMapped& event);
   Job* On(const SessionEnded& event);
@@ -95,16 +95,17 @@ struct NodeState::Impl {
   void ReturnBlocks();
   void ResumeReturns();
   absl::Status NoRoomError(const Job& waiting_job) const;
-  // Bytes of the DRAM limit that are taken: by the node, by jobs that nobody has attached to, by weights of deleted jobs, and
-  // `of_job` of all jobs.
+  // Returns the bytes of the DRAM limit that are taken by the node, by jobs to which no client has attached, by weights of
+  // deleted jobs, and by all other jobs. The last is the sum of `of_job` over these jobs.
   uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
-  // Bytes of the DRAM limit that are neither taken nor granted.
+  // Returns the bytes of the DRAM limit that are neither taken nor granted.
   uint64_t FreeBytes() const;
-  // Use of DRAM and swap by all jobs except `returning`, which is parked and about to be created.
+  // Returns the use of DRAM and swap by all jobs except `returning`, a parked job that is about to be created.
   NodeUse Use(const DurableJob* returning = nullptr) const;
-  // Use by the owner's jobs except `other_than` and `returning`. Both may be null.
+  // Returns the use of DRAM and swap by the owner's jobs except `other_than` and `returning`. Both may be null.
   OwnerUse UseOf(uint32_t uid, const Job* other_than, const DurableJob* returning = nullptr) const;
-  // Bytes that the job may take beyond those that it was granted. FreeBytesFor(): those of them that are free.
+  // LeftFor() returns the bytes that the job may take in addition to its granted bytes. FreeBytesFor() returns how many of
+  // these are free.
   uint64_t LeftFor(const Job& job) const;
   uint64_t FreeBytesFor(const Job& job) const { return std::min(FreeBytes(), LeftFor(job)); }
   void Evict(const std::vector<Eviction>& evictions, Job& job);
@@ -120,35 +121,37 @@ struct NodeState::Impl {
                     const absl::Status& reason);
 
   Options options;
-  // Memory that is allocated and freed within a step, by all jobs. The pool retains as much as was ever in use at once.
+  // Memory that all jobs allocate and free within a step. The pool never shrinks: it retains the maximum that was in use at
+  // once.
   std::pmr::unsynchronized_pool_resource memory{kStepMemoryOptions};
   ActionSink actions;
   StagingPool pool;
   nvme::SlotMap swap;
   PathTable path_table;
-  std::set<uint32_t> marked_paths;  // as was reported
+  std::set<uint32_t> marked_paths;  // paths last reported as marked
   uint64_t reported_marks = 0;
   JobId last_job;
   NodeLedger ledger;
-  std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
+  std::map<JobId, std::unique_ptr<Job>> jobs;  // destroyed before `pool` and `actions`
   std::map<JobName, JobId> names;
   std::map<SessionId, JobId> session_jobs;
   // Requests for deletion that wait for JobFreed.
   std::map<JobId, std::vector<uint64_t>> deletes;
-  // Bytes of the weights of freed jobs, until JobFreed says that nobody uses them.
+  // Bytes of the weights of freed jobs, until JobFreed reports that no process uses these weights.
   std::map<JobId, uint64_t> freed_weights_bytes;
   // Jobs that have not begun, in the order of their creation.
   std::vector<JobId> waiting;
-  // True if an attach has ended returns of blocks, and these have not resumed since.
+  // True if an attach has stopped the return of blocks to DRAM, and the return has not resumed since.
   bool has_cut_returns = false;
   uint64_t turn = 0;
-  // Jobs that continue in this event, besides the job that it concerns. These are jobs whose blocks were marked, and jobs whose
-  // step is durable. Moves begin when all planned slots are reserved, because a move may exchange slots with the free ones.
+  // Jobs that Advance() is called for after this event, in addition to the job that the event concerns: jobs whose blocks were
+  // marked, and jobs whose step is durable. Moves begin only when all planned slots are reserved, because a move may exchange
+  // its slots for free slots.
   std::vector<JobId> going_on;
-  // kWaiting: jobs become quiescent. kCommitting: the last ledger is made. kDone: HandedOver was emitted.
+  // kWaiting: waits until jobs are quiescent. kCommitting: makes the last ledger. kDone: HandedOver was emitted.
   enum class HandOver : uint8_t { kNone, kWaiting, kCommitting, kDone };
   HandOver hand_over = HandOver::kNone;
-  bool waits_for_jobs = true;  // that can become quiescent
+  bool waits_for_jobs = true;  // waits for jobs to become quiescent
 };
 
 }  // namespace forebay::daemon

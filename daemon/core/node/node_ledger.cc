@@ -94,18 +94,18 @@ std::vector<JobId> NodeLedger::Finish(const absl::Status& status, nvme::SlotMap&
 }
 
 uint64_t UsualLedgerBytes(uint64_t capacity_bytes, uint64_t slot_bytes, bool keeps_files) {
-  // Bytes of the ledger for each slot: its place, its block, step and checksum.
+  // Bytes that one slot takes in the ledger: place, block, step and checksum.
   constexpr uint64_t kBytesPerSlot = 96;
   constexpr uint64_t kSlotsMin = 256;
   constexpr uint64_t kCapacityPerByte = 4096;
-  // Bytes of capacity for each byte of the ledger of a small volume. Most of that ledger is what ranks retain beside a step (64
-  // KiB a rank by default).
+  // Bytes of capacity for each byte of the ledger of a small volume. Most of that ledger is extra_state of ranks (64 KiB a rank
+  // by default).
   constexpr uint64_t kCapacityPerByteMin = 256;
-  // The smallest blocks have a quarter of a slot's bytes.
+  // A block has at least a quarter of a staging slot's bytes.
   const uint64_t slots = slot_bytes == 0 ? 0 : 4 * capacity_bytes / slot_bytes;
   const uint64_t of_slots = (slots + kSlotsMin) * kBytesPerSlot;
   if (!keeps_files) return std::min(nvme::Volume::kLedgerBytesMax, of_slots);
-  // The ledger may hold digests of weights, and what ranks retain beside a step.
+  // The ledger may also hold digests of weights, and extra_state of ranks.
   const uint64_t of_capacity =
       std::max(capacity_bytes / kCapacityPerByte,
                std::min(protocol::kMiB, capacity_bytes / kCapacityPerByteMin));
@@ -113,7 +113,7 @@ uint64_t UsualLedgerBytes(uint64_t capacity_bytes, uint64_t slot_bytes, bool kee
 }
 
 absl::Status CheckLedgerRoom(const MemoryPlan& plan, uint64_t taken_bytes, uint64_t max_bytes) {
-  constexpr uint64_t kPlaceBytes = 64 << 10;  // says where the volume is
+  constexpr uint64_t kPlaceBytes = 64 << 10;  // the volume's description of itself
   const uint64_t needed = taken_bytes + plan.ledger_bytes;
   if (plan.ledger_bytes == 0 || max_bytes == 0 || needed <= max_bytes) return absl::OkStatus();
   const uint64_t extra_states = DurableStepsKept(plan.session) * uint64_t{plan.session.world_size} *

@@ -97,7 +97,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
     return job;
   }
   const std::shared_ptr<const DurableJob> parked = ledger.FindParked(name);
-  // A session continues with memory that it has mapped, not with bytes that are read from the disk.
+  // A session that reattaches needs the memory that it has mapped. Bytes that are read from the disk do not suffice.
   const bool may_return = !request.reattach || KeptOf(parked.get()) != nullptr;
   if (!request.reader && parked != nullptr && may_return) {
     RETURN_IF_ERROR(CheckParked(request, *parked));
@@ -140,7 +140,7 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
     return JobExistsError(job.name, job.step, job.run);
   }
   if (request.is_left_behind) return LeftBehindError(job.name, job.step);
-  // A session continues in the world that it was in: the retained memory is that of this world.
+  // A session that reattaches needs the world size of the retained memory.
   if (request.reattach && job.kept && request.world_size != job.kept->session.world_size) {
     return MakeError(ErrorId::kRank,
                      absl::StrCat("job ", job.name, " was left with ", job.kept->session.world_size,
@@ -156,7 +156,7 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
                    "attach again in a moment");
 }
 
-// Bytes of the ledger that all jobs take, except `recovered`, which is in the ledger already.
+// Returns the bytes of the ledger that all jobs except `recovered` take.
 uint64_t NodeState::Impl::LedgerTaken(const DurableJob* recovered) const {
   uint64_t taken = 0;
   for (const auto& [id, job] : jobs) taken += job->plan().ledger_bytes;
@@ -175,7 +175,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   const KeptMemory* const kept = KeptOf(recovered.get());
   const bool goes_on = request.reattach && kept != nullptr;
   if (goes_on) session = kept->session;
-  // Sums that became float32 late are behind the sums of 16 bits.
+  // Float32 sums that were created late are behind the 16-bit sums, which the plan must then include.
   if (kept != nullptr && kept->update != nullptr && kept->update->float_sums.bytes > 0) {
     session.accumulate = false;
   }
@@ -193,7 +193,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, session, of_node));
   RETURN_IF_ERROR(CheckLedgerRoom(plan, LedgerTaken(recovered.get()), options.ledger_bytes_max));
   nvme::SlotMap left = swap;
-  // PlanJob has counted these slots, in this order.
+  // PlanJob has checked that these slots are free, in this order.
   const auto allocate = [&left](uint32_t count, uint64_t slot_bytes) -> std::vector<nvme::Slot> {
     if (count == 0) return {};
     std::optional<std::vector<nvme::Slot>> slots = left.Allocate(count, slot_bytes);
@@ -368,8 +368,8 @@ Job* NodeState::Impl::On(const JobFreed& event) {
   return nullptr;
 }
 
-// Returns the job that an event concerns, and those that wait for a staging slot: nothing else of one job changes what another
-// job can do. The order rotates, so that the job that was last to get slots is not first again.
+// Returns the job that an event concerns, and the jobs that wait for a staging slot. Other jobs cannot continue because of the
+// event. The order rotates, so that the job that last got slots is not first again.
 std::pmr::vector<Job*> NodeState::Impl::Runnable(Job* concerned) {
   std::pmr::vector<Job*> order(&memory);
   for (const auto& [id, job] : jobs) {
@@ -396,7 +396,7 @@ void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted
   for (Job* job : advanced) job->Prefetch();
 }
 
-// Plans another world for the job's next sessions. The job's own blocks make room too.
+// Plans a new world size for the job's next sessions. The job's own blocks may be evicted too.
 absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& job) {
   NodeUse others = Use();
   others.own_state_bytes = job.placement().granted_bytes();
@@ -414,8 +414,8 @@ absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& j
   return absl::OkStatus();
 }
 
-// Marks blocks of jobs for eviction, the oldest job first, until the plan's missing bytes are granted to the plan. Swap slots
-// that are not in `left` are promised to other uses.
+// Marks blocks of jobs for eviction, the oldest job first, until these blocks have the plan's missing bytes. Only swap slots
+// that are free in `left` may be used.
 absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use) {
   if (plan.missing_bytes == 0) return absl::OkStatus();
   std::map<JobId, std::vector<Eviction>> evictions;
@@ -439,7 +439,7 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
   return absl::OkStatus();
 }
 
-// Evicts the job's own blocks for which its next plan has no room within what the job may take.
+// Evicts blocks of the job until its next plan and its remaining blocks fit in the bytes that the job may take.
 absl::Status NodeState::Impl::MoveOwnBlocks(const MemoryPlan& plan, const GrantPolicy& policy,
                                             Job& job) {
   const uint64_t wanted = plan.fixed_bytes + job.placement().granted_bytes();
@@ -493,7 +493,7 @@ void NodeState::Impl::GiveFloatSums(Job& job) {
                                             : "reduce gradients in float32")));
 }
 
-// Reports what an attach waits for, if it waits.
+// Reports the missing bytes and the evicting jobs of an attach that must wait for DRAM.
 void NodeState::Impl::ReportWait(const Job& job, uint64_t awaited_bytes) {
   const uint64_t needed_bytes = Bytes(&Job::dram_bytes) + awaited_bytes;
   if (needed_bytes <= options.dram_limit_bytes) return;
@@ -512,8 +512,8 @@ void NodeState::Impl::ReportWait(const Job& job, uint64_t awaited_bytes) {
   actions.Emit(std::move(report));
 }
 
-// Begins the jobs and the worlds for which there is DRAM now. If room that was granted does not become free, the newest of
-// those that wait are refused.
+// Begins waiting jobs and world changes for which enough DRAM is free. If granted DRAM does not become free, refuses the newest
+// waiting jobs.
 void NodeState::Impl::AdmitWaiting() {
   while (!waiting.empty() && Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
     Job& job = *jobs.at(waiting.back());
@@ -523,7 +523,7 @@ void NodeState::Impl::AdmitWaiting() {
     Sweep(job);
   }
   for (auto next = jobs.begin(); next != jobs.end();) {
-    Job& job = *(next++)->second;  // the job may be freed in its turn
+    Job& job = *(next++)->second;  // Sweep() may free the job
     const std::optional<uint64_t> awaited_bytes = job.awaited_bytes();
     if (!awaited_bytes) continue;
     if (Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
@@ -545,7 +545,7 @@ void NodeState::Impl::AdmitWaiting() {
   });
 }
 
-// Unmarks blocks whose room is not needed any more: the attach that waited has ended, or other memory has become free.
+// Unmarks blocks that need not be evicted any more, because the waiting attach has ended or other memory has become free.
 void NodeState::Impl::KeepBlocks() {
   for (const auto& [id, job] : jobs) {
     if (!job->residency().makes_room()) continue;
@@ -556,8 +556,8 @@ void NodeState::Impl::KeepBlocks() {
   }
 }
 
-// Returns blocks to DRAM that a job has freed, those of the oldest job first. One block is returned at a time, so that an
-// attach finds little of its room taken by blocks on their way.
+// Returns blocks to free DRAM, blocks of the oldest job first. One block is returned at a time, so that blocks that are being
+// promoted take little DRAM from an attach.
 void NodeState::Impl::ReturnBlocks() {
   if (hand_over != HandOver::kNone) return;
   const auto has = [this](bool (Residency::*what)() const) {
@@ -575,7 +575,7 @@ void NodeState::Impl::ReturnBlocks() {
   }
 }
 
-// Resumes returns that an attach has ended, once no attach waits any more: the attach may have been given up.
+// Resumes the return of blocks that an attach has stopped, once no attach waits. The attach may have been given up.
 void NodeState::Impl::ResumeReturns() {
   const auto waits = [](const auto& entry) { return entry.second->awaited_bytes().has_value(); };
   if (!has_cut_returns || !waiting.empty() || std::ranges::any_of(jobs, waits)) return;

@@ -23,7 +23,7 @@ class StagingPool;
 // Owns every job of the node.
 //
 // Threads  The loop thread alone.
-// Errors   What clients get wrong is answered by actions. A TaskDone without a task, or a SessionId
+// Errors   Actions answer the errors of clients. A TaskDone without a task, or a SessionId
 //          used twice, is a bug of the executor and ends the process.
 class NodeState {
  public:
@@ -34,36 +34,36 @@ class NodeState {
   NodeState& operator=(const NodeState&) = delete;
   ~NodeState();
 
-  // Handles one event, and appends the actions to take to `actions`, in order.
+  // Handles one event, and appends the resulting actions to `actions`, in the order in which they must be executed.
   void Handle(const Event& event, std::vector<Action>& actions);
 
   struct Limits {
     uint64_t dram_bytes = 0;
     uint64_t swap_bytes = 0;
   };
-  // Returns the plan of an attach that creates a job; nothing changes. With `limits` the plan is for an empty node with so much
-  // DRAM and swap, otherwise for this node as it is.
+  // Returns the plan of an attach that would create a job. With `limits` the plan is for an empty node with that much DRAM and
+  // swap, otherwise for the current state of this node.
   //
   // Errors  as the attach's.
   absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
                                const std::optional<Limits>& limits) const;
-  // Returns the plan of an existing job. Without `limits` the plan is what the job takes now, with its blocks where they are.
-  // `others` is then what all but this job and the node take.
+  // Returns the plan of an existing job. Without `limits` the plan has the bytes that the job takes now, with the current
+  // places of its blocks, and JobPlan::others has the bytes of all other jobs.
   //
-  // Errors  E_JOB_NAME   there is none.
-  //         E_NOT_READY  the job was recovered, and nobody has attached to it since the start.
+  // Errors  E_JOB_NAME   no such job exists.
+  //         E_NOT_READY  the job was recovered, and no client has attached to it since the daemon was started.
   absl::StatusOr<JobPlan> PlanOfJob(const JobName& name, const std::optional<Limits>& limits) const;
 
   // True if the newest step of a job with durable steps is not durable yet.
   bool HasStepsToMakeDurable() const;
-  // Returns views of all jobs, by id. Jobs of the ledger that nobody has attached to since the start are included, without
-  // sessions.
+  // Returns views of all jobs, by id. Includes jobs of the ledger to which no client has attached since the daemon was started.
+  // These have no sessions.
   std::vector<JobView> Jobs() const;
   NodeView Node() const;
-  // Returns the jobs of the newest durable ledger, also those that nobody has attached to since the start.
+  // Returns the jobs of the newest durable ledger, including jobs to which no client has attached since the daemon was started.
   std::vector<std::shared_ptr<const DurableJob>> DurableJobs() const;
 
-  // CHECKs the invariants between any two events. Cost: linear in everything.
+  // CHECKs the invariants between any two events. Takes time linear in the size of the state.
   void CheckInvariants() const;
 
  private:

@@ -52,7 +52,7 @@ absl::StatusOr<JobPlan> PlanOn(const protocol::Layout& layout, const SessionRequ
 
 absl::StatusOr<JobPlan> PlanOnEmpty(const protocol::Layout& layout, const SessionRequest& session,
                                     NodeOptions options, const NodeState::Limits& limits) {
-  // The default ledger of a volume with one path.
+  // Assumes the default ledger size of a volume with one path.
   options.ledger_bytes_max =
       UsualLedgerBytes(limits.swap_bytes, options.staging_slot_bytes, /*keeps_files=*/true);
   const uint64_t own_bytes = nvme::Volume::OwnBytes(options.ledger_bytes_max);

@@ -29,7 +29,7 @@ absl::Status CheckRunToken(const std::string& run) {
                    "set FOREBAY_RUN, or run at attach, to a short name of this run");
 }
 
-// Checks that the ranks of this node are some of the job's ranks, and that its layout holds some of the parameters.
+// Checks that this node's ranks are a part of the job's ranks, and that the layout holds a part of the parameters.
 absl::Status CheckNodes(const AttachRequested& request) {
   const bool is_over_nodes = request.world_ranks > 0;
   if (request.layout->spec().is_part != is_over_nodes) {

@@ -60,7 +60,8 @@ absl::StatusOr<MemoryPlan> GrantPolicy::Plan(const protocol::Layout& layout,
 absl::StatusOr<MemoryPlan> GrantPolicy::PlanGranted(const protocol::Layout& layout,
                                                     const SessionRequest& request,
                                                     const NodeUse& use) const {
-  // Lowers the limit, so that the job gets no more than it may be granted, and the movable bytes, of which it can use no more.
+  // Lowers the limit to the bytes that the job may be granted. Lowers the movable bytes too, because the job can use no more of
+  // them.
   NodeOptions limited = options_;
   NodeUse limited_use = use;
   const uint64_t taken = TakenBytes(options_, use);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The share of the node that one job may be granted: a share of the DRAM limit, within its owner's remaining quota.
+// Limits the DRAM and swap that one job may be granted: a share of the DRAM limit, and the remaining quota of the job's owner.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,17 @@ class GrantPolicy {
  public:
   GrantPolicy(const NodeOptions& options, const OwnerUse& owner);
 
-  // Maximum bytes of a job's arenas, tables and states. UINT64_MAX: only the node's limit applies.
+  // Returns the maximum bytes of a job's arenas, tables and states. UINT64_MAX if only the node's limit applies.
   uint64_t dram_bytes() const { return dram_bytes_; }
 
   // Plans a job with PlanJob, within the bytes that the job may be granted.
   //
-  // Errors  as PlanJob; E_DRAM_LIMIT, E_SWAP_NOSPC: the share or a quota, what the owner holds, and the key. Of a new
-  //         job with what it may lower (WithAdvice).
+  // Errors  as PlanJob; E_DRAM_LIMIT, E_SWAP_NOSPC: the job exceeds its share or a quota. Names the bytes that the owner's
+  //         jobs hold, the option, and for a new job the settings that it may lower (WithAdvice).
   absl::StatusOr<MemoryPlan> Plan(const protocol::Layout& layout, const SessionRequest& request,
                                   const NodeUse& use) const;
-  // E_DRAM_LIMIT if `job_bytes` is more than the job may be granted. `what`: "the reader needs ...".
+  // Returns E_DRAM_LIMIT if `job_bytes` is more than the job may be granted. `what` begins the error text, such as "the reader
+  // needs ...".
   absl::Status Check(uint64_t job_bytes, const std::string& what) const;
 
  private:

@@ -42,7 +42,7 @@ std::vector<RankPlan> RankPlansOf(const Layout& layout, const MemoryPlan& plan,
   for (uint32_t block = 0; block < map.state_blocks(); ++block) {
     RankPlan& rank = ranks[layout.owners()[map.owner(block)].owner];
     const bool is_in_dram = placement.WhereBlock(block).tier == Tier::kDram;
-    const uint64_t bytes = map.weights_plane_offset(block);  // offset of the end of its states
+    const uint64_t bytes = map.weights_plane_offset(block);  // end of the planes of states
     (is_in_dram ? rank.states : rank.states_on_swap) += bytes;
   }
   std::vector<RankPlan> plans;
@@ -100,7 +100,8 @@ JobPlan JobPlanOf(const Layout& layout, const MemoryPlan& plan, const Placement&
                .ring = plan.ring_bytes,
                .extra_state_copy = plan.extra_state_copy_bytes,
                .ranks = {}};
-  // The remaining term. It includes float32 sums of further backward passes, if the job has them.
+  // The other bytes of the plan are gradient sums. They include float32 sums for further backward passes, if the job has
+  // allocated these.
   view.sums = plan.fixed_bytes - plan.weights_bytes - view.extra_state - view.sessions -
               view.tables - view.new_weights;
   if (!layout.is_shared()) view.ranks = RankPlansOf(layout, plan, placement);

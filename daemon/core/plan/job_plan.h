@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The view of a job's memory plan, term by term and rank by rank.
+// Computes the parts of a job's memory plan that the client sees, in total and for each rank.
 #pragma once
 
 #include "daemon/core/base/views.h"
@@ -9,13 +9,13 @@
 
 namespace forebay::daemon {
 
-// Returns the bytes that one step moves to and from swap. `placement`: the job's blocks now, or plan.placement (the blocks at
-// attach).
+// Returns the bytes that one step moves to and from swap. `placement` is the current placement of the job's blocks, or
+// plan.placement, their placement at attach.
 StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
                           const Placement& placement);
 
-// Returns the terms that the job itself takes. `placement` as in StepTrafficOf. The caller sets node, others, limit, missing
-// and all_in_dram.
+// Returns the bytes that the job itself takes. `placement`: see StepTrafficOf(). The caller sets JobPlan::node, others, limit,
+// missing and all_in_dram.
 JobPlan JobPlanOf(const protocol::Layout& layout, const MemoryPlan& plan,
                   const Placement& placement);
 

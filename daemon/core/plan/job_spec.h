@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values that a job is created with.
+// Values with which a job is created.
 #pragma once
 
 #include <cstdint>
@@ -22,13 +22,13 @@ struct JobSpec {
   uint32_t uid = 0;
   std::shared_ptr<const protocol::Layout> layout;
   MemoryPlan plan;
-  std::vector<nvme::Slot> swap_slots;  // for blocks and for parts of the weights
-  std::vector<nvme::Slot> sum_slots;   // for pages of gradient sums
+  std::vector<nvme::Slot> swap_slots;  // slots for blocks and for parts of the weights
+  std::vector<nvme::Slot> sum_slots;   // slots for pages of gradient sums
   NodeOptions options;
-  // The job that a daemon has recovered, from a ledger or from the daemon before. Its block slots are in `swap_slots`. Null: a
-  // new job.
+  // The job as this daemon has recovered it from a ledger or from the previous daemon. The slots of its blocks are in
+  // `swap_slots`. Null for a new job.
   std::shared_ptr<const DurableJob> recovered = {};
-  // The ranks reattach with the grad arenas that they have mapped, which the daemon before has retained.
+  // True if the ranks reattach with the grad arenas that they have mapped. The previous daemon has retained these arenas.
   bool keeps_gradients = false;
 
   uint32_t world_size() const { return plan.session.world_size; }

@@ -27,7 +27,7 @@ using protocol::Layout;
 using protocol::MakeError;
 using protocol::RoundUp;
 
-// Hint: raise swap by `missing` bytes and a 32nd of them, which the volume takes for itself, or do `otherwise`.
+// Returns the hint to raise swap by `missing` bytes and 1/32 of them, which the volume itself takes, or to do `otherwise`.
 std::string RaiseSwap(uint64_t missing, const char* otherwise) {
   const uint64_t more = RoundUp(missing + missing / 32, protocol::kMiB);
   return absl::StrCat("raise --swap-size / swap.capacity by ", FormatBytes(more), ", ", otherwise);
@@ -61,7 +61,7 @@ uint32_t PlaceSumsInPages(const Layout& layout, MemoryPlan& plan) {
   return static_cast<uint32_t>(RoundUp(at, plan.sum_page_bytes) / plan.sum_page_bytes);
 }
 
-// Places all sums one after the other from `offset_bytes` on. Returns the end offset, rounded up to a page.
+// Places the sums of all partitions one after the other from `offset_bytes` on. Returns the end offset, rounded up to a page.
 uint64_t PlaceSums(const Layout& layout, uint64_t offset_bytes, MemoryPlan& plan) {
   plan.accumulator_offsets.clear();
   for (const protocol::PartitionPlace& partition : layout.partitions()) {
@@ -85,7 +85,7 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   }
   plan.overflow_offset = at;
   plan.piece_bytes = PieceBytes(layout);
-  // Only shared attachment needs overflow: a reduced gradient waits for no other rank.
+  // Only shared attachment needs the overflow, because a reduced gradient never waits for another rank.
   plan.overflow_slots = layout.is_shared() ? kOverflowSlotsPerRank * world_size : 0;
   at += plan.piece_bytes * plan.overflow_slots;
   plan.extra_state_offset = at = RoundUp(at, kPageBytes);
@@ -115,7 +115,8 @@ void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
       RoundUp(plan.session.extra_state_bytes * std::min(plan.session.world_size, 2U), kPageBytes);
 }
 
-// Elements of a block. Staging slots have room for the planes of AdamW; an optimizer with more planes gets smaller blocks.
+// Returns the number of elements of a block. Staging slots fit the planes of AdamW, and an optimizer with more planes gets
+// smaller blocks.
 uint64_t BlockElems(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan) {
   const uint64_t elems = RoundUp(options.block_elems, layout.states_align_elems());
   const uint64_t within =
@@ -123,7 +124,7 @@ uint64_t BlockElems(const Layout& layout, const NodeOptions& options, const Memo
   return within == 0 ? elems : std::min(elems, within);
 }
 
-// Plans all arenas except the state arena, and the tables.
+// Plans the tables, and all arenas except the state arena.
 absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                         const NodeOptions& options, MemoryPlan& plan) {
   RETURN_IF_ERROR(CheckSessionRequest(layout, request));
@@ -154,18 +155,18 @@ bool HasEarlyUpdates(const Layout& layout, const SessionRequest& request) {
   return request.early_updates && protocol::Info(layout.spec().optimizer).passes == 1;
 }
 
-// Puts weights on swap, except groups that fit into `room` bytes beside a cache for the weights on swap. If `was_on_swap` (by
-// partition) is not empty, it decides instead.
+// Puts weights on swap, except groups that fit into `room` bytes together with a cache for the weights on swap. If
+// `was_on_swap` is not empty, exactly the partitions that it marks are on swap.
 void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint64_t room,
                       const std::vector<bool>& was_on_swap, MemoryPlan& plan) {
-  // new weights take room beside the old ones
+  // new weights of early updates take DRAM in addition to the old weights
   const bool has_early_updates = HasEarlyUpdates(layout, request);
   const auto partitions = layout.partitions();
   plan.weights_on_swap.assign(partitions.size(), true);
   uint64_t pinned_bytes = 0;
   uint64_t new_bytes = 0;
   uint64_t cache_bytes = 0;
-  std::map<uint32_t, std::multiset<uint64_t>> on_swap;  // sizes, by owner
+  std::map<uint32_t, std::multiset<uint64_t>> on_swap;  // sizes of partitions on swap, by owner
   std::vector<std::vector<uint32_t>> by_group(layout.groups().size());
   const auto bytes_of = [&](uint32_t partition) {
     return RoundUp(layout.partition_bytes(partition), kPageBytes);
@@ -238,12 +239,13 @@ uint32_t PagesOfABlock(const Layout& layout, const MemoryPlan& plan) {
   return static_cast<uint32_t>(most);
 }
 
-// Plans frames in the step arena for paged gradient sums: at least twice the pages of a block and kSpareSumFrames, and as many
-// more as fit into `limit` bytes with the rest of the job. `kept` > 0: as many frames as the retained step arena has.
+// Plans frames in the step arena for paged gradient sums: at least twice the pages of a block plus kSpareSumFrames, and more if
+// they fit into `limit` bytes with the rest of the job. If `kept` is not 0, plans `kept` frames, as the retained step arena
+// has.
 absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
                            const NodeOptions& options, uint64_t limit, uint32_t kept,
                            MemoryPlan& plan) {
-  // There is no room for a map of the job's blocks either.
+  // The tables do not fit, so a map of the job's blocks would not fit either.
   if (plan.table_bytes > limit) return absl::OkStatus();
   MemoryPlan paged = plan;
   const uint64_t page_elems =
@@ -266,7 +268,8 @@ absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
 }
 
 // Plans slots in the step arena for new weights of blocks whose weights are in DRAM, as many as fit into `room` bytes. The rest
-// of `room` is for states. No slots if all states fit into `room`. `kept`: as many slots as the retained step arena has.
+// of `room` is for states. Plans no slots if all states fit into `room`. If `kept` is not null, plans as many slots as the
+// retained step arena has.
 absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& request,
                               const NodeOptions& options, uint64_t state_bytes, uint64_t room,
                               const KeptMemory* kept, MemoryPlan& plan) {
@@ -281,7 +284,7 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
   room -= room % kPageBytes;
   uint64_t slots = std::min(blocks, room / slot_bytes);
   if (!plan.has_weights_on_swap() && room > blocks * slot_bytes) {
-    // Each block has a slot, or its states are in DRAM.
+    // Leaves out blocks with states in DRAM, which need no slot.
     const uint64_t block_bytes = std::max(map.full_block_bytes(), slot_bytes + 1);
     slots = blocks - std::min(blocks, (room - blocks * slot_bytes) / (block_bytes - slot_bytes));
   }
@@ -301,7 +304,7 @@ void UseKeptFloatSums(const Layout& layout, const KeptMemory* kept, MemoryPlan& 
   plan.UseFloatSums(layout);
 }
 
-// Slots of each block of a job at a durable level.
+// Returns the number of slots for each block of a job at a durable level.
 uint32_t SlotsPerBlock(const protocol::Durability& durability) {
   return durability.level == protocol::DurabilityLevel::kStep ? kSwapSlotsPerBlockAtStep
                                                               : kSwapSlotsPerBlockAtEpoch;
@@ -316,12 +319,13 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   Placement::DurableSlots durable;
   if (plan.has_durable_steps()) {
     durable.per_block = SlotsPerBlock(plan.session.durability);
-    // A block has no bytes if the optimizer has no states and no weights are on swap. Each part of the weights is a page then.
+    // A block has 0 bytes if the optimizer has no states and no weights are on swap. Parts of the weights then have the size of
+    // a page.
     plan.block_bytes = std::max(plan.block_bytes, kPageBytes);
     plan.weights_parts = durable.weights_parts = static_cast<uint32_t>(
         RoundUp(plan.weights_bytes - plan.weights_cache_bytes, plan.block_bytes) /
         plan.block_bytes);
-    // Each block's plane of weights begins on a page of its own.
+    // The plane of weights of each block begins on a new page.
     const uint64_t pages = plan.weights_on_swap_bytes / kPageBytes + map.blocks();
     const LedgerCounts counts{
         .entries = map.blocks() + plan.weights_parts,
@@ -403,8 +407,8 @@ absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t 
                 "or choose durability memory, without --keep or jobs.at_stop"));
 }
 
-// Checks that swap has room for the plan's slots. Slots for pages of sums are counted first: they may reduce the number of
-// slots left for blocks, which are no smaller.
+// Checks that swap has room for the plan's slots. Slots for pages of sums are allocated first, because they may reduce the
+// number of free slots for blocks, which are no smaller.
 absl::Status CheckSwap(const NodeOptions& options, const DurableJob* recovered, nvme::SlotMap swap,
                        MemoryPlan& plan) {
   if (plan.swap_slots == 0 && plan.sum_slots == 0) return absl::OkStatus();
@@ -418,7 +422,7 @@ absl::Status CheckSwap(const NodeOptions& options, const DurableJob* recovered, 
   }
   const uint64_t own_slots = recovered == nullptr ? 0 : recovered->BlockSlots().size();
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
-  // A recovered job does without the spare slot if swap is full.
+  // A recovered job gives up its spare slot if swap is full.
   const bool may_do_without = recovered != nullptr && plan.placement.frozen_blocks() == 0;
   if (plan.has_durable_steps() && may_do_without && own_slots + free_slots + 1 == plan.swap_slots) {
     plan.placement.GiveUpSpareSlot();
@@ -634,12 +638,12 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
       options.dram_limit_bytes - std::min(TakenBytes(options, use), options.dram_limit_bytes);
   const bool fits = plan.fixed_bytes <= for_job + use.movable_bytes;
   if (plan.has_weights_on_swap()) {
-    // Checked before a map of the blocks is made: for a job that fits nowhere, the client would determine the size of that map.
-    // A recovered job has slots for most of its blocks already.
+    // Checks swap before creating a map of the blocks, because the client determines the size of that map, even for a job that
+    // cannot fit. Skips a recovered job, which has slots for most of its blocks already.
     if (use.recovered == nullptr) {
       RETURN_IF_ERROR(CheckBlocksOnSwap(layout, plan, state_bytes, *use.swap));
     }
-    // Sums of a step that is being updated stay in their frames.
+    // Gradient sums of a step that is being updated stay in their frames.
     const bool is_updated = kept != nullptr && kept->update != nullptr;
     const bool has_frames = is_updated ? kept->sum_frames > 0 : !fits;
     if (has_frames) {
@@ -654,7 +658,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   if (!has_swap && state_bytes > room()) {
     return DramLimitError(plan, options, use, state_bytes);
   }
-  // The layout fits now, so a map of its blocks fits too.
+  // The layout is known to fit, so a map of its blocks fits too.
   RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), kept, plan));
   UseKeptFloatSums(layout, kept, plan);
   PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), kept, plan);

@@ -24,8 +24,8 @@ std::string ExactBytes(uint64_t bytes) {
   return absl::StrCat(bytes, " bytes (", FormatBytes(bytes), ")");
 }
 
-// Maximum sizes of a layout for which other formats are tried: layouts are created on the loop thread, and their boxes are
-// compared pair by pair.
+// Maximum sizes of a layout for which other formats are tried. Layouts are created on the loop thread, and boxes are compared
+// in pairs.
 constexpr uint64_t kTriedBoxesMax = uint64_t{1} << 17;
 constexpr uint64_t kTriedComparisonsMax = uint64_t{1} << 24;
 
@@ -44,7 +44,7 @@ bool IsMadeQuickly(const Layout& layout) {
   return boxes <= kTriedBoxesMax && strided_boxes * boxes <= kTriedComparisonsMax;
 }
 
-// Minimum room for extra_state, per rank, that the advice mentions: attach takes 64 KiB by default.
+// Minimum extra_state_bytes of a rank that the advice mentions. The default at attach is 64 KiB.
 constexpr uint64_t kExtraStateNamedMin = protocol::kMiB;
 
 // True if only the node's limit bounds a job's DRAM.
@@ -52,7 +52,8 @@ bool HasNoShares(const NodeOptions& options) {
   return options.job_percent == 100 && options.uid_dram_bytes == 0;
 }
 
-// Names the limits that are sufficient with swap, on a node whose daemon has staging slots, but no swap space.
+// Returns the text that names the limits which are sufficient with swap, for a node whose daemon has staging slots but no swap
+// space.
 std::string LimitsWithSwap(const LeastLimits& least) {
   std::string text =
       absl::StrCat("; with room on swap a limit of ", ExactBytes(least.states_on_swap),
@@ -66,7 +67,8 @@ std::string LimitsWithSwap(const LeastLimits& least) {
   return text;
 }
 
-// Names a limit that is sufficient without swap, or limits that are sufficient with swap. "": none is known.
+// Returns the text that names a limit which is sufficient without swap, or limits which are sufficient with swap. "" if no such
+// limit is known.
 absl::StatusOr<std::string> OtherLimits(ErrorId id, const Layout& layout,
                                         const SessionRequest& request, const NodeOptions& options,
                                         const NodeUse& use) {

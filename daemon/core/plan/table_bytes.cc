@@ -17,11 +17,11 @@ using protocol::kPageBytes;
 using protocol::Layout;
 using protocol::RoundUp;
 
-// Records of a job at once: the record that another daemon continues from (KeptRecord), and the next one while it is made. A
-// record has the digests of weights on swap in two versions, and once more in the encoded job.
+// Number of records of a job that exist at once: the current record (KeptRecord), and the next record while it is being
+// created. A record has digests of weights on swap in two versions, and a third time in the encoded job.
 constexpr uint64_t kRecords = 2;
 
-// Room for extra_state of a rank that names no size.
+// extra_state_bytes of a rank whose attach names no size.
 constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB;
 
 // Heap bytes that the allocator adds to a string or vector, and heap bytes of the tables for each parameter, group, partition,
@@ -68,8 +68,9 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
                                       plan.session.world_size * sizeof(StatePart) + kPageBytes;
   const uint64_t leases =
       plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
-  // Copies of extra_state: a handed-over job has it in memory and encoded, a record only in the step arena. The default room of
-  // a rank is not counted, so that a script fits in the limit in which it fitted before these copies were counted.
+  // Counts copies of extra_state: a handed-over job has a copy in memory and an encoded copy, a record only refers to the step
+  // arena. The default size is not counted, so that a job still fits in a limit in which it fitted before these copies were
+  // counted.
   const bool has_copies = !plan.has_durable_steps() && plan.session.counts_handed_over;
   const uint64_t counted = plan.session.extra_state_bytes -
                            std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
@@ -82,7 +83,8 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }
 
-// Tables of durable steps: versions of blocks and of parts of the weights, and ledgers in the making.
+// Returns the bytes of tables for durable steps: versions of blocks and of parts of the weights, and ledgers that are being
+// encoded.
 uint64_t DurableTableBytes(const Layout& layout, const MemoryPlan& plan, uint64_t block_elems) {
   constexpr uint64_t kEntryTableBytes = 512;
   constexpr uint64_t kLedgers = 3;

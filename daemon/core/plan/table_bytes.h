@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heap bytes of a job's tables, which count in the limit. Upper estimates.
+// Upper estimates of the heap bytes of a job's tables, which count in the DRAM limit.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,18 @@
 
 namespace forebay::daemon {
 
-// All tables of a job: of the layout and the sessions, of durable steps, and the records that the next daemon continues from.
-// `plan` has its session and its arenas; blocks of states have `block_elems`.
+// Returns the bytes of all tables of a job: tables of the layout, the sessions and durable steps, and the records from which
+// the next daemon continues. `plan` must have its session and its arenas. Blocks of states have `block_elems` elements.
 uint64_t TableBytes(const protocol::Layout& layout, const NodeOptions& options,
                     const MemoryPlan& plan, uint64_t block_elems);
 
-// Digests of the pages of weights on swap, in the current and the next version.
+// Returns the bytes of digests of the pages of weights on swap, for the current and the next version.
 uint64_t DigestBytes(const protocol::Layout& layout);
-// Digests of the pages of weights on swap, in the records of the job.
+// Returns the bytes of digests of the pages of weights on swap in the records of the job.
 uint64_t RecordDigestBytes(const protocol::Layout& layout, const NodeOptions& options);
 
-// Durable steps that a job retains: two if the job is over several nodes (DurableJob::before), otherwise one.
+// Returns the number of durable steps that a job retains: two if the job is over several nodes (DurableJob::before), otherwise
+// one.
 uint64_t DurableStepsKept(const SessionRequest& session);
 
 }  // namespace forebay::daemon

@@ -30,7 +30,7 @@ struct ByteRange {
   uint64_t bytes = 0;
 };
 
-// Checks that the command's bytes lie within `region` of the arena. Two words of a client are never added: a sum could
+// Checks that the command's bytes lie within `region` of the arena. Never adds two words of a client, because the sum could
 // overflow.
 absl::Status CheckWithin(const Command& command, const ByteRange& region) {
   const uint64_t offset = command.arena_offset_bytes;
@@ -55,7 +55,7 @@ absl::Status CheckLength(const Command& command, uint64_t want, std::string_view
                                 std::string(what), ", ", want, " bytes"));
 }
 
-// Checks that a rank with sharded attachment writes its own partitions alone.
+// Checks that a rank with sharded attachment writes only its own partitions.
 absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandLimits& limits) {
   const uint32_t owner = layout.partitions()[partition].owner;
   if (layout.is_shared() || owner == limits.rank) return absl::OkStatus();
@@ -81,8 +81,8 @@ absl::Status CheckFloats(const Command& command, uint64_t elems, std::string_vie
   return CheckWithin(command, gradients);
 }
 
-// Checks that the command names a range (see wire.h) within the first `partition_elems` of a partition, with exactly its
-// length, within the gradients' part of the arena.
+// Checks that the command names a range (see wire.h) within the first `partition_elems` of a partition, that the length is
+// exactly that of the range, and that the bytes are within the gradients' part of the arena.
 absl::Status CheckElemRange(const Command& command, uint64_t partition_elems, protocol::DType dtype,
                             const ByteRange& gradients) {
   const uint64_t width = protocol::SizeBytes(dtype);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Read leases of a job's sessions.
+// Leases of a job's sessions on the weights of partitions.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ namespace forebay::daemon {
 // While a session has a lease on a partition, the partition's weights do not change: their update waits.
 // Job::OnLeaseTimeExpired ends a reader that holds a lease for too long.
 //
-// If the daemon before was killed, its recorded leases belong to no session until their rank attaches. Such a lease holds a
-// copy in its place in the weights cache. It does not delay an update: its rank had no lease when a step was decided, so the
-// step has done all its work on the leased partition.
+// Recorded leases of a killed daemon belong to no session until their rank attaches. Such a lease prevents the eviction of a
+// copy from the weights cache. It does not delay an update: the rank had no lease when a step was decided, so the step has done
+// all its work on the leased partition.
 class LeaseTable {
  public:
   LeaseTable(ActionSink& actions, JobId job)
@@ -33,7 +33,7 @@ class LeaseTable {
   // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
   absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t partition);
 
-  // Errors  E_LEASE  not a lease of this session, or released before.
+  // Errors  E_LEASE  the lease is not of this session, or was released before.
   absl::Status Release(SessionId session, uint64_t lease);
 
   void DropAll(SessionId session);
@@ -42,23 +42,24 @@ class LeaseTable {
   void Record(uint64_t lease, uint32_t rank, uint64_t offset_bytes);
   std::vector<KeptLease> recorded() const;
   uint64_t count_recorded() const { return recorded_; }
-  // Adds a lease from the record of the daemon before. It belongs to no session.
+  // Adds a lease from the record of the previous daemon. The lease belongs to no session.
   void Adopt(const KeptLease& lease);
-  // The rank has attached. The session gets the rank's leases that are in `held`; the rank's other leases end. Returns the
-  // number of leases that the session got.
+  // Gives the leases of a rank that are in `held` to the session with which the rank has attached. Ends the rank's other
+  // leases. Returns the number of leases that the session got.
   uint32_t GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held);
-  // The session has reconnected. Its leases that are not in `held` end. Returns the number that it still has.
+  // Ends the leases of a reconnected session that are not in `held`. Returns the number of leases that the session still has.
   uint32_t KeepOnly(SessionId session, std::span<const uint64_t> held);
-  // The session has ended before its client knew of the leases that it was given: recorded leases belong to no session again.
+  // Takes recorded leases from a session that has ended before its client knew of them. These leases belong to no session
+  // again.
   void ReturnToNobody(SessionId session);
-  // Ends the leases that belong to no session. A client that had one sees that at its next attach (AttachReply.leases).
+  // Ends the leases that belong to no session. The client learns this at its next attach (AttachReply.leases).
   void DropOfNobody() { DropAll(kNobody); }
   uint64_t count_of_nobody() const { return count_of(kNobody); }
   uint64_t count_of_sessions() const { return count() - count_of_nobody(); }
 
   bool IsLeased(uint32_t partition) const { return partition_counts_.contains(partition); }
   bool IsLeasedBySession(uint32_t partition) const;
-  // Partitions that the session has leases on, ascending, each once.
+  // Returns the partitions on which the session has leases, ascending and without repetition.
   std::pmr::vector<uint32_t> PartitionsOf(SessionId session) const;
 
   uint64_t count() const { return leases_.size(); }
@@ -81,7 +82,7 @@ class LeaseTable {
   const JobId job_;
   Leases leases_;
   std::map<SessionId, uint64_t> session_counts_;
-  std::pmr::map<uint32_t, uint64_t> partition_counts_;  // leased partitions only
+  std::pmr::map<uint32_t, uint64_t> partition_counts_;  // leases of each leased partition
   uint64_t recorded_ = 0;
 };
 

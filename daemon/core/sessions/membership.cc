@@ -78,7 +78,7 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                      "start as many nodes, with as many ranks; another job name starts anew");
   }
   if (request.world_size != room.world_size) {
-    if (live_ranks() == 0) return absl::OkStatus();  // it will be the job's
+    if (live_ranks() == 0) return absl::OkStatus();  // the job takes this world size
     return MakeError(
         ErrorId::kRank,
         absl::StrCat("world size: job ", spec_.name, " has ", room.world_size, ", of which ",

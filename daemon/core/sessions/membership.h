@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sessions of a job: which clients may attach, the rank of each session, which sessions are fenced, and which ranks have
-// detached.
+// The sessions of a job. Decides which clients may attach, and tracks the rank of each session, fenced sessions, and ranks that
+// have detached.
 #pragma once
 
 #include <cstdint>
@@ -29,22 +29,22 @@ struct JobTraits {
 
 // Compares an attach request with the job.
 //
-// Errors  E_LAYOUT  another layout.
-//         E_RANK    another world size, if the job is sharded.
-//         E_OPTION  another level of durability.
+// Errors  E_LAYOUT  the layout differs.
+//         E_RANK    the world size differs, and the job is sharded.
+//         E_OPTION  the level of durability differs.
 absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job);
 
-// The error (E_RANK_LOST) of a session that reattaches after its job has begun a new generation without it.
+// Returns the error (E_RANK_LOST) of a session that reattaches after its job has begun a new generation without the session.
 absl::Status LeftBehindError(const std::string& name, uint64_t step);
 
-// The error (E_JOB_EXISTS) of an attach to a job that exists, is at this step, and belongs to another run.
+// Returns the error (E_JOB_EXISTS) of an attach to a job that is at `step` and belongs to another run.
 absl::Status JobExistsError(const std::string& name, uint64_t step, const std::string& run);
 
 // A rank has at most one session that has not ended. When a rank is lost, a new generation begins: the sessions of all other
-// ranks are fenced, and their clients must attach again. Readers have no rank. Their ends do not affect the ranks, and they are
-// never fenced.
+// ranks are fenced, and their clients must attach again. Readers have no rank. The end of a reader does not affect the ranks,
+// and readers are never fenced.
 //
-// Ownership  The spec and the io outlive it. A Session lives until CloseEnded() closes it.
+// Ownership  `spec` and `io` outlive the Membership. A Session lives until CloseEnded() closes it.
 class Membership {
  public:
   enum class Ready : uint8_t { kNo, kYes };
@@ -55,43 +55,43 @@ class Membership {
         run_(spec.recovered == nullptr ? std::string() : spec.recovered->run),
         detached_(spec.world_size(), false) {}
 
-  // Checks whether this client may attach, by its layout, its world size and the sizes it asks for. `room`: the request that
-  // the job's sessions have in common. Another world size is allowed if no rank has a session.
+  // Checks that this client's layout, world size and sizes allow an attach. `room`: the request that the job's sessions have in
+  // common. A different world size is allowed if no rank has a session.
   absl::Status CheckAttach(const AttachRequested& request, const SessionRequest& room) const;
-  // Checks whether this client's run may attach: the job's own run, or, if no rank has a session, a run that asks to resume the
-  // job. A job whose parameters are not written yet (`ready`) belongs to no run.
+  // Checks that this client's run may attach. The job's own run may attach, and, if no rank has a session, a run that asks to
+  // resume the job. A job whose parameters are not written yet (`ready`) belongs to no run.
   //
   // Errors  E_BUSY        processes of another run are attached.
-  //         E_JOB_EXISTS  another run has trained the job, and this one does not ask to resume it.
+  //         E_JOB_EXISTS  another run has trained the job, and this run does not ask to resume the job.
   absl::Status CheckRun(const AttachRequested& request, uint64_t committed_step, Ready ready) const;
-  // Checks whether the client may have the rank that it asks for. The new session replaces the rank's session, unless that is
-  // the session of another running process of the same launch, which is neither fenced nor disconnected.
+  // Checks that the client may have the rank that it asks for. The new session replaces the rank's session, unless that session
+  // belongs to another running process of the same launch and is neither fenced nor disconnected.
   //
-  // Errors  E_RANK  both processes were taken for this rank.
+  // Errors  E_RANK  another process of the launch already has this rank.
   absl::Status CheckRival(const AttachRequested& request) const;
   // Adds the session of a request. The run of a rank's request becomes the job's run.
   void Add(const AttachRequested& request);
   void OnMapped(SessionId id);
 
   Session* Find(SessionId id);
-  Session* OfRank(uint32_t rank);   // its session that has not ended; null: none
+  Session* OfRank(uint32_t rank);   // the rank's session that has not ended, or null
   std::vector<Session*> Current();  // sessions of ranks, attached and not fenced, by id
   bool HasCurrentBeside(SessionId id) const;
   uint64_t live_ranks() const;  // number of ranks' sessions that have not ended
-  // True if no rank's session has got its answer yet, or has ended.
+  // True if all sessions of ranks wait for their first answer, and none has ended.
   bool has_only_waiting() const;
-  // The world size of the spec has changed: no rank has detached. Ranks' sessions, if any, are waiting.
+  // Handles a change of the spec's world size: no rank counts as detached. Sessions of ranks, if any, wait for their answer.
   void OnWorldChanged() { detached_.assign(world_size(), false); }
 
-  // Sessions that wait for their answer, in order of arrival. A copy, because answers change the list.
+  // Returns a copy of the sessions that wait for their answer, in order of arrival. Answers change the list itself.
   std::vector<SessionId> attaching() const { return attaching_; }
-  // Starts creating a session's memory as soon as no other session of its rank exists. True if the memory is made.
+  // Starts creating a session's memory as soon as no other session of its rank exists. True if the memory has been created.
   bool HasMemory(Session& session);
   void OnMemoryMade(SessionId id, bool made);
   void SetAttached(Session& session);
 
-  // Begins a generation. Fences `lost`, a session of a rank (null: it ended while there was no daemon), and all current
-  // sessions with `status`; returns those sessions without `lost`.
+  // Begins a generation. Fences `lost`, the session of the lost rank, and all current sessions with `status`. Returns the
+  // fenced sessions without `lost`. `lost` is null if the rank ended while no daemon ran.
   std::vector<Session*> BeginGeneration(Session* lost, const absl::Status& status);
   void SetEnded(Session& session);
   // Emits CloseSession for ended sessions whose tasks have ended, and for which `in_use` is false.
@@ -99,7 +99,7 @@ class Membership {
   std::vector<SessionId> DrainClosed();  // sessions closed since the last call
 
   // True if this daemon has begun a generation: a rank was lost, or a rank has attached without reattach. Sessions of the
-  // daemon before that have not reattached by then are left behind.
+  // previous daemon that have not reattached by then can no longer reattach.
   bool has_begun_anew() const { return has_begun_anew_ || generation_ > 0; }
 
   // Ranks that have detached properly and have not attached again.
@@ -108,7 +108,7 @@ class Membership {
   bool is_detached(uint32_t rank) const { return detached_[rank]; }
   std::optional<uint32_t> FirstDetached() const;
 
-  // Bytes of the arenas and rings of readers, until their sessions are closed.
+  // Returns the bytes of arenas and rings of readers whose sessions are not closed.
   uint64_t reader_bytes() const;
 
   uint32_t world_size() const { return spec_.world_size(); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One client of a job, in the state machine.
+// One session of a client with a job, as the state machine knows it.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,9 @@ struct Session {
   State state = State::kWaiting;
   bool memory_asked = false;
   bool memory_made = false;
-  bool mapped = false;   // its commands are accepted
-  absl::Status fence;    // not OK: every command is answered with it
-  bool is_lost = false;  // its end has begun a generation
+  bool mapped = false;   // commands of the session are accepted
+  absl::Status fence;    // answer to every command, unless OK
+  bool is_lost = false;  // the end of this session has begun a generation
 
   uint64_t newest_before = 0;  // AttachRequested::newest_tag
   bool is_away = false;        // disconnected (EndCause::kDisconnected)

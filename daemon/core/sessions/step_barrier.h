@@ -15,19 +15,20 @@
 
 namespace forebay::daemon {
 
-// The call of one rank. Its fields have been checked.
+// The step call of one rank. The fields have been checked.
 struct StepCall {
   CommandId command = {};
   protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
   protocol::StepRequest request{};
-  std::pmr::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them
+  std::pmr::vector<protocol::HyperParams> hyper_params;  // request.param_groups entries
   std::pmr::vector<uint64_t> presence = {};              // see wire.h
-  uint64_t extra_state_offset_bytes = 0;                 // in the session's arena
+  uint64_t extra_state_offset_bytes = 0;                 // offset in the session's arena
   bool is_answered = false;  // the rank has the answer that the step is prepared
 };
 
 // Describes how two calls differ in the scalars of an update: grad_scale, grad_min, grad_max, and the hyper-parameters of the
-// optimizer, all compared bit by bit. "lr of parameter group 0: 0.1 and 0.2", or empty.
+// optimizer, all compared bit by bit. Returns a text such as "lr of parameter group 0: 0.1 and 0.2", or "" if the scalars are
+// equal.
 std::string DifferenceOfScalars(const StepCall& a, const StepCall& b,
                                 protocol::Optimizer optimizer);
 
@@ -41,7 +42,7 @@ class StepBarrier {
   // Compares `call` with the call of the lowest rank that has called: the scalars and max_grad_norm. extra_state may differ
   // between ranks.
   //
-  // Errors  E_STEP  names both ranks and values.
+  // Errors  E_STEP  the calls differ. Names both ranks and values.
   absl::Status Compare(uint32_t rank, const StepCall& call, const protocol::Layout& layout) const;
 
   void Add(uint32_t rank, StepCall&& call) { barrier_.emplace(rank, std::move(call)); }

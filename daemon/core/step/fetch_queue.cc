@@ -90,7 +90,7 @@ void FetchQueue::Serve() {
     io_.Answer(fetch.command, completion, lease.status());
     return true;
   });
-  // While a decision or a write of masters waits for reads to end, no read begins.
+  // Begins no read while a decision or a write of masters waits for running reads to end.
   weights_.EndRound(/*begins=*/step_.phase() != Step::Phase::kReducing && !access_.is_writing());
   if (!weights_.lacks_room() || leases_.count_of_nobody() == 0 || waits_for_nobody_) return;
   waits_for_nobody_ = true;

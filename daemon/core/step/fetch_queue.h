@@ -26,9 +26,9 @@ class FetchQueue {
       : spec_(spec), io_(io), step_(step), access_(access), weights_(weights), leases_(leases) {}
 
   void Handle(const Session& session, const protocol::Command& command);
-  void Serve();  // answers the fetches that the step allows now
-  // Drops the leases of ranks that have not returned since the daemon was killed, if a fetch still needs their room after the
-  // time that it may wait.
+  void Serve();  // answers the fetches that can be answered now
+  // Drops the leases of ranks that have not attached since the previous daemon was killed, if a fetch still needs the DRAM of
+  // the leased weights.
   void OnLeaseTimeExpired();
   void Answer(SessionId session, const absl::Status& status);
   uint64_t unanswered(SessionId session) const;
@@ -36,7 +36,7 @@ class FetchQueue {
  private:
   struct Waiting {
     CommandId command;
-    std::optional<uint32_t> rank;  // none: a reader's
+    std::optional<uint32_t> rank;  // nullopt: a reader's fetch
     uint32_t partition = 0;
     bool leases = true;
   };
@@ -48,11 +48,12 @@ class FetchQueue {
   WeightsCache& weights_;
   LeaseTable& leases_;
   absl::StatusOr<uint64_t> Lease(const Waiting& fetch, uint64_t offset_bytes);
-  // The answer to a fetch, if its weights may be read and are in DRAM; nothing: the fetch waits.
+  // Returns the offset of the fetched weights if they may be read and are in DRAM, or the fetch's error. nullopt if the fetch
+  // must wait.
   std::optional<absl::StatusOr<uint64_t>> OffsetOf(const Waiting& fetch);
 
   std::vector<Waiting> waiting_;
-  bool waits_for_nobody_ = false;  // the timer runs
+  bool waits_for_nobody_ = false;  // the timer of StartLeaseTimer runs
 };
 
 }  // namespace forebay::daemon

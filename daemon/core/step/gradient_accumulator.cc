@@ -133,7 +133,7 @@ void GradientAccumulator::SplitAt(uint32_t index, uint64_t elem) {
   if (after == partition.cells.begin()) return;
   auto& [begin, cell] = *std::prev(after);
   if (begin == elem || cell.end <= elem) return;
-  ClearSummed(index, begin, cell);  // each part has squares of its own
+  ClearSummed(index, begin, cell);  // each part needs its own sum of squares
   cell.squares = {};
   Cell right{cell, {cell.waiting, io_.memory()}};
   cell.end = elem;
@@ -141,7 +141,7 @@ void GradientAccumulator::SplitAt(uint32_t index, uint64_t elem) {
   partition.cells.emplace(elem, std::move(right));
 }
 
-// Makes [begin, end) consist of whole cells.
+// Splits and adds cells so that whole cells cover exactly [begin, end).
 void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
   Partition& partition = partitions_[index];
   SplitAt(index, begin);
@@ -203,7 +203,7 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   ++delivered_total_;
   AddDelivered(rank, {delivery.partition, delivery.begin}, delivery.end);
   if (std::exchange(passes_[rank], delivery.pass) < delivery.pass && layout_->is_shared()) {
-    TryAddAll();  // others no longer wait for its earlier passes
+    TryAddAll();  // contributions no longer wait for the rank's earlier passes
   } else {
     TryAddRange(delivery.partition, delivery.begin, delivery.end);
   }
@@ -263,7 +263,7 @@ bool GradientAccumulator::IsCrowded(Id id) const {
   return FreePieces(contribution.delivery.rank, contribution.delivery.grad_arena_bytes) < 2;
 }
 
-// Adds the contributions of the rank that have arrived in order, if the rank is short of room.
+// Adds the contributions of the rank that have arrived in order, if few pieces of the rank's arena are free.
 void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
   const bool is_urgent = pipeline_.sums().is_paged() && HoldsHalf(rank, grad_arena_bytes);
   if (FreePieces(rank, grad_arena_bytes) >= 2 && !is_urgent) return;
@@ -281,7 +281,7 @@ void GradientAccumulator::TryAddRange(uint32_t partition, uint64_t begin, uint64
   for (auto it = cells.lower_bound(begin); it != cells.end() && it->first < end; ++it) {
     begins.push_back(it->first);
   }
-  // The last cell goes first: blocks are read ahead for early updates from the last one on.
+  // Adds to the last cell first, because early updates read blocks ahead from the last block on.
   if (pipeline_.sums().is_paged()) std::ranges::reverse(begins);
   for (const uint64_t at : begins) TryAdd(partition, at);
 }
@@ -291,8 +291,8 @@ void GradientAccumulator::TryAddAll() {
     TryAddRange(partition, 0, UINT64_MAX);
 }
 
-// Tells how urgently a pass needs its page. Gradients wait for early updates to make room while at least half of their rank's
-// pieces are free.
+// Returns how urgently a task needs its page of sums. Gradients wait until early updates free frames as long as at least half
+// of their rank's pieces are free.
 SumPages::Need GradientAccumulator::NeedOf(const Pass& pass) const {
   const auto is_urgent = [this](Id id) {
     const Delivery& delivery = contributions_.at(id).delivery;
@@ -352,7 +352,7 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
     if (!pipeline_.sums().Request(partition, begin, SumPages::Need::kNow)) return;
     cell.next = next;
     StartSum(partition, it);
-  } else if (pass.completes) {  // every contribution to it was refused
+  } else if (pass.completes) {  // every contribution to the range was refused
     cell.next = next;
     SetSummed(partition, begin, cell);
   }
@@ -411,7 +411,7 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
   const Pass& pass = node.mapped();
   pipeline_.sums().Unpin(pass.partition, pass.begin);
   if (done.count > 0) {
-    const uint64_t before = pass.widens ? 2 : 1;  // a sum was found finite when it was made
+    const uint64_t before = pass.widens ? 2 : 1;  // earlier sums are finite
     FOREBAY_CHECK(done.count >= before);
     Contribution& culprit = contributions_.at(pass.sources.at(done.count - before));
     fault_ =
@@ -545,10 +545,10 @@ uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution)
   return kNobody;
 }
 
-// Makes room in arenas that are full of contributions waiting for other ranks, newest first. A rank that has called step needs
-// no room.
+// Moves contributions that wait for other ranks out of arenas that have no free piece, newest first. Skips ranks that have
+// called step, because they deliver no more.
 void GradientAccumulator::SpillToOverflow() {
-  if (!layout_->is_shared()) return;  // nothing waits for other ranks
+  if (!layout_->is_shared()) return;  // no contribution waits for other ranks
   if (!MayStart()) {
     blocked_ = blocked_ || fault_.ok();
     return;
@@ -570,7 +570,7 @@ void GradientAccumulator::SpillToOverflow() {
   }
 }
 
-// Moves a contribution to an overflow slot. False: its rank has no free slot.
+// Moves a contribution to an overflow slot. False if the rank has no free overflow slot.
 bool GradientAccumulator::Spill(Id id) {
   Contribution& contribution = contributions_.at(id);
   const Delivery& delivery = contribution.delivery;
@@ -601,7 +601,8 @@ void GradientAccumulator::OnMoved(const TaskDone& done) {
   SpillToOverflow();
 }
 
-// Refuses a contribution, so that the rank may deliver the range again. A contribution of which a part was added stays.
+// Refuses a contribution, so that the rank may deliver the range again. Does nothing if a part of the contribution was added
+// already.
 void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   Contribution& contribution = contributions_.at(id);
   const Delivery delivery = contribution.delivery;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the step that is being gathered: who has delivered which gradients, and the order of addition.
+// Adds the gradients of the step that is being gathered, and tracks the ranges that each rank has delivered.
 #pragma once
 
 #include <array>
@@ -28,19 +28,19 @@
 namespace forebay::daemon {
 
 // An element's gradient is the sum of its ranks' contributions in all their backward passes, in float32. Contributions are
-// added in the order of turns, whatever the order of arrival: the first passes of all ranks in rank order, then the second
-// passes, and so on. So the bits do not depend on timing.
+// added in the order of turns, independent of the order of arrival: the first passes of all ranks in rank order, then the
+// second passes, and so on. So the bits do not depend on timing.
 //
 // A contribution is a range of a partition in one pass (wire.h). With shared attachment every rank contributes to every
-// partition. With sharded attachment only the owner does, so that nothing waits for another rank. A range is summed at once
-// when every rank has delivered it in a pass, or delivers no more in that pass. Before that, contributions that have arrived in
-// order are added if one of their ranks has fewer than two free pieces in its arena. A contribution that must wait for another
-// rank's turn while its arena has no free piece moves to one of its rank's overflow slots. If these slots are full, the
-// contribution waits in the arena. A contribution waits for earlier turns only. So the rank whose turn is the earliest waits
-// for nobody, and waiting never closes a circle. The ranks may deliver in any order and have different numbers of passes.
+// partition. With sharded attachment only the owner contributes, so that no contribution waits for another rank. A range is
+// summed at once when every rank has delivered it in a pass, or has no more deliveries in that pass. Before that, contributions
+// that have arrived in order are added if one of their ranks has fewer than two free pieces in its arena. A contribution that
+// must wait for another rank's turn while its arena has no free piece moves to one of its rank's overflow slots. If these slots
+// are full, the contribution waits in the arena. A contribution waits for earlier turns only. So the rank whose turn is the
+// earliest never waits, and ranks cannot deadlock. The ranks may deliver in any order and have different numbers of passes.
 //
-// If accumulators have 16 bits, nothing is added from the first further pass on until there is memory for float32 accumulators
-// (needs_float_sums). The sums in the old accumulators are added to the new ones.
+// If accumulators have 16 bits, the first contribution of a further pass stops all additions until float32 accumulators have
+// memory (needs_float_sums). The sums in the old accumulators are added to the new ones.
 //
 // Contributions to a partition wait while blocks of the step before are updated from its accumulator. Contributions to a range
 // also wait while an early update reads the range. If accumulators are paged (SumPages), each cell lies on one page, and its
@@ -48,14 +48,14 @@ namespace forebay::daemon {
 //
 // Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
-// A contribution or a sum that is not finite ends the attempt. fault() says why, nothing is added any more, and the caller
-// drops everything.
+// A contribution or a sum that is not finite ends the attempt. fault() returns the error, additions stop, and the caller drops
+// all contributions.
 class GradientAccumulator {
  public:
   struct Delivery {
     uint32_t rank = 0;
     uint32_t partition = 0;
-    uint64_t begin = 0;  // elements of the partition
+    uint64_t begin = 0;  // range in elements of the partition
     uint64_t end = 0;
     uint64_t arena_offset_bytes = 0;
     uint64_t grad_arena_bytes = 0;  // size of the session's arena
@@ -76,7 +76,8 @@ class GradientAccumulator {
 
   // Records that later deliveries of the rank belong to its last backward pass.
   void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
-  // A range that has its last sum now, or does not have it any more. Last sums come from contributions of a last pass only.
+  // A range whose sum has become final (`is_last`), or is no longer final. A sum is final only if the newest contribution is of
+  // its rank's last pass.
   struct SumChange {
     uint32_t partition = 0;
     uint64_t begin = 0;
@@ -85,27 +86,29 @@ class GradientAccumulator {
   };
   std::pmr::vector<SumChange> DrainSumChanges() { return std::exchange(sum_changes_, {}); }
 
-  // Takes a checked kGradReady of step `step`, which is answered when its bytes are free, or at once with an error.
+  // Handles a checked kGradReady of `step`. The command is answered when its bytes in the arena are free again, or at once with
+  // an error.
   //
-  // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range in this pass, or has begun a later one.
-  //         E_STEP         the rank has called step, and the range was summed without it.
+  // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range in this pass, or has begun a later pass.
+  //         E_STEP         the rank has called step, and the range was summed without the rank.
   void Deliver(uint64_t step, const Delivery& delivery);
 
-  // Asks for the norm of a parameter's gradient (kAllParams: of all gradients). With sharded attachment the norm covers what
-  // the rank has delivered. With shared attachment it covers the job's gradient, and ends this rank's delivery. The command is
-  // answered when the gradient is summed, with shared attachment over all ranks, or with the error that ends the attempt.
+  // Asks for the norm of a parameter's gradient (kAllParams: of all gradients). With sharded attachment the norm covers the
+  // gradients that the rank has delivered. With shared attachment it covers the job's gradient, and ends this rank's delivery.
+  // The command is answered when the gradient is summed, with shared attachment over all ranks, or with the error that ends the
+  // attempt.
   void AskNorm(const CommandId& command, uint32_t rank, uint32_t param);
   void DropNorms(SessionId session, const absl::Status& status);
-  void RefuseWaitingNorms(const absl::Status& status);  // norms that have not begun
+  void RefuseWaitingNorms(const absl::Status& status);  // refuses norms whose tasks have not begun
 
   // True if a further pass waits for sums in float32.
   bool needs_float_sums() const { return needs_float_sums_; }
   // True if no task reads or writes an accumulator.
   bool is_idle() const;
-  // Switches to the plan's accumulators, which are float32 now. The old accumulators were at `narrow_offsets`. Called while
-  // is_idle().
+  // Switches to the plan's accumulators, which are now float32. The old 16-bit accumulators were at `narrow_offsets`. Called
+  // while is_idle().
   void OnFloatSums(std::vector<uint64_t> narrow_offsets);
-  // Ends the attempt with `status` if it needs sums in float32: there is no memory for them.
+  // Ends the attempt with `status` if it needs sums in float32, because no memory is available for these sums.
   void RefuseFloatSums(const absl::Status& status);
   // Ends the attempt with `status`, because sums are lost.
   void Fail(const absl::Status& status) { fault_.Update(status); }
@@ -115,24 +118,25 @@ class GradientAccumulator {
   void OnMoved(const TaskDone& done);
   void OnSummed(const TaskDone& done);
 
-  // Starts what waited for the end of stale tasks, for the update of the step before, or for pages of sums.
+  // Starts additions that waited for the end of stale tasks, for the update of the step before, or for pages of sums.
   void Pump();
 
-  // Records that `rank` has called step: elements that it has not delivered count as zero.
+  // Records that `rank` has called step. Elements that the rank has not delivered count as zero.
   void CloseRank(uint32_t rank);
   void ReopenRanks();  // every step call was refused
 
-  // Handles a rank that has detached. Contributions that would wait for this rank without end, because there is no room, are
-  // refused with E_RANK_LOST.
+  // Handles a rank that has detached. Contributions that would wait for this rank without end, because arena and overflow are
+  // full, are refused with E_RANK_LOST.
   void OnRankDetached() { SpillToOverflow(); }
 
-  // Answers what waits of one session. Its contributions stay.
+  // Answers the waiting commands of one session. Its contributions are retained.
   void AnswerSession(SessionId session, const absl::Status& status);
 
-  // Answers all waiting commands with `status` and forgets everything. Tasks may still run: the caller makes them stale.
+  // Answers all waiting commands with `status`, and deletes all contributions. Tasks may still run: the caller makes these
+  // tasks stale.
   void Drop(const absl::Status& status);
 
-  // Forgets everything, because the plan and the world size have changed. No task runs.
+  // Deletes all contributions, because the plan and the world size have changed. Called while no task runs.
   void OnWorldChanged() { Forget(); }
 
   bool has_norms() const { return !norms_.empty(); }
@@ -143,61 +147,61 @@ class GradientAccumulator {
   uint64_t DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin, uint64_t end) const;
   // True if the rank has delivered some of the range in its pass `turn.pass`.
   bool HasTaken(Turn turn, uint32_t partition, uint64_t begin, uint64_t end) const;
-  // True if all ranks are closed, everything is summed and no task runs.
+  // True if all ranks have called step, all contributions are summed and no task runs.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
   const absl::Status& fault() const { return fault_; }
   // Exact sum of the squares of all gradients. Replicas count once.
   cpu_adam::SquareSum Squares() const;
 
-  // Number of commands not answered yet, for CheckInvariants.
+  // Returns the number of commands that are not answered yet, for CheckInvariants().
   uint64_t unanswered(SessionId session) const;
   void CheckInvariants() const;
 
  private:
   enum class State : uint8_t { kArena, kMoving, kOverflow };
-  using Id = uint64_t;  // of a contribution; ascending in the order of arrival
+  using Id = uint64_t;  // id of a contribution, ascending in the order of arrival
 
   struct Contribution {
     Delivery delivery;
     State state = State::kArena;
     bool answered = false;
-    std::optional<uint32_t> slot = {};  // overflow slot of its rank
-    uint64_t elems_left = 0;            // not added yet
-    uint32_t passes = 0;                // running passes that read it
+    std::optional<uint32_t> slot = {};  // overflow slot of the contribution
+    uint64_t elems_left = 0;            // number of elements not added yet
+    uint32_t passes = 0;                // running tasks that read the contribution
   };
 
   using Ids = std::pmr::vector<Id>;
 
   struct CellState {
     uint64_t end = 0;
-    Turn next = {};            // earlier turns are added, being added, or count as zero
-    uint32_t newest_pass = 0;  // of all contributions
+    Turn next = {};            // earlier turns are added, being added, or zero
+    uint32_t newest_pass = 0;  // newest pass of all contributions
     bool adding = false;
     bool has_sum = false;       // the accumulator holds a sum
     bool narrow = false;        // the sum is in the old 16-bit accumulator
     bool summed = false;        // the sum and its squares include all ranks
-    bool is_last_pass = false;  // the newest contribution is of its rank's last pass
-    bool counted = false;       // reported as a last sum
+    bool is_last_pass = false;  // the newest contribution belongs to a last pass
+    bool counted = false;       // reported with SumChange::is_last
     cpu_adam::SquareSum squares = {};
   };
-  // A range in which every contribution covers all or nothing.
+  // A range that each contribution either covers completely or does not touch.
   struct Cell : CellState {
     std::pmr::map<Turn, Id> waiting;
   };
-  using Cells = std::pmr::map<uint64_t, Cell>;  // by first element
+  using Cells = std::pmr::map<uint64_t, Cell>;  // cells by their first element
 
   struct Partition {
     Cells cells;
   };
 
-  // One task over a range of a partition.
+  // A task that adds contributions to, or squares the sums of, a range of a partition.
   struct Pass {
     uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
     bool widens = false;  // the first source is the cell's narrow accumulator
-    Ids sources = {};     // in the order of turns
+    Ids sources = {};     // contributions in the order of turns
     bool completes = false;
   };
   struct Range {
@@ -209,11 +213,11 @@ class GradientAccumulator {
     CommandId command;
     std::pmr::vector<protocol::BoxPlace> boxes;
     std::pmr::vector<Range> ranges;      // parts of the boxes with a sum
-    std::pmr::deque<Range> waiting;      // of these, whose tasks have not begun
-    std::pmr::map<TaskId, Range> tasks;  // that run
+    std::pmr::deque<Range> waiting;      // part of `ranges` whose tasks have not begun
+    std::pmr::map<TaskId, Range> tasks;  // running tasks
     cpu_adam::SquareSum squares = {};
     bool started = false;
-    bool answered = false;  // its session has ended
+    bool answered = false;  // answered already, because the session has ended
   };
   struct Place {
     uint32_t partition = 0;
@@ -222,7 +226,7 @@ class GradientAccumulator {
     auto operator<=>(const Place&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
   };
 
-  using Ranges = std::pmr::map<Place, uint64_t>;  // to their ends, merged
+  using Ranges = std::pmr::map<Place, uint64_t>;  // ends of ranges; adjacent ranges are merged
 
   static constexpr uint32_t kNobody = UINT32_MAX;
   static constexpr Turn kNoTurn = {.pass = UINT32_MAX, .rank = UINT32_MAX};
@@ -235,13 +239,13 @@ class GradientAccumulator {
   void AddDelivered(uint32_t rank, Place place, uint64_t end);
   bool IsClosed(uint32_t rank) const { return closed_[rank] || asked_[rank]; }
   bool AllClosed() const;
-  // The first turn that may still arrive for a cell; kNoTurn: none.
+  // Returns the first turn that may still arrive for a cell, or kNoTurn if no turn is missing.
   Turn FirstMissing(uint32_t partition, const Cell& cell) const;
   template <typename Visit>
   void ForEachCell(const protocol::BoxPlace& place, Visit visit) const;
   bool IsSummed(const protocol::BoxPlace& place) const;
   void AddSummed(const protocol::BoxPlace& place, std::pmr::vector<Range>& ranges) const;
-  // True if a norm reads some of the range: nothing is added to the range meanwhile.
+  // True if a norm reads some of the range, so that no contribution is added to the range.
   bool ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const;
   void TryNorms();
   void StartNorm(Norm& norm);
@@ -270,7 +274,7 @@ class GradientAccumulator {
   void Forget();
   uint64_t BytesOf(const Delivery& delivery) const;
   uint64_t OverflowOffset(uint32_t rank, uint32_t slot) const;
-  // Ranks that contribute to a partition: [FirstRank, EndRank).
+  // Ranks from FirstRank() to EndRank() - 1 contribute to the partition.
   uint32_t FirstRank(uint32_t partition) const;
   uint32_t EndRank(uint32_t partition) const;
 
@@ -281,14 +285,14 @@ class GradientAccumulator {
   StepPipeline& pipeline_;
   uint64_t step_ = 0;
   std::vector<Partition> partitions_;
-  std::vector<bool> closed_;       // by rank: it has called step
-  std::vector<bool> asked_;        // by rank: it has asked for a norm of the job's gradient
-  std::vector<uint32_t> passes_;   // by rank: its current pass
-  std::vector<Ranges> delivered_;  // by rank, of all passes
+  std::vector<bool> closed_;       // by rank: true if it has called step
+  std::vector<bool> asked_;        // by rank: true if it has asked for a norm of the job's gradient
+  std::vector<uint32_t> passes_;   // current backward pass, by rank
+  std::vector<Ranges> delivered_;  // delivered ranges of all passes, by rank
   uint64_t delivered_total_ = 0;
   uint64_t unsummed_cells_ = 0;
   std::vector<std::array<bool, kOverflowSlotsPerRank>> overflow_used_;  // by rank
-  std::pmr::map<Id, Contribution> contributions_;                       // not completely added
+  std::pmr::map<Id, Contribution> contributions_;  // contributions not completely added
   Id last_id_ = 0;
   std::pmr::map<TaskId, Pass> adding_;
   std::pmr::map<TaskId, Pass> summing_;
@@ -300,7 +304,7 @@ class GradientAccumulator {
   std::pmr::vector<SumChange> sum_changes_;
   // Partitions whose accumulators hold sums of the step before, or are being read.
   std::pmr::set<uint32_t> not_updated_;
-  bool blocked_ = false;  // something waits for the end of stale tasks, or for sums in float32
+  bool blocked_ = false;  // an addition waits for stale tasks or for float32 sums
   absl::Status fault_;
 };
 

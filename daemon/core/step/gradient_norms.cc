@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms of gathered sums, which ranks ask for before step.
+// Computes norms of gathered sums, which ranks ask for before they call step.
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Number of pages of sums that a norm requests at once.
+// Maximum number of pages of sums that a norm requests at once.
 constexpr size_t kNormPagesAhead = 4;
 
 bool GradientAccumulator::AllClosed() const {
@@ -64,9 +64,9 @@ void GradientAccumulator::ForEachCell(const protocol::BoxPlace& place, Visit vis
   }
 }
 
-// Adds the parts of a box that have a gradient of any rank. Cells are cut at units, wherever pages of sums end and gradients
-// arrive. A box may begin anywhere, so its first part is cut at the next unit. Then all other chunks of the sum of squares
-// begin at units, and the norm has the same bits however cells are cut.
+// Adds the parts of a box that have a gradient of any rank. Cells are always cut at units, also where pages of sums end and
+// where contributions begin. A box may begin within a unit, so its first part is cut at the next unit. All other chunks of the
+// sum of squares then begin at units, so that the bits of the norm do not depend on the cells.
 void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
                                     std::pmr::vector<Range>& ranges) const {
   static_assert(protocol::kGradUnitElems % cpu_adam::kSumChunkElems == 0);
@@ -156,7 +156,7 @@ void GradientAccumulator::RefuseWaitingNorms(const absl::Status& status) {
   });
 }
 
-// Answers and forgets all norms. `status` is OK if the gradients were dropped without an error.
+// Answers and deletes all norms. `status` is OK if the gradients were dropped without an error.
 void GradientAccumulator::AnswerNorms(const absl::Status& status) {
   if (norms_.empty()) return;
   const absl::Status dropped =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The initial parameters of a fresh job. With shared attachment rank 0 writes every group, as in DDP. With sharded attachment
+// The initial parameters of a new job. With shared attachment rank 0 writes every group, as in DDP. With sharded attachment
 // each rank writes its own partitions. A writer writes in ranges, then reports that it is done.
 #pragma once
 
@@ -25,23 +25,24 @@ class InitialParameters {
   InitialParameters(const JobSpec& spec, JobTasks& io);
 
   bool ready() const { return ready_; }
-  // Makes a recovered job ready: it has its parameters.
+  // Makes a recovered job ready, because its parameters are already written.
   void Recover() { ready_ = true; }
   bool IsWriter(SessionId session) const { return writers_.contains(session); }
   // True if a session of the rank could become a writer now.
   bool WaitsForWriter(uint32_t rank) const;
   void AddWriter(SessionId session, uint32_t rank);
 
-  // Takes a checked kWriteInitial of a writer, which is answered when the range is in the weights and is finite.
+  // Handles a checked kWriteInitial of a writer. The command is answered when the range has been copied to the weights and
+  // found finite.
   //
   // Errors  E_PROTOCOL   an earlier write to the range has not been answered.
   //         E_NONFINITE  the range counts as not written.
   void Write(const CommandId& command, const protocol::Command& words);
   void OnCopied(const TaskDone& done);
 
-  // Checks that all writers write the same kind: weights (kWriteInitial) or masters (kWriteState).
+  // Checks that all writers write the same kind of values: weights (kWriteInitial) or masters (kWriteState).
   //
-  // Errors  E_PROTOCOL  something of the other kind was written before.
+  // Errors  E_PROTOCOL  a range of the other kind was written before.
   //         E_RANGE     the range of masters breaks the alignment rule of wire.h: written elements could not be
   //                     tracked.
   absl::Status CheckKind(const protocol::Command& words);
@@ -55,12 +56,13 @@ class InitialParameters {
   //
   // Errors  E_NOT_READY  names the first partition that the writer has not written.
   void Done(const CommandId& command);
-  // Returns the kInitialDone commands that have made the job ready, once.
+  // Returns the kInitialDone commands that have made the job ready. Each command is returned once.
   std::vector<CommandId> DrainDone();
 
-  // Answers the commands of a writer that has ended. The caller makes running copies stale, and resets.
+  // Answers the commands of a writer that has ended. The caller makes running copies stale, and calls Reset().
   void AnswerWriter(SessionId session, const absl::Status& status);
-  // Forgets all writes after a writer has ended: everything is written from scratch. The caller makes running copies stale.
+  // Marks all ranges as not written after a writer has ended, so that all parameters are written from scratch. The caller makes
+  // running copies stale.
   void Reset(const absl::Status& status);
 
   uint64_t unanswered(SessionId session) const;
@@ -68,8 +70,8 @@ class InitialParameters {
  private:
   struct Writer {
     uint32_t rank = 0;
-    std::optional<CommandId> done = {};  // waits
-    bool complete = false;               // everything of its rank is written
+    std::optional<CommandId> done = {};  // kInitialDone that waits for an answer
+    bool complete = false;               // all ranges of the rank are written
   };
   struct Running {
     CommandId command;
@@ -87,8 +89,8 @@ class InitialParameters {
   JobTasks& io_;
   std::map<SessionId, Writer> writers_;
   bool ready_ = false;
-  std::optional<bool> has_masters_;         // empty: nothing was written
-  std::vector<std::vector<bool>> written_;  // by partition, by unit of kGradUnitElems
+  std::optional<bool> has_masters_;         // nullopt: no range was written
+  std::vector<std::vector<bool>> written_;  // by partition and unit of kGradUnitElems elements
   std::map<TaskId, Running> running_;
 };
 

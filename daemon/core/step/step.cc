@@ -26,9 +26,9 @@ StepAnswer AnsweredWhen(const Command& step_call) {
   return static_cast<StepAnswer>(step_call.kind);
 }
 
-constexpr double kClipEps = 1e-6;  // as torch.nn.utils.clip_grad_norm_ has it
+constexpr double kClipEps = 1e-6;  // the value in torch.nn.utils.clip_grad_norm_
 
-// Most bytes of the request's header, hyper-parameters and presence, without its extra_state.
+// Maximum bytes of a request's header, hyper-parameters and presence, without its extra_state.
 uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
   return sizeof(protocol::StepRequest) + layout.param_group_rows() * sizeof(protocol::HyperParams) +
          protocol::PresenceBytes(layout.params().size());
@@ -118,8 +118,8 @@ void Step::EndMasters() {
   AnswerInitialDone();
 }
 
-// An honest client is at most one attempt ahead: it begins a new attempt only after it has delivered something in the attempt
-// before.
+// Refuses an attempt that is more than one ahead. A correct client begins a new attempt only after it has sent a command in the
+// attempt before.
 absl::Status Step::CheckAttempt(const Session& session, const Command& command) const {
   if (command.attempt <= attempt_ + 1) return absl::OkStatus();
   return MakeError(
@@ -138,7 +138,7 @@ void Step::FollowAttempt(const Session& session, const Command& command) {
   BeginAttempt(command.attempt, status);
 }
 
-// Drops the gathered gradients of every rank, and the announcement.
+// Drops the gathered gradients of every rank, and the announcement of scalars.
 void Step::DropGradients(const absl::Status& status) {
   gradients_.Drop(status);
   pipeline_.ForgetSums();
@@ -158,7 +158,7 @@ void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
   DropGradients(absl::OkStatus());
 }
 
-// Answers a step call that is not answered yet.
+// Answers a step call, unless the call was answered when the step was prepared.
 void Step::AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags) {
   protocol::Completion completion{};
   completion.flags = flags;
@@ -252,7 +252,7 @@ absl::Status Step::CheckCall(const Session& session, const Command& command,
   return detached ? DetachedError(*detached) : absl::OkStatus();
 }
 
-// Checks that the rank has delivered its elements of every parameter of which it reports a gradient.
+// Checks that the rank has delivered all its elements of every parameter for which its step call reports a gradient.
 absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> presence) const {
   const protocol::Layout& layout = *spec_.layout;
   for (const protocol::BoxPlace& place : layout.boxes()) {
@@ -271,7 +271,8 @@ absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> prese
   return absl::OkStatus();
 }
 
-// Checks that, with sharded attachment, a gradient exists on all owners of a parameter or on none: it was reduced.
+// Checks that, with sharded attachment, either all owners of a parameter have delivered a gradient or none has: gradients are
+// reduced over ranks.
 absl::Status Step::CheckOwnersDelivered() const {
   const protocol::Layout& layout = *spec_.layout;
   if (layout.is_shared()) return absl::OkStatus();
@@ -310,7 +311,7 @@ absl::Status Step::DetachedError(uint32_t rank) const {
 
 void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
   if (!session.step_being_copied || session.step_being_copied->tag != copied.tag) {
-    return;  // fenced meanwhile, and answered
+    return;  // the session was fenced, and the call answered, meanwhile
   }
   const Command command = *std::exchange(session.step_being_copied, std::nullopt);
   const bool announces = static_cast<protocol::Op>(command.op) == protocol::Op::kAnnounceStep;
@@ -359,7 +360,7 @@ void Step::AddCall(Session& session, StepCall call) {
   gradients_.CloseRank(session.rank);
 }
 
-// Refuses every call. The gradients are retained.
+// Refuses every step call with `status`. The gradients are retained.
 void Step::RefuseCalls(const absl::Status& status, uint16_t flags) {
   for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status, flags);
   gradients_.ReopenRanks();
@@ -392,7 +393,7 @@ StepOrder Step::OrderOf(const StepCall& call, double scale) const {
 }
 
 // Prepares or decides the step once everything is added. If the gradients have a fault, the attempt ends. If blocks cannot be
-// read, the calls are refused and the gradients are retained, so that another call tries again.
+// read, the calls are refused and the gradients are retained, so that another call can try again.
 void Step::DecideWhenReduced() {
   if (extra_copies_ > 0 || access_.in_progress() || pipeline_.is_moving()) return;
   if (weights_.is_loading()) return;
@@ -444,8 +445,8 @@ void Step::Decide() {
   if (announced_) announcement_was_kept_ = is_as_announced;
   std::optional<RecordDecision> decision;
   if (spec_.options.keeps_jobs) decision = DecisionOf(order);
-  // The sums of a prepared step are recorded already. The sums of other steps are recorded in Begin(), before the decision
-  // counts.
+  // The sums of a prepared step are recorded already, so the decision is recorded first. Begin() records the sums of other
+  // steps, and the decision is recorded after these.
   const bool was_recorded = decision && decision_;
   if (was_recorded) io_.actions().Emit(*std::exchange(decision, std::nullopt));
   pipeline_.Begin(std::move(order), is_as_announced);
@@ -455,7 +456,7 @@ void Step::Decide() {
   Commit();
 }
 
-// Ranks have no leases now: only a reader can hold up the update.
+// Starts the lease timer if the update waits for a lease. Only readers can have leases at a decision.
 void Step::ArmLeaseTimer() {
   if (leases_.count() == 0) return;
   for (uint32_t partition = 0; partition < spec_.layout->partitions().size(); ++partition) {
@@ -516,7 +517,7 @@ void Step::Publish() {
   RecordPublished(overflowed);
   io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
   if (overflowed > 0 && spec_.is_over_nodes()) {
-    unsaid_ = OverflowError(overflowed);  // on all nodes, with the next step
+    unsaid_ = OverflowError(overflowed);  // all nodes report the overflow with the next step
   } else if (overflowed > 0) {
     last_.status = OverflowError(overflowed);
     if (has_answered_early_) unsaid_ = last_.status;
@@ -572,7 +573,8 @@ absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
   return absl::OkStatus();
 }
 
-// False while blocks are updated from sums in the old accumulators.
+// True if the job can switch to float32 accumulators: no block is being updated from the old accumulators, and no task adds to
+// them.
 bool Step::MayUseFloatSums() const {
   if (pipeline_.running() || pipeline_.has_early_tasks()) return false;
   const bool waits = phase_ == Phase::kReducing && gradients_.needs_float_sums();
@@ -637,7 +639,7 @@ void Step::OnRankFailed(const Session* lost, const absl::Status& status) {
   }
   io_.NewEpoch();
   DropGradients(status);
-  attempt_ = 0;  // every session of an older attempt is fenced
+  attempt_ = 0;  // all sessions of older attempts are fenced
   fault_ = absl::OkStatus();
   io_.set_attempt(attempt_);
   RecordOpenAttempt(attempt_);

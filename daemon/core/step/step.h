@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The step of a job: gathers gradients and step calls, decides, applies, commits.
+// The step of a job: gathers gradients and step calls, decides the step, commits it and updates the blocks.
 #pragma once
 
 #include <algorithm>
@@ -31,21 +31,21 @@
 
 namespace forebay::daemon {
 
-// A step is committed from its decision on. The next step is gathered while the blocks of the committed step are updated. One
-// step at a time is updated: the decision of the next step waits for the publication of this one. A fetch of a partition's
-// weights, and the addition of its gradients, wait only for the partition's own blocks.
+// A step is committed when it is decided. The next step is gathered while the blocks of the committed step are updated. One
+// step at a time is updated: the decision of the next step waits until the committed step is published. A fetch of a
+// partition's weights, and the addition of the partition's gradients, wait only for blocks of that partition.
 //
 // Deliveries and step calls carry the number of their rank's attempt (wire.h). A value that is not finite ends an attempt for
-// all ranks. A rank that begins a newer attempt ends the older ones.
+// all ranks. A rank that begins a newer attempt ends older attempts.
 //
-// Ownership  What the constructor gets outlives it.
+// Ownership  The arguments of the constructor outlive this object.
 class Step {
  public:
   enum class Phase : uint8_t {
     kOpen,      // gathers gradients (or initial parameters)
-    kMasters,   // the initial parameters are written: masters are set from them
-    kReducing,  // all ranks have called step: the last gradients are added
-    kPrepared,  // over several nodes: all is added, and the nodes have not decided
+    kMasters,   // sets masters from the initial parameters
+    kReducing,  // all ranks have called step; adds the last gradients
+    kPrepared,  // gradients are added; waits for the decision of the nodes
     kFailed,
   };
 
@@ -53,16 +53,16 @@ class Step {
        DurableSteps& durable, const StateAccess& access, WeightsCache& weights,
        const LeaseTable& leases);
 
-  // True if a published step is being made durable, and its calls are answered only then.
+  // True if a published step is being made durable, and the calls of that step wait until it is durable.
   bool is_awaiting_durable() const { return is_durable_first() && durable_.in_progress(); }
 
-  // Sets a new object to continue after the step of a recovered job.
+  // Sets a new Step to continue after the step of a recovered job.
   void Recover(const DurableJob& job);
   // Continues an update, or a prepared step, that the previous daemon did not end. Called after Recover().
   void Resume(const KeptUpdate& update);
 
-  // Sets masters from the initial parameters, which are written. `commands`, which reported this, are answered when the blocks
-  // hold their masters. `has_masters`: the blocks hold them already.
+  // Sets masters from the initial parameters, which have all been written. `commands` (kInitialDone) are answered when the
+  // blocks hold their masters. `has_masters`: the blocks hold their masters already.
   void BeginMasters(std::vector<CommandId> commands, bool has_masters);
 
   // Handle checked commands (CheckCommand) of a current session.
@@ -73,12 +73,12 @@ class Step {
   void OnStepRequest(Session& session, const StepRequestCopied& copied);
   void HandleDecision(Session& session, const protocol::Command& command);
   void OnSummary(Session& session, const SummaryCopied& copied);
-  // The step that is prepared and not decided; 0: none.
+  // Returns the step that is prepared and not decided, or 0 if no step is prepared.
   uint64_t prepared_step() const { return phase_ == Phase::kPrepared ? committed_step_ + 1 : 0; }
-  // Encoded decision of the nodes by which the committed step was committed; empty if this node does not know it.
+  // Returns the encoded decision of the nodes on the committed step. Empty if this node does not know the decision.
   std::vector<std::byte> LastSummary() const;
 
-  // Handle tasks that have ended. An error fails the job: the caller calls Fail().
+  // Handle tasks that have ended. After an error the caller fails the job (Fail()).
   absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
   absl::Status OnExtraStateCopied(const TaskDone& done);
   void OnDigested(const TaskDone& done) { digests_.OnDigested(done); }
@@ -87,28 +87,28 @@ class Step {
 
   // Continues the update, and publishes the step when the update ends.
   void AdvanceUpdate();
-  // Starts everything that has become possible. If `may_update_early` is false, no early update begins.
+  // Starts all tasks that can start. If `may_update_early` is false, no early update begins.
   void Advance(bool may_update_early);
   // Drops the early updates, because masters are going to be written. No early update begins before the next announcement.
   void DropEarlyUpdates();
   // Answers the calls that waited for the newest published step to be durable.
   void OnDurable();
-  // Values of the newest published step.
+  // Returns the values of the newest published step.
   DurableSteps::Published PublishedNow() const;
-  // True if the step is quiescent: nothing of the next step has arrived, every call is answered, and no overflow has yet to be
-  // reported to a live rank.
+  // True if the step is quiescent: no command of the next step has arrived, every call is answered, and every overflow has been
+  // reported to the live ranks.
   bool is_quiet() const;
-  // Drops the gradients that were delivered to the next step, and begins another attempt.
+  // Drops the gradients that were delivered to the next step, and begins a new attempt.
   void GiveUpAttempt();
-  // The first attempt at the next step that has not ended.
+  // Returns the first attempt at the next step that has not ended.
   uint64_t open_attempt() const {
     return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
   }
 
-  // Adds the result with which calls of the published step are answered.
+  // Adds the values that answers to calls of the published step carry.
   void AddLast(KeptMemory& kept) const;
-  // Adds what the job's record is to hold of the published step. Before anything is delivered to the next step, RecordAttempt
-  // is emitted.
+  // Adds the published step's values for the job's record. RecordAttempt is emitted before the first gradient is delivered to
+  // the next step.
   void Record(KeptMemory& kept);
 
   // True if the rank of the session has delivered gradients of the next step, or has called it.
@@ -120,17 +120,17 @@ class Step {
   void OnRankDetached(uint32_t rank);  // refuses the step calls of all ranks
   // Handles the loss of a rank. A step that not all ranks have called is dropped. A step that all ranks have called continues.
   void OnRankFailed(const Session* lost, const absl::Status& status);
-  // Answers what waits of a session, except for its contributions and its step call: these belong to the job.
+  // Answers the waiting commands of a session. Its contributions and its step call belong to the job and are not answered.
   void AnswerWaiting(Session& session, const absl::Status& status);
   bool UsesArenaOf(SessionId session) const { return gradients_.UsesArenaOf(session); }
 
-  // Drops the gradients that were delivered to the step, because no rank of this world will call it.
+  // Drops the gradients that were delivered to the step, because no rank of this world will call the step.
   void DropForNewWorld();
   // Follows a change of the spec's world size and plan. The extra_state of ranks in both worlds is retained. Called in phase
-  // kOpen, with nothing delivered and no task.
+  // kOpen, before gradients are delivered and while no task runs.
   void OnWorldChanged();
 
-  // Answers everything that waits for the step with `first_error`.
+  // Answers all commands that wait for the step with `first_error`.
   void Fail(const absl::Status& first_error);
 
   Phase phase() const { return phase_; }
@@ -139,15 +139,15 @@ class Step {
   uint64_t attempt() const { return attempt_; }
   // True if gradients of the next step have been delivered, or the step is announced.
   bool is_gathering() const { return !gradients_.empty() || announced_.has_value(); }
-  // Sums in float32: see GradientAccumulator.
+  // True if a further backward pass waits for sums in float32 (GradientAccumulator).
   bool needs_float_sums() const { return gradients_.needs_float_sums(); }
   bool MayUseFloatSums() const;
   void OnFloatSums(std::vector<uint64_t> narrow_offsets);
   void RefuseFloatSums(const absl::Status& status) { gradients_.RefuseFloatSums(status); }
-  // True if a fetch of `rank` is answered now: not from its step call to the decision, nor before the partition's own blocks
-  // are updated. A fetch of a reader (no rank) is answered, except from the decision to the publication.
+  // True if a fetch of `rank` is answered now. A rank's fetch waits between the rank's step call and the decision, and until
+  // the partition's blocks are updated. A reader's fetch (`rank` is nullopt) waits between the decision and the publication.
   bool MayFetch(std::optional<uint32_t> rank, uint32_t partition) const;
-  // The step whose weights a fetch asks for: the committed step, or the next one if the rank has called it.
+  // Returns the step whose weights a fetch asks for: the next step if the rank has called it, otherwise the committed step.
   uint64_t FetchStep(std::optional<uint32_t> rank) const;
   void RecordFetch(uint32_t partition) { trace_.Record(partition, phase_ != Phase::kOpen); }
   const std::vector<uint32_t>& trace() const { return trace_.committed(); }
@@ -170,12 +170,12 @@ class Step {
     absl::Status status;
   };
 
-  // A call that is answered when its step is published, or durable.
+  // A call that is answered when its step is published or, at level step, durable.
   struct Waiting {
     CommandId command;
     bool repeated = false;
   };
-  // A call that has brought the decision of the nodes.
+  // A kDecide call, which has brought the decision of the nodes.
   struct Decider {
     CommandId command;
     protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
@@ -185,7 +185,7 @@ class Step {
   void BeginAttempt(uint64_t attempt, const absl::Status& status);
   void AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags = 0);
   bool HasTaken(const Session& session, const protocol::Command& command) const;
-  uint64_t GradientEnd(const protocol::Command& command) const;  // in elements of the partition
+  uint64_t GradientEnd(const protocol::Command& command) const;  // end of the range, in elements
   void FollowAttempt(const Session& session, const protocol::Command& command);
   void DropFaulty();
   absl::Status DroppedError(uint64_t attempt) const;
@@ -194,7 +194,7 @@ class Step {
   void Announce(uint32_t rank, StepCall call);
   StepOrder OrderOf(const StepCall& call, double scale) const;
   double ScaleOf(const StepCall& call) const;
-  // Number of ranks whose gradients are summed. Reduced gradients are the mean already: 1.
+  // Number of ranks whose gradients are summed. 1 for reduced gradients, which are the mean already.
   uint32_t addends() const { return spec_.layout->is_shared() ? members_.world_size() : 1; }
   void FollowSums();
   void PumpGradients();
@@ -252,47 +252,47 @@ class Step {
   const LeaseTable& leases_;
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;
-  uint64_t published_step_ = 0;  // committed_step_, or one less
+  uint64_t published_step_ = 0;  // committed_step_, or the step before it
   // The newest attempt at the next step. Only the gradients of this attempt are retained.
   uint64_t attempt_ = 0;
   uint64_t faulty_attempt_ = 0;  // the last attempt that ended with a fault
-  absl::Status fault_;           // that fault; OK: none
+  absl::Status fault_;           // fault of faulty_attempt_; OK if no attempt had one
   uint64_t recorded_attempt_ = 0;
-  uint64_t overflowed_ = 0;  // masters that overflowed in the published step
+  uint64_t overflowed_ = 0;  // number of masters that overflowed in the published step
   bool is_to_be_resumed_ = false;
   GradientAccumulator gradients_;
-  std::optional<StepCall> announced_;  // of this attempt
-  // early_is_off_: ranks have announced different scalars, or the announcement before was not kept (clipping or other scalars),
-  // so that this one may not be kept either.
+  std::optional<StepCall> announced_;  // call that announced this attempt's scalars
+  // early_is_off_: no early updates, because ranks have announced different scalars, or because the previous decision differed
+  // from its announcement (clipping or other scalars), so that the next decision may differ too.
   bool early_is_off_ = false;
   bool announcement_was_kept_ = true;
   ReplicaDigests digests_;
   StepBarrier barrier_;
-  // Over several nodes: the decision of the nodes on the next step, until the step is committed, and the calls that brought the
-  // decision.
+  // Job over several nodes: the decision of the nodes on the next step, until the step is committed, and the calls that brought
+  // the decision.
   std::optional<protocol::StepSummary> decision_;
   std::pmr::vector<Decider> deciders_;
-  std::vector<std::byte> prepared_summary_;  // of this node, encoded
-  // True if the previous daemon prepared the step. Only that daemon knew whose gradients are in the sums.
+  std::vector<std::byte> prepared_summary_;  // encoded summary of this node
+  // True if the previous daemon prepared the step. Only that daemon knew which ranks' gradients the sums have.
   bool is_prepared_before_ = false;
   std::optional<protocol::StepSummary> last_decision_;  // decision_ of the committed step
   Trace trace_;
-  std::vector<CommandId> initial_done_;  // wait for Phase::kMasters to end
+  std::vector<CommandId> initial_done_;  // commands that wait for the end of Phase::kMasters
 
-  uint32_t extra_slot_ = 0;            // of the committed step
-  std::vector<uint64_t> extra_bytes_;  // by rank, of the committed step
-  uint32_t extra_copies_ = 0;          // running
+  uint32_t extra_slot_ = 0;            // extra_state slot of the committed step
+  std::vector<uint64_t> extra_bytes_;  // extra_state of the committed step, by rank
+  uint32_t extra_copies_ = 0;          // running tasks that copy extra_state
   Result last_;
-  // Calls of the committed step that are answered when it is published, or durable.
+  // Calls of the committed step that are answered when the step is published or, at level step, durable.
   std::pmr::vector<Waiting> unpublished_;
-  bool has_answered_early_ = false;  // its calls were answered before its publication
-  absl::Status unsaid_;              // error that those calls did not report
+  bool has_answered_early_ = false;  // calls of the step were answered before its publication
+  absl::Status unsaid_;              // error that the answers to these calls did not report
 };
 
-// Sum of the squares of the world's gradients.
+// Returns the sum of the squares of all nodes' gradients.
 double SquaresOf(const protocol::StepSummary& summary);
 
-// Limits that the commands of a session are checked against.
+// Returns the limits against which CheckCommand() checks the commands of a session.
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session);
 
 }  // namespace forebay::daemon

@@ -34,15 +34,15 @@ void Step::HandleAnnouncement(Session& session, const Command& command) {
   }
   const absl::Status status = CheckAttempt(session, command);
   if (!status.ok() || command.attempt < attempt_) {
-    io_.Answer(id, status);  // an older attempt's: discarded
+    io_.Answer(id, status);  // discards an announcement of an older attempt
     return;
   }
   FollowAttempt(session, command);
   CopyRequest(session, command);
 }
 
-// Handles an announcement: the rank's later deliveries belong to its last pass. If ranks announce different scalars, nothing is
-// updated early.
+// Handles an announcement: the rank's later deliveries belong to its last pass. If ranks announce different scalars, no block
+// is updated early.
 void Step::Announce(uint32_t rank, StepCall call) {
   gradients_.BeginLastPass(rank);
   if (!announced_) {

@@ -42,7 +42,7 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   if (command.attempt < attempt_) {
-    io_.Answer(id, absl::OkStatus());  // discarded: its rank's step call says so
+    io_.Answer(id, absl::OkStatus());  // discards the gradient: the rank's step call gets the error
     return;
   }
   FollowAttempt(session, command);
@@ -66,8 +66,8 @@ void Step::HandleGradient(Session& session, const Command& command) {
                                     .command = id});
 }
 
-// True if a command that is sent again was taken before, and only its answer was lost. The commands of a rank arrive in order:
-// all commands before its step call were taken.
+// True if a repeated command was handled before, so that only its answer was lost. The commands of a rank arrive in order: if
+// its step call has arrived, all earlier commands were handled.
 bool Step::HasTaken(const Session& session, const Command& command) const {
   if (!session.WasSentAgain(command)) return false;
   if (command.step <= committed_step_) return true;

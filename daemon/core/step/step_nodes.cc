@@ -36,7 +36,7 @@ std::pmr::vector<bool> Step::ParamsOf(const StepSummary& summary) const {
   return params;
 }
 
-// Hash of everything that an update takes from a call apart from the gradients, bit by bit.
+// Returns a hash of all scalars of a call that determine the update, bit by bit.
 uint64_t Step::ScalarsOf(const StepCall& call) const {
   std::string bytes;
   const auto add = [&bytes](double value) {
@@ -77,8 +77,7 @@ StepSummary Step::SummaryOfNode() const {
   return summary;
 }
 
-// Prepares the step. From here on the loss of a rank does not undo the step: the ranks that attach next bring the decision of
-// the nodes.
+// Prepares the step. The loss of a rank no longer undoes the step: the ranks that attach next bring the decision of the nodes.
 void Step::Prepare() {
   phase_ = Phase::kPrepared;
   prepared_summary_ = protocol::EncodeStepSummary(SummaryOfNode());
@@ -102,8 +101,8 @@ void Step::AnswerPrepared(const Session& session, const CommandId& command) {
   io_.Answer(command, completion);
 }
 
-// Records the prepared step. The places of its sums are recorded first, so that the record is complete when it says that the
-// step is prepared.
+// Records the prepared step. The places of its sums are recorded first, so that the record is complete once the step is
+// recorded as prepared.
 void Step::RecordPreparedStep() {
   const StepCall& call = barrier_.by_rank().begin()->second;
   pipeline_.sums().BeginPrepared(committed_step_ + 1);
@@ -123,7 +122,7 @@ void Step::RecordPreparedStep() {
   io_.actions().Emit(std::move(record));
 }
 
-// Resumes a prepared step. Its sums and extra_state are in the step arena. The presence of gradients is in the summary.
+// Resumes a prepared step. Its sums and extra_state are in the step arena. The summary says which parameters have a gradient.
 void Step::ResumePrepared(const KeptUpdate& update) {
   const KeptPrepared& prepared = *update.prepared;
   phase_ = Phase::kPrepared;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records a step, so that another daemon can continue it if this one is killed, and recovers a step from such a record.
+// Records a step, so that the next daemon can continue the step if this daemon is killed, and recovers a step from such a
+// record.
 
 #include <algorithm>
 #include <utility>
@@ -115,7 +116,7 @@ void Step::Record(KeptMemory& kept) {
   recorded_attempt_ = gradients_.empty() ? open : std::max(open, attempt_ + 1);
   kept.attempt = recorded_attempt_;
   kept.was_killed = true;
-  kept.overflowed = overflowed_;  // it is not known whether this was reported
+  kept.overflowed = overflowed_;  // may have been reported: the record does not say
 }
 
 void Step::RecordOpenAttempt(uint64_t attempt) {

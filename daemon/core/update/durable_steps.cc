@@ -45,8 +45,8 @@ void DurableSteps::Begin(Published published) {
   if (is_abandoned_) return;
   std::vector<StatePart> extra_states = std::move(published.extra_states);
   next_ = std::make_shared<DurableJob>(ValuesOf(std::move(published)));
-  // No node decides a step before the previous step is durable there, so no node is two durable steps behind. When the daemon
-  // becomes quiescent, the step may be the last durable step once more.
+  // A node decides a step only once the previous step is durable on that node, so no node is two durable steps behind. When the
+  // daemon becomes quiescent, the last durable step may be made durable a second time.
   if (spec_.is_over_nodes()) next_->before = replaces_last() ? last_->before : AsBefore(last_);
   FOREBAY_CHECK(next_->before == nullptr || next_->before->step < next_->step);
   unsaved_ = pipeline_.ledger().BeginDurable();
@@ -141,7 +141,7 @@ void DurableSteps::TryGather() {
 }
 
 void DurableSteps::OnCommitted(const absl::Status& status) {
-  if (!is_gathered_) return;  // the ledger has named the step before again
+  if (!is_gathered_) return;  // the ledger still names the step before
   wait_ = status;
   if (!status.ok()) return;
   const auto last =
@@ -160,7 +160,7 @@ void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint
   ledger.Doubt(slots, paths);
   if (!in_progress() || !ledger.is_next_doubted()) return;
   if (is_abandoned_) {
-    is_gathered_ = false;  // the ledger continues to name the last one, for the sake of other jobs
+    is_gathered_ = false;  // a ledger for other jobs then names the last durable step
     return;
   }
   const std::vector<uint32_t> dropped = ledger.DropDoubtedCopies();

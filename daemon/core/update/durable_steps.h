@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes published steps of a job durable on disk, and restores the job from there.
+// Makes published steps of a job durable on disk, and restores the job from the disk.
 #pragma once
 
 #include <algorithm>
@@ -25,10 +25,10 @@ namespace forebay::daemon {
 // ledger durable that names all these bytes (DurableJob). No step is decided before that ledger is durable. Only decided steps
 // change bytes in DRAM, so never more steps are undone than the level allows.
 //
-// A write that fails is repeated in another slot. A ledger that is not durable is made again, after everything that a failed
-// flush has put in doubt is written again. Until then the step waits, and wait() says why.
+// A write that fails is repeated in another slot. If the ledger could not be made durable, everything that a failed flush has
+// put in doubt is written again, and then the ledger. Until then the step waits, and wait() returns the error.
 //
-// Ownership  What the constructor gets outlives it.
+// Ownership  The arguments of the constructor outlive this object.
 class DurableSteps {
  public:
   DurableSteps(const JobSpec& spec, JobTasks& io, StepPipeline& pipeline)
@@ -39,12 +39,12 @@ class DurableSteps {
     uint64_t step = 0;
     std::string run;
     std::vector<uint32_t> trace;
-    std::vector<StatePart> extra_states;  // in the step arena, by rank
+    std::vector<StatePart> extra_states;  // ranges of the step arena, by rank
   };
   // Returns the job's values at the step. Blocks, weights and extra states are empty.
   DurableJob ValuesOf(Published published) const;
   bool IsDue(uint64_t step) const;
-  // Begins to make a step durable that is due and has just been published. No other step is in progress.
+  // Begins to make a step durable that is due and has just been published. Called while no other step is in progress.
   void Begin(Published published);
   // Starts the saves that can start. Gathers the step once everything is saved.
   void Pump();
@@ -55,18 +55,19 @@ class DurableSteps {
   bool in_progress() const { return next_ != nullptr; }
   // True if everything of the step is saved, so that the next ledger names the step.
   bool is_gathered() const { return is_gathered_; }
-  // The step that the next ledger names: the step in progress if is_gathered(), otherwise durable(). Null: none.
+  // Returns the step that the next ledger names: the step in progress if is_gathered(), otherwise durable(). Null if no step is
+  // durable yet.
   std::shared_ptr<const DurableJob> ForLedger() const { return is_gathered_ ? next_ : last_; }
-  // The step that the newest durable ledger names; null: none.
+  // Returns the step that the newest durable ledger names, or null if no ledger names the job.
   const std::shared_ptr<const DurableJob>& durable() const { return last_; }
-  // Reports that the ledger with the step of ForLedger() is durable. An error: the ledger may be durable or not.
+  // Reports that the ledger with the step of ForLedger() is durable. After an error the ledger may be durable or not.
   void OnCommitted(const absl::Status& status);
   // Reports that a flush failed, so the content of these slots of the node is unknown. Entries whose copies were written from
   // DRAM are saved again. `paths`: see BlockLedger::Doubt().
   void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths);
   // Reports that a block in doubt cannot be read. If the step in progress has bytes in doubt, wait() returns the error.
   void OnReadFailed(const absl::Status& status);
-  // True if the step in progress is saved but for blocks in doubt, which move to other slots first (Relocation).
+  // True if the step in progress waits only for blocks in doubt, which Relocation moves to other slots.
   bool is_awaiting_moves() const {
     return in_progress() && !is_abandoned_ && !is_saving() && pipeline_.ledger().is_next_doubted();
   }
@@ -79,11 +80,11 @@ class DurableSteps {
   uint64_t restored_bytes() const { return restored_bytes_; }
   uint64_t to_restore_bytes() const { return to_restore_bytes_; }
 
-  // Starts nothing any more, because the job failed or is deleted.
+  // Stops starting tasks, because the job failed or is deleted.
   void Abandon() { is_abandoned_ = true; }
 
   uint64_t durable_step() const { return last_ == nullptr ? 0 : last_->step; }
-  // For a job over several nodes: the durable step before durable_step(). 0: none.
+  // Returns the durable step before durable_step(), in a job over several nodes. 0 if the job has no such step.
   uint64_t durable_before() const {
     return last_ == nullptr || last_->before == nullptr ? 0 : last_->before->step;
   }
@@ -94,7 +95,7 @@ class DurableSteps {
   bool is_part(uint32_t entry) const { return entry >= pipeline_.map().blocks(); }
   StatePart PartOf(uint32_t entry) const;
   absl::Status Describe(const absl::Status& status, uint32_t entry) const;
-  // Number of parts of arenas that may be on their way to or from swap at once.
+  // Maximum number of concurrent transfers of parts of arenas to or from swap.
   size_t at_once() const { return kSavesPerPath * std::max(1U, pipeline_.path_table().paths()); }
   bool replaces_last() const {
     return spec_.is_over_nodes() && last_ != nullptr && last_->step == next_->step;
@@ -107,7 +108,7 @@ class DurableSteps {
   const JobSpec& spec_;
   JobTasks& io_;
   StepPipeline& pipeline_;
-  std::shared_ptr<DurableJob> next_;  // in progress
+  std::shared_ptr<DurableJob> next_;  // the step in progress
   std::shared_ptr<const DurableJob> last_;
   bool is_gathered_ = false;
   bool is_abandoned_ = false;

@@ -112,7 +112,7 @@ uint64_t EarlyUpdates::NewWeightsOffset(uint32_t slot, uint64_t block_elem) cons
          (uint64_t{slot} * plan_.block_elems + block_elem) * weights_width_;
 }
 
-// Returns the ranges of partitions in a block. Elements of one partition in a block lie side by side.
+// Returns the ranges of partitions in a block. Elements of one partition are contiguous in a block.
 std::pmr::vector<EarlyUpdates::Range> EarlyUpdates::RangesOf(uint32_t block) const {
   std::pmr::vector<Range> ranges(memory_);
   for (const BlockRun& run : map_.Runs(block, memory_)) {

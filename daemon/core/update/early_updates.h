@@ -26,26 +26,26 @@ namespace forebay::daemon {
 class EarlyUpdates {
  public:
   struct Block {
-    std::optional<uint32_t> weights_slot = {};  // slot of the step arena with its new weights
-    bool updated = false;                       // false: its update runs
+    std::optional<uint32_t> weights_slot = {};  // slot of the step arena with the new weights
+    bool updated = false;                       // false while the update runs
     bool written = false;
-    uint64_t overflows = 0;  // masters that became non-finite
+    uint64_t overflows = 0;  // number of masters that became non-finite
   };
 
   // The arguments outlive this object. `position`: the position of each block.
   EarlyUpdates(const protocol::Layout& layout, const BlockMap& map, const MemoryPlan& plan,
                const std::vector<uint32_t>& position, std::pmr::memory_resource* memory);
 
-  // Records that a range has its last sum of gradients in this step (`is_last`), or does not after all. Returns the blocks
-  // whose early update was begun with a sum that is not the last.
+  // Records that the gradient sum of a range is final for this step (`is_last`), or that it no longer is. Returns the blocks
+  // whose early update was begun with a sum that is not final.
   std::vector<uint32_t> CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last);
   void ForgetSums();
   // Rebuilds waiting() after positions have changed.
   void Sort();
 
-  // Positions of blocks that have all their gradients and were not begun, ascending.
+  // Returns the positions of blocks that have all their gradients and whose early update was not begun, ascending.
   const std::pmr::set<uint32_t>& waiting() const { return waiting_; }
-  // True if there is a place for the block's new weights.
+  // True if the block's new weights fit behind its states or in a free slot of the step arena.
   bool HasPlace(uint32_t block) const {
     return places_[block] == Place::kBehindStates ||
            (places_[block] == Place::kSlot && !free_slots_.empty());
@@ -56,7 +56,8 @@ class EarlyUpdates {
   bool has(uint32_t block) const { return blocks_.contains(block); }
   Block& at(uint32_t block) { return blocks_.at(block); }
   const std::pmr::map<uint32_t, Block>& all() const { return blocks_; }
-  // Forgets a block whose update is now part of the step, or is dropped. The block may be begun again.
+  // Removes the early update of a block, because that update is now part of the step or is dropped. Another early update of the
+  // block may begin.
   void Remove(uint32_t block);
   // Like Remove(), while a task of the update runs. The task may write the weights slot until EndRemoved().
   void RemoveRunning(uint32_t block);
@@ -64,7 +65,7 @@ class EarlyUpdates {
   // Offset of an element's new weights in the step arena, in bytes.
   uint64_t NewWeightsOffset(uint32_t slot, uint64_t block_elem) const;
 
-  // Records that a worker reads the sums of a block's partitions.
+  // Records that a worker reads the gradient sums of a block's partitions.
   void AddReader(uint32_t block);
   void RemoveReader(uint32_t block);
   bool ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const;
@@ -87,12 +88,12 @@ class EarlyUpdates {
   std::pmr::memory_resource* memory_;
   uint64_t weights_width_;
   std::vector<Place> places_;     // by block
-  std::vector<uint64_t> elems_;   // by block, without padding
-  std::vector<uint64_t> summed_;  // by block: elements with their last sum
+  std::vector<uint64_t> elems_;   // number of elements without padding, by block
+  std::vector<uint64_t> summed_;  // number of elements with a final sum, by block
   std::pmr::set<uint32_t> waiting_;
   std::pmr::map<uint32_t, Block> blocks_;
   std::pmr::set<uint32_t> free_slots_;
-  std::pmr::map<uint32_t, uint32_t> removed_slots_;  // by block: slots that a task may still write
+  std::pmr::map<uint32_t, uint32_t> removed_slots_;  // slots of removed updates that still run
   std::pmr::map<uint32_t, std::pmr::vector<Range>> readers_;  // by block
   std::vector<uint32_t> partition_readers_;
 };

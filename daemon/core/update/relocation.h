@@ -15,15 +15,16 @@
 
 namespace forebay::daemon {
 
-// An update by itself moves a block off a marked path. This class moves the other blocks: it reads a block, verifies it, writes
-// it unchanged to a path that works, and publishes it. If the read fails, or no working path has room, the block stays until
-// the next step has been published. A block in a slot in doubt (BlockLedger), for which a durable step may wait, goes to any
-// other slot. If that fails, the next ledger names the slot, is refused, and puts the block in doubt again.
+// An update moves a block off a marked path, because it writes the block to another path. This class moves blocks that are not
+// being updated: it reads a block, verifies it, writes it unchanged to a path that works, and publishes it. If the read fails,
+// or no working path has room, the block stays until the next step has been published. A block in a slot in doubt
+// (BlockLedger), for which a durable step may wait, goes to any other slot. If that fails, the next ledger names the slot, is
+// refused, and puts the block in doubt again.
 //
 // The old slot is freed once no weights are being read from it (WeightsCache). Until then the block has a pending version and
 // in_progress() is true, so that no step is decided and nothing is updated early.
 //
-// Ownership  What the constructor gets outlives it.
+// Ownership  The arguments of the constructor outlive this object.
 class Relocation {
  public:
   Relocation(JobTasks& io, StepPipeline& pipeline, const WeightsCache& weights,
@@ -40,7 +41,7 @@ class Relocation {
   absl::Status OnWritten(const TaskDone& done);
   // Lets blocks that stayed be tried again, after the publication of a step.
   void OnPublished();
-  // Begins nothing any more, because the job failed.
+  // Stops beginning moves, because the job failed.
   void Abandon() { abandoned_ = true; }
 
  private:
@@ -57,7 +58,7 @@ class Relocation {
   ResidencyCounters& counters_;
   std::optional<uint32_t> block_;
   Phase phase_ = Phase::kReading;
-  uint32_t next_ = 0;  // lower blocks were looked at since `marks_`
+  uint32_t next_ = 0;  // lower blocks were checked since the mark count `marks_`
   uint64_t marks_ = 0;
   std::set<uint32_t> staying_;
   bool abandoned_ = false;

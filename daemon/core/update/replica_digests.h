@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Digests of weights that other nodes have too. Replicas are compared by them in the next step.
+// Computes digests of weights that other nodes have too. The next step compares the digests of replicas.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ class ReplicaDigests {
   void OnDigested(const TaskDone& done);
   bool in_progress() const { return !waiting_.empty() || !running_.empty(); }
 
-  // Digests by partition; 0: not known. Empty for a layout without replicas.
+  // Returns digests by partition, 0 if a digest is not known. Empty for a layout without replicas.
   std::span<const uint64_t> all() const { return digests_; }
 
  private:

@@ -33,8 +33,9 @@ std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& sw
   return evictions;
 }
 
-// Number of new slots that a block on its way to DRAM needs to leave again. The block holds its swap slots until it is in DRAM.
-// If its move has begun and the job has durable steps, these retain the slots, so that the block needs others.
+// Number of new slots that a block that is being promoted needs to be evicted afterwards. The block holds its swap slots until
+// it is in DRAM. If its move has begun and the job has durable steps, the durable steps retain these slots, so that the block
+// needs other slots.
 uint32_t Residency::SlotsToLeaveAgain(uint32_t block) const {
   const bool is_moving = pipeline_.placement().moving() == block;
   return is_moving && pipeline_.ledger().is_durable() ? kSwapSlotsPerBlock : 0;
@@ -64,7 +65,7 @@ void Residency::Keep(uint64_t bytes) {
     pipeline_.placement().Unmark(block);
     for_room_.erase(block);
   }
-  if (!pipeline_.running()) pipeline_.ReturnSurplusSlots();  // otherwise Finish() does it
+  if (!pipeline_.running()) pipeline_.ReturnSurplusSlots();  // otherwise Finish() returns them
 }
 
 void Residency::MarkWithSlots(const Eviction& eviction) {
@@ -183,7 +184,7 @@ void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
 void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
   if (!done.status.ok()) {
     pipeline_.placement().CancelMove();
-    pipeline_.OnSwapped(block);  // it is read ahead again
+    pipeline_.OnSwapped(block);  // the block may be read ahead again
     return;
   }
   pipeline_.SetResident(block);

@@ -17,22 +17,22 @@
 
 namespace forebay::daemon {
 
-// A block that is to leave DRAM, or not to be promoted, and the swap slots that it gets. `slots` is empty if the block still
-// has its own.
+// A block that is to leave DRAM, or whose promotion is cancelled, and the swap slots that the block gets. `slots` is empty if
+// the block still has slots.
 struct Eviction {
   uint32_t block = 0;
   uint64_t bytes = 0;
   std::vector<nvme::Slot> slots;
 };
 
-// Placement and ledger say where a block is. This class changes both when a move has ended. A write that fails is tried in
-// another slot, on another path; if there is none, the block stays in DRAM. A read that fails leaves the block on swap. No move
-// loses bytes. Blocks on marked paths are moved last.
+// Placement and BlockLedger have the place of each block. This class changes both when a move has ended. A failed write is
+// repeated in another slot, on another path. Without such a slot the block stays in DRAM. A read that fails leaves the block on
+// swap. No move loses bytes. Blocks on marked paths are moved last.
 //
-// Ownership  What the constructor gets outlives it.
+// Ownership  The arguments of the constructor outlive this object.
 class Residency {
  public:
-  // `slot_bytes`: bytes of each of the job's swap slots; 0: its blocks cannot be on swap.
+  // `slot_bytes`: bytes of one swap slot of the job, 0 if blocks of the job cannot be on swap.
   Residency(JobTasks& io, StepPipeline& pipeline, const WeightsCache& weights, nvme::SlotMap& swap,
             uint64_t slot_bytes)
       : io_(io),
@@ -41,29 +41,32 @@ class Residency {
         slot_bytes_(slot_bytes),
         relocation_(io, pipeline, weights, counters_) {}
 
-  // Returns the highest blocks in DRAM or on their way there that together have `bytes`, or as many as `swap` has slots for.
-  // Allocates these slots. Changes nothing in this object.
+  // Returns the highest blocks that are in DRAM or being promoted and that together have `bytes`, or as many blocks as `swap`
+  // has slots for. Allocates these slots in `swap`.
   std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
-  // Bytes of states that the job was granted in DRAM and that can be on swap.
+  // Returns the bytes of DRAM granted for states that can be on swap.
   uint64_t movable_bytes() const;
-  // Marks a planned block: its move makes room for others. A block whose promotion has not begun stays on swap.
+  // Marks a planned block for eviction, which frees DRAM. A block whose promotion has not begun stays on swap.
   void Evict(const Eviction& eviction);
   bool makes_room() const { return !for_room_.empty(); }
-  // Removes the marks of blocks whose room is not needed, lowest first: together they have at most `bytes`.
+  // Removes the eviction marks of blocks that together have at most `bytes`, lowest blocks first, because their DRAM is not
+  // needed.
   void Keep(uint64_t bytes);
-  // Marks a block for the other tier. Does nothing if the block is marked, if swap has no slots for it, or if it needs more
-  // than `free_bytes` of DRAM. A block with weights on swap is never promoted.
+  // Marks a block for a move to the other tier. Does nothing if the block is marked, if swap has no slots for it, or if it
+  // needs more than `free_bytes` of DRAM. A block with weights on swap is never promoted.
   void Move(uint32_t block, uint64_t free_bytes);
 
-  // Begins to return blocks of states alone to room in DRAM that has become free, the lowest first, one for each ReturnNext().
+  // Begins to return blocks without weights from swap to free DRAM, lowest blocks first. Each call of ReturnNext() marks one
+  // block.
   void BeginReturns() { next_return_ = 0; }
   void EndReturns() { next_return_ = UINT32_MAX; }
   bool returns() const { return next_return_ < pipeline_.placement().blocks(); }
   bool is_promoting() const { return pipeline_.placement().has_promotions(); }
-  // Marks the next block that has at most `free_bytes`. False: none is left, and the returns have ended.
+  // Marks the next block that has at most `free_bytes` for its return to DRAM. False if no such block remains: the returns have
+  // then ended.
   bool ReturnNext(uint64_t free_bytes);
 
-  // Starts the next move, or continues the one in progress. Called between steps, while no states are read.
+  // Starts the next move, or continues the move in progress. Called between steps, while no states are read.
   void Pump();
   void OnRead(const StepPipeline::ReadOutcome& outcome) { relocation_.OnRead(outcome); }
   // Errors  as Relocation::OnWritten.
@@ -71,7 +74,7 @@ class Residency {
   void OnPublished() { relocation_.OnPublished(); }
   void PumpDoubted() { relocation_.PumpDoubted(); }
   bool in_progress() const { return pipeline_.is_moving(); }
-  // True if a move is in progress, or an eviction is marked. Promotions do not count: nothing waits for them.
+  // True if a move is in progress, or an eviction is marked. Promotions do not count, because no job waits for a promotion.
   bool has_urgent_moves() const {
     return in_progress() || (!abandoned_ && pipeline_.placement().has_evictions());
   }
@@ -79,7 +82,7 @@ class Residency {
   // Begins no more moves, because the job failed.
   void Abandon();
 
-  // Error of the last eviction that was given up; OK: none was.
+  // Returns the error of the last eviction that was abandoned. OK if none was.
   const absl::Status& error() const { return error_; }
   const ResidencyCounters& counters() const { return counters_; }
 
@@ -98,7 +101,7 @@ class Residency {
   uint64_t slot_bytes_;
   std::set<uint32_t> for_room_;  // blocks marked by Evict() whose moves have not begun
   bool abandoned_ = false;
-  // Next block to look at. Lower blocks have returned, or cannot.
+  // Next block that ReturnNext() considers. Lower blocks have returned to DRAM or cannot return.
   uint32_t next_return_ = UINT32_MAX;
   absl::Status error_;
   ResidencyCounters counters_;

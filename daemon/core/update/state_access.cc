@@ -82,7 +82,7 @@ void StateAccess::Pump() {
   if (phase_ != Phase::kIdle && phase_ != Phase::kWaitingSlot) return;
   Next();
   if (phase_ == Phase::kIdle) return;
-  // A write waits for the cache's reads: they use the block's old slot.
+  // A write waits until the cache's reads have ended, because these reads use the block's old slot.
   if (current_.write && (leases_.IsLeased(current_.write->partition) || weights_.is_loading())) {
     return;
   }
@@ -111,7 +111,7 @@ void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
   } else if (pipeline_.staged().contains(outcome.block)) {
     StartAccess();
   } else {
-    End(absl::OkStatus());  // dropped meanwhile, and answered
+    End(absl::OkStatus());  // the command was dropped and answered meanwhile
   }
 }
 
@@ -221,7 +221,7 @@ void StateAccess::OnWritten(const TaskDone& done) {
   BlockLedger& ledger = pipeline_.ledger();
   if (!done.status.ok()) {
     ledger.OnWriteFailed(block);
-    if (!abandoned_) {  // the weights are set already: the block goes to another slot
+    if (!abandoned_) {  // the weights are set already: write the block to another slot
       pipeline_.AddSpareSlot();
       StartWrite();
       return;

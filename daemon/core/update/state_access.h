@@ -47,7 +47,7 @@ class StateAccess {
   //                      range may have been written.
   void AddRead(const CommandId& command, const protocol::Command& words);
   Written AddWrite(const CommandId& command, const protocol::Command& words);
-  // True if a write changes blocks, or will do so as soon as nothing reads them: it waits for no lease any more.
+  // True if a write changes blocks, or will change them as soon as no task reads them. The write no longer waits for a lease.
   bool is_writing() const {
     return in_progress() && current_.write && !leases_.IsLeased(current_.write->partition);
   }
@@ -59,8 +59,8 @@ class StateAccess {
   void OnAccessed(const TaskDone& done);  // ended DecodeState or SetState
   void OnWritten(const TaskDone& done);   // ended WriteBlock
 
-  // Answers the commands of a session (0: of all, because the job failed) with `status`. A task that
-  // runs is not interrupted; its result is ignored, but a block whose masters were set is written.
+  // Answers the commands of a session with `status`; session 0 stands for all sessions of a failed job. A running task is not
+  // interrupted: its result is ignored, but a block whose masters were set is written.
   void Drop(SessionId session, const absl::Status& status);
 
   // Returns the ranges that were written completely since the last call.
@@ -80,18 +80,18 @@ class StateAccess {
   struct Request {
     CommandId command;
     bool answered = false;
-    uint32_t param = 0;                                 // parameter of a read, or of `updates`
-    uint32_t state = 0;                                 // index into protocol::StateNames
-    std::optional<Written> write = {};                  // range that a write sets
-    std::optional<uint64_t> updates = {};               // of kWriteUpdates, which has no pieces
+    uint32_t param = 0;                    // parameter of a read, or of `updates`
+    uint32_t state = 0;                    // index into protocol::StateNames
+    std::optional<Written> write = {};     // range that a write sets
+    std::optional<uint64_t> updates = {};  // value of kWriteUpdates, which has no pieces
     protocol::DType dtype = protocol::DType::kFloat32;  // type of the client's bytes
-    uint64_t grad_offset_bytes = 0;                     // bytes of the next piece begin there
-    std::deque<ElementRun> pieces = {};                 // the first is in progress
+    uint64_t grad_offset_bytes = 0;                     // offset of the next piece's bytes
+    std::deque<ElementRun> pieces = {};                 // the first piece is in progress
   };
   enum class Phase : uint8_t {
-    kIdle,         // no read is in progress
-    kWaitingSlot,  // for a staging slot, a read that was under way, or a lease
-    kReading,      // its own read into a slot
+    kIdle,         // no command is in progress
+    kWaitingSlot,  // waits for a staging slot, a running read, or a lease
+    kReading,      // the block is read into a staging slot
     kAccessing,    // a worker reads or sets elements
     kWriting,      // the block is written to swap
   };
@@ -111,7 +111,7 @@ class StateAccess {
   WeightsCache& weights_;
   const LeaseTable& leases_;
   Phase phase_ = Phase::kIdle;
-  bool own_slot_ = false;  // the block was read for this alone: its slot is released at once
+  bool own_slot_ = false;  // the block was read for this command alone: release its slot after use
   Request current_;
   std::deque<Request> queue_;
   std::vector<Written> written_;

@@ -16,7 +16,7 @@ namespace forebay::daemon {
 
 using State = StagedBlocks::State;
 
-// Number of blocks whose sums find no room, after which StartReads() reads nothing more.
+// StartReads() stops once this many blocks have found no frames for their gradient sums.
 constexpr uint32_t kBlocksLookedAt = 16;
 
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
@@ -123,7 +123,7 @@ StepPipeline::Running StepPipeline::FinishTask(TaskId task) {
 
 uint32_t StepPipeline::PathOf(uint32_t block) const {
   const std::optional<nvme::Slot>& slot = ledger_.newest(block).slot;
-  return slot ? slot->path : 0;  // zeros are not read
+  return slot ? slot->path : 0;  // the block holds zeros, which are not read
 }
 
 bool StepPipeline::AreAllPathsBusy() const {
@@ -166,12 +166,12 @@ bool StepPipeline::MayReadAhead(uint32_t block) const {
          !staged_.contains(block) && !prefetch_failed_.contains(block);
 }
 
-// Backward fetches weights through the same slots: blocks that were read ahead would be dropped for them.
+// Backward fetches weights through the same staging slots, for which blocks that were read ahead would be dropped.
 std::optional<uint32_t> StepPipeline::AllocateForReadAhead() {
   return staged_.AllocateFree(plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0);
 }
 
-// Begins to read a block ahead. False: its path is busy, or no slot is free.
+// Begins to read a block ahead. False if the block's path is busy or no staging slot is free.
 bool StepPipeline::ReadAhead(uint32_t block) {
   if (IsPathBusy(PathOf(block))) return false;
   const std::optional<uint32_t> slot = AllocateForReadAhead();
@@ -252,7 +252,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       }
     }
     const bool is_staged = staged_.contains(block);
-    // Another daemon would repeat an early update that is not written.
+    // The next daemon would repeat an early update that is not written.
     const bool needs_sums = !early_.has(block) || (is_recorded_ && !early_.at(block).written);
     if (needed && needs_sums) from_sums.push_back(block);
     // A block in use belongs to an early update, accepted or dropped.
@@ -306,7 +306,7 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
   });
 }
 
-// Brings the sums of blocks that were read before their turn.
+// Reads the gradient sums of blocks that are staged already, so that their updates need not wait.
 void StepPipeline::PrepareStaged() {
   if (!ReadsSums() || !sums_.is_paged()) return;
   for (const auto& [block, staged] : staged_.all()) {
@@ -315,7 +315,7 @@ void StepPipeline::PrepareStaged() {
 }
 
 void StepPipeline::StartReads() {
-  // While a write is being repeated, more blocks would only take staging slots from other jobs.
+  // A failed write is being repeated. Reading more blocks would only take staging slots from other jobs.
   if (!unwritten_.empty() || AreAllPathsBusy()) return;
   uint32_t without_sums = 0;
   for (const uint32_t position : swapped_) {
@@ -333,8 +333,8 @@ void StepPipeline::StartReads() {
   }
 }
 
-// Returns the number of updates that may run or wait for a worker. It is small while blocks come from swap, because these go
-// first.
+// Returns the number of updates that may run or wait for a worker. The number is small while the step still has swapped blocks,
+// because these are updated first.
 uint32_t StepPipeline::UpdatesMax() const {
   const bool only_resident = swapped_.empty() && staged_.all().empty();
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;
@@ -627,7 +627,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     return absl::OkStatus();
   }
   ledger_.EndWrite(write.block, write.checksum, order_.step, write.weights_digests);
-  // New weights are installed once the states beside them are written.
+  // New weights are installed in the weights arena once the states of the same block are written.
   const std::optional<uint32_t> weights_slot =
       early_.has(write.block) ? early_.at(write.block).weights_slot : std::nullopt;
   RecordWritten(write.block, write.overflows, weights_slot);

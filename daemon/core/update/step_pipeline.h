@@ -35,12 +35,12 @@
 
 namespace forebay::daemon {
 
-// Counters of steps. Zeros that the first step begins with count as read. Masters that are set before the first step do not
+// Counts the work of steps. Zeros that the first step begins with count as read. Setting masters before the first step does not
 // count.
 struct PipelineCounters {
-  uint64_t update_reads = 0;             // swapped blocks updated
-  uint64_t update_reads_prefetched = 0;  // of these, read before an update waited for them
-  uint64_t read_bytes = 0;               // for updates
+  uint64_t update_reads = 0;             // swapped blocks that were updated
+  uint64_t update_reads_prefetched = 0;  // updated blocks read before an update waited for them
+  uint64_t read_bytes = 0;               // bytes read for updates
   uint64_t written_bytes = 0;
   uint64_t early_updates = 0;    // blocks updated before the decision, and accepted
   uint64_t dropped_updates = 0;  // blocks whose early update was dropped
@@ -48,26 +48,26 @@ struct PipelineCounters {
   uint64_t bytes() const { return read_bytes + written_bytes; }
 };
 
-// Blocks are updated in the order in which the step before fetched their partitions, so that the next forward, which may begin
-// before the end, waits least. Before the decision, blocks are read ahead in that order, into free staging slots only. After
-// the decision, a worker updates the first ready block on swap, or the next resident block if none is ready. A staged block is
-// read, updated and written; then its slot is free again. The job never updates blocks while it reads states (StateAccess) or
-// moves a block (Residency).
+// Blocks are updated in the order in which the step before fetched their partitions. The next forward may begin before the
+// update ends, and waits least in this order. Before the decision, blocks are read ahead in that order, into free staging slots
+// only. After the decision, a worker updates the first ready block on swap, or the next resident block if none is ready. A
+// staged block is read, updated and written; then its slot is free again. The job never updates blocks while it reads states
+// (StateAccess) or moves a block (Residency).
 //
-// One event publishes a step when all its blocks are written (BlockLedger). A write that fails is
-// repeated in another slot; while no slot takes it, the step waits and its blocks keep their staging
-// slots. A step is never undone, because weights and blocks in DRAM are updated in place.
+// One event publishes a step when all its blocks are written (BlockLedger). A write that fails is repeated in another slot.
+// While every such write fails, the step waits and its blocks stay in their staging slots. A step is never undone, because
+// weights and blocks in DRAM are updated in place.
 //
-// From the decision on, a block whose weights are leased waits for the release; other blocks go first. The block is not read
-// before the release. If the block has been read already, another block, of any job, may take its staging slot. Then the block
-// is read again.
+// After the decision, a block whose weights are leased waits until the lease ends, and other blocks are updated first. The
+// block is not read before the lease ends. If the block has been read already, another block, of any job, may take its staging
+// slot. Then the block is read again.
 //
 // Between BeginEarly() and the decision, blocks on swap that have all their gradients are updated early (EarlyUpdates), with
-// the announced scalars. Among these blocks, the block that the next forward needs first goes first. Begin() accepts the early
-// updates that were made with the scalars of the decision. The other blocks are updated from scratch.
+// the announced scalars. Among these blocks, the block that the next forward needs first is updated first. Begin() accepts the
+// early updates that were made with the scalars of the decision. The other blocks are updated from scratch.
 //
-// LAMB goes over all blocks twice. The first pass computes the norms of parameters, and changes nothing. The norms are summed
-// in the order of blocks. The ratios from these sums are those with which the second pass updates.
+// LAMB makes two passes over all blocks. The first pass computes the norms of parameters, and changes nothing. The norms are
+// summed in the order of blocks. The second pass updates with the trust ratios from these sums.
 class StepPipeline {
  public:
   StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
@@ -75,13 +75,13 @@ class StepPipeline {
                nvme::SlotMap& swap, PathTable& path_table, StagingPool& pool,
                const LeaseTable& leases, uint32_t workers, bool keeps_jobs);
 
-  // Reads ahead while no step is applied.
+  // Reads blocks ahead while no step is applied.
   void Prefetch();
 
-  // Sets the order of update: by the first of a block's partitions in `trace`. Blocks without a partition in `trace` come last.
-  // Not called while a step is applied.
+  // Orders the blocks for the update by the position in `trace` of each block's first partition. Blocks without a partition in
+  // `trace` come last. Not called while a step is applied.
   void FollowTrace(const std::vector<uint32_t>& trace);
-  // Begins to apply a step. `is_as_announced`: the scalars are those of BeginEarly(). Nothing is started before Pump().
+  // Begins to apply a step. `is_as_announced`: the scalars equal those of BeginEarly(). Tasks start with the next Pump().
   void Begin(StepOrder order, bool is_as_announced);
   // Reserves the staging slots in which the previous daemon left blocks. Called on a new pipeline.
   void KeepStaged(const KeptUpdate& update);
@@ -92,55 +92,56 @@ class StepPipeline {
   // Does nothing if the optimizer needs norms first. Not called while a step is applied.
   void BeginEarly(StepOrder order);
   bool is_early() const { return is_early_; }
-  // Starts early reads and updates that can start.
+  // Starts the early reads and early updates that can start.
   void PumpEarly();
-  // Drops the early updates of this step, and begins no more.
+  // Drops the early updates of this step, and stops beginning them.
   void DropEarly();
   // Drops the early update of one block, which is going to be written or moved. No task of that update runs.
   void DropEarlyUpdateOf(uint32_t block);
-  // True while a worker or the disk has a block of an early update, perhaps of one that was dropped.
+  // True while a task of an early update runs, even if that update was dropped.
   bool has_early_tasks() const { return early_tasks_ > 0; }
   bool ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const {
     return early_.ReadsSums(partition, begin, end);
   }
-  // Records that a range has its last sum in the step that is being gathered (`is_last`), or does not after all.
+  // Records that the gradient sum of a range is final for the step that is being gathered (`is_last`), or that it no longer is.
   void CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last);
   // Forgets the gathered gradients, and drops the early updates unless a step is applied.
   void ForgetSums();
   SumPages& sums() { return sums_; }
   const SumPages& sums() const { return sums_; }
-  // Moves pages of sums to and from swap. `norm_waits`: a norm waits for sums, so that no gradient waits for early updates.
+  // Moves pages of sums to and from swap. If `norm_waits`, a norm waits for sums, and gradients do not wait for early updates
+  // to free frames.
   void PumpSums(bool norm_waits);
-  // Begins to set masters from the weights, as step 0. False: masters have no plane of their own.
+  // Begins to set masters from the weights, as step 0. False if blocks have no plane of masters.
   bool BeginMasters();
-  void Pump();  // starts what can be started
+  void Pump();  // starts the tasks that can start
   bool running() const { return running_; }
   bool done() const {
     return running_ && blocks_left_ == 0 && early_tasks_ == 0 && pass_ != UpdatePass::kNorms;
   }
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
-  // Ends a step that is done(); returns how many masters overflowed.
+  // Ends a step that is done(). Returns the number of masters that overflowed.
   uint64_t Finish();
-  // Call the function of the same name in BlockLedger, and emit its RecordBlock.
+  // Call the function of the same name in BlockLedger, and emit a RecordBlock.
   void PublishBlock(uint32_t block);
   void SetResident(uint32_t block);
   // True if the running step updates the partition.
   bool Updates(uint32_t partition) const { return running_ && partition_has_gradient_[partition]; }
   // True if the newest step updates the partition or has updated it.
   bool HasUpdated(uint32_t partition) const { return partition_has_gradient_[partition]; }
-  // True if no update of the running step touches the partition any more, and if its blocks with weights are written.
+  // True if the running step has updated all blocks of the partition, and has written those with weights. True if no step runs.
   bool IsPartitionDone(uint32_t partition) const {
     return !running_ || partition_blocks_left_[partition] == 0;
   }
 
-  // Starts nothing any more, because the job failed. Staging slots become free as their tasks end.
+  // Stops starting tasks, because the job failed. Staging slots become free as their tasks end.
   void Abandon();
 
-  // Handle tasks that have ended. An error leaves the job's state unusable: the job fails of it.
+  // Handle tasks that have ended. After an error the job's state is unusable, and the job fails.
   struct ReadOutcome {
     uint32_t block = 0;
-    absl::Status status;  // of the read
-    bool fatal = false;   // a step needs the block
+    absl::Status status;  // result of the read
+    bool fatal = false;   // true if a step needs the block
   };
   ReadOutcome OnRead(const TaskDone& done);
   absl::Status OnUpdated(const TaskDone& done);
@@ -155,15 +156,15 @@ class StepPipeline {
   const BlockLedger& ledger() const { return ledger_; }
   Placement& placement() { return placement_; }
   const Placement& placement() const { return placement_; }
-  // Allows the block to be read ahead: it is on swap now, or is to stay there.
+  // Allows a block that is on swap now, or that stays on swap, to be read ahead.
   void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, position_[block]); }
-  // Takes one slot more of the node, on a path that works, if none of the job's free slots is on such a path.
+  // Takes one slot from the node, on a path that works, if no free slot of the job is on such a path.
   void AddSpareSlot();
-  // Between steps, provides a slot for another version of the block, beside those that durable steps name. Takes one slot of
-  // the node if the job's slots are not enough for that version and the next step. False: the node has none.
+  // Provides a swap slot for a new version of the block between steps, in addition to slots that durable steps name. Takes one
+  // slot from the node if the job has too few slots for that version and the next step. False if the node has no free slot.
   enum class NodeSlot : uint8_t { kAny, kOnWorkingPath };
   bool AddSlotForVersion(uint32_t block, NodeSlot which = NodeSlot::kAny);
-  // Like AddSlotForVersion(), with a free slot on a path that works.
+  // Like AddSlotForVersion(), for a slot on a path that works.
   bool AddSlotForMove(uint32_t block);
   bool AddNodeSlot(NodeSlot which = NodeSlot::kAny);
   // Allocates the slot for the block's next version.
@@ -172,11 +173,11 @@ class StepPipeline {
   BlockLedger::Target AllocateSave(uint32_t entry);
   PathTable& path_table() { return path_table_; }
   const PathTable& path_table() const { return path_table_; }
-  // Records that a state of these elements was set, so that their bytes in DRAM differ from what was saved.
+  // Records that a state of these elements was set, so that their bytes in DRAM differ from the saved copy.
   enum class StateSet : uint8_t { kMasters, kMoment };
   void OnStateSet(const ElementRun& elems, StateSet state);
-  // Sets a new pipeline to the state of the job's durable step, and then to what was retained in memory. Without retained
-  // memory, blocks in DRAM are read back later.
+  // Sets a new pipeline to the job's durable step, and then to the state of retained memory. Without retained memory, blocks in
+  // DRAM are read from swap later.
   void Recover(const DurableJob& job);
   const std::vector<uint64_t>& updates() const { return param_updates_; }  // by parameter
   // True while a block changes its place between steps (Residency or Relocation).
@@ -184,14 +185,14 @@ class StepPipeline {
   void set_relocating(bool is_relocating) { is_relocating_ = is_relocating; }
   // Adds a read that has ended to the path table.
   void CountRead(uint32_t path, uint64_t bytes, const TaskDone& done);
-  // Returns slots beyond those of the placement to the node, while no step runs. Does nothing with durable steps:
-  // FinishDurable() returns slots then.
+  // Returns slots that the placement does not need to the node, while no step runs. Does nothing with durable steps, for which
+  // FinishDurable() returns slots.
   void ReturnSurplusSlots();
   // Records that the ledger with the step of BlockLedger::BeginDurable() is durable.
   void FinishDurable(BlockLedger::Last last);
-  // Returns the write of a staged block's next bytes to a free slot.
+  // Returns the action that writes a staged block to a free slot.
   WriteBlock BeginWrite(uint32_t block, const BlockIdentity& identity, uint64_t checksum);
-  // Adds the block, and the first parameter that has elements in it, to an error.
+  // Returns the error with the block, and the first parameter that has elements in the block, added to its text.
   absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   // True if the job can continue as soon as a staging slot is free.
   bool waits_for_slot() const { return staged_.waits_for_slot(); }
@@ -201,36 +202,35 @@ class StepPipeline {
     return placement_.WhereBlock(block).tier == Tier::kDram;
   }
   BlockPlace PlaceOf(uint32_t block) const;
-  // Place of a partition's weights from one element on: in the weights arena, or in the partition's blocks.
+  // Returns the place of a partition's weights from `partition_elem` on: in the weights arena, or in the partition's blocks.
   WeightsPlace PlaceOfWeights(uint32_t partition, uint64_t partition_elem) const;
   BlockIdentity IdentityOf(uint32_t block) const;
   uint64_t checksum(uint32_t block) const { return ledger_.newest(block).checksum; }
-  // Number of updates that a parameter has had.
+  // Returns the number of updates that a parameter has had. SetUpdates() sets this number, between steps.
   uint64_t updates_of(uint32_t param) const { return param_updates_[param]; }
-  // Sets that number, between steps.
   void SetUpdates(uint32_t param, uint64_t updates);
   void StartRead(uint32_t block, uint32_t slot, bool for_update);
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
-  // Bytes that the newest step has read and written from its decision to its publication.
+  // Returns the bytes that the newest step read and wrote between its decision and its publication.
   uint64_t last_update_bytes() const { return last_update_bytes_; }
-  // OK, or the error of a write that the running step, or the gradients of the next one, wait for.
+  // OK, or the error of a write that is being repeated and that the running step or the next step's gradients wait for.
   const absl::Status& swap_wait() const {
     return swap_wait_.ok() ? sums_.write_error() : swap_wait_;
   }
   // OK, or the error of a failed read ahead for the step that is about to be decided.
   const absl::Status& prefetch_error() const { return prefetch_error_; }
-  // Forgets failed reads ahead: their blocks may be read ahead again.
+  // Clears failed reads ahead, so that their blocks may be read ahead again.
   void ForgetPrefetchErrors();
   void CheckInvariants(uint64_t committed_step) const;
 
  private:
   struct Running {
     uint32_t block = 0;
-    bool for_update = false;  // of reads
-    uint32_t path = 0;        // of reads and writes
-    bool from_disk = false;   // of reads; false: zeros that were never written
+    bool for_update = false;  // reads: an update needs the block
+    uint32_t path = 0;        // reads and writes: swap path
+    bool from_disk = false;   // reads: false for zeros that were never written
     // Set for writes only.
     uint64_t checksum = 0;
     WeightsDigests weights_digests = {};
@@ -268,7 +268,7 @@ class StepPipeline {
   std::optional<uint32_t> AllocateForReadAhead();
   bool ReadAhead(uint32_t block);
   void FailPrefetch(uint32_t block, const absl::Status& status);
-  // True if as many reads of the path are under way as keep it busy.
+  // True if enough reads of the path are running to keep the path busy.
   bool IsPathBusy(uint32_t path) const {
     return reads_[path] >= path_table_.reads_at_once(path, map_.full_block_bytes());
   }
@@ -281,17 +281,18 @@ class StepPipeline {
   void ReturnFreeSlots();
   uint32_t slots_wanted(uint32_t block) const;
   uint64_t slots_wanted() const;
-  uint32_t PathOf(uint32_t block) const;  // path that the block is read from
+  uint32_t PathOf(uint32_t block) const;  // swap path from which the block is read
   void PrepareStaged();
   void StartReads();
-  std::optional<uint32_t> FirstReady() const;  // swapped block, in the order of update
+  std::optional<uint32_t> FirstReady() const;  // first ready swapped block to update
   bool UpdatesHaveOtherWork() const;
   bool ReadsSums() const { return pass_ != UpdatePass::kMasters; }
   bool MayUpdateInPlace(uint32_t block);
-  // True if the update of the block waits for a lease on its weights. No new lease on them is granted before the update.
+  // True if the update of the block waits for a lease on its weights. No new lease on these weights is granted before the
+  // update.
   bool IsLeased(uint32_t block) const;
   uint32_t UpdatesMax() const;
-  bool IsNeeded(uint32_t block) const;  // a parameter in it has a gradient
+  bool IsNeeded(uint32_t block) const;  // true if a parameter in the block has a gradient
   std::pmr::vector<UpdateSegment> Segments(uint32_t block);
   const cpu_adam::StepScalars& ScalarsOf(uint32_t param_group, uint64_t t);
   bool needs_norms() const { return protocol::Info(layout_->spec().optimizer).passes == 2; }
@@ -306,15 +307,15 @@ class StepPipeline {
   StagedBlocks staged_;
   BlockLedger ledger_;
   Placement placement_;
-  // Slots of the node. A write gets one of them if its path has no free slot of the job.
+  // Free slots of the node. A write takes one if the job has no free slot on the write's path.
   nvme::SlotMap& swap_;
   PathTable& path_table_;
-  std::vector<std::vector<uint32_t>> block_partitions_;  // by block
-  std::vector<uint32_t> trace_;                          // fetches that the order follows
-  std::vector<uint32_t> in_order_;                       // blocks, as they are updated
-  std::vector<uint32_t> position_;                       // in that order, by block
-  std::vector<bool> partition_has_gradient_;             // of the running step
-  std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
+  std::vector<std::vector<uint32_t>> block_partitions_;  // partitions, by block
+  std::vector<uint32_t> trace_;                          // fetches that in_order_ follows
+  std::vector<uint32_t> in_order_;                       // blocks in the order of their updates
+  std::vector<uint32_t> position_;                       // index into in_order_, by block
+  std::vector<bool> partition_has_gradient_;             // for the running step, by partition
+  std::vector<uint64_t> param_updates_;                  // number of updates, by parameter
   std::pmr::map<TaskId, Running> tasks_;
   std::vector<uint32_t> reads_;  // running reads, by path
   // Positions of blocks whose early updates are part of the step, and whose new weights in the step arena wait for a worker.
@@ -322,14 +323,14 @@ class StepPipeline {
   EarlyUpdates early_;
   SumPages sums_;
   bool is_early_ = false;
-  bool early_failed_ = false;     // an early write failed: no early work until the decision
+  bool early_failed_ = false;     // an early write failed: stop early work until the decision
   uint32_t early_tasks_ = 0;      // running early updates and writes
-  uint32_t early_prefetch_left_;  // positions from it on were read ahead, or need not be
-  uint32_t prefetch_next_;        // a position: swapped blocks before it are staged, or have failed
+  uint32_t early_prefetch_left_;  // later positions are read ahead or need no read
+  uint32_t prefetch_next_;        // position: earlier swapped blocks are staged or have failed
   // Blocks whose read ahead failed. They are not read ahead again before the decision.
   std::set<uint32_t> prefetch_failed_;
   absl::Status prefetch_error_;
-  // Blocks whose last write failed, and the newest error.
+  // Blocks whose last write failed, and the newest of these errors.
   std::set<uint32_t> unwritten_;
   absl::Status swap_wait_;
 
@@ -343,15 +344,15 @@ class StepPipeline {
   UpdatePass pass_ = UpdatePass::kWhole;
   // Norms from UpdatePass::kNorms, by block.
   std::pmr::map<uint32_t, std::pmr::vector<SegmentNorms>> norms_;
-  std::vector<float> trust_;            // by parameter, once the norms are known
-  std::pmr::deque<uint32_t> resident_;  // blocks whose update has not begun
-  std::pmr::set<uint32_t> swapped_;     // positions of such blocks on swap
+  std::vector<float> trust_;            // trust ratios by parameter, once the norms are known
+  std::pmr::deque<uint32_t> resident_;  // resident blocks whose update has not begun
+  std::pmr::set<uint32_t> swapped_;     // positions of swapped blocks whose update has not begun
   uint32_t updating_ = 0;
   uint64_t blocks_left_ = 0;                     // blocks not updated and written yet
-  std::vector<uint32_t> partition_blocks_left_;  // blocks not updated yet
+  std::vector<uint32_t> partition_blocks_left_;  // blocks not updated yet, by partition
   uint64_t overflowed_masters_ = 0;
   PipelineCounters counters_;
-  PipelineCounters at_begin_;  // at the publication of the step before
+  PipelineCounters at_begin_;  // value at the publication of the step before
   PipelineCounters last_step_;
   uint64_t bytes_at_decision_ = 0;
   uint64_t last_update_bytes_ = 0;

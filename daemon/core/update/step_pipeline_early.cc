@@ -66,14 +66,14 @@ void StepPipeline::DropEarly(std::span<const uint32_t> blocks) {
   io_.actions().Emit(std::move(dropped));
 }
 
-// Frees the slots of a dropped update, whose task has ended.
+// Frees the slots of a dropped early update whose task has ended.
 void StepPipeline::EndDropped(uint32_t block) {
   staged_.Drop(block);
   early_.EndRemoved(block);
 }
 
-// Drops, at the decision, early updates that were made with other scalars, with the gradient of a parameter that has none, or
-// of weights that a reader has leased.
+// Drops early updates that the decision cannot accept: updates that were made with other scalars than the decided ones, updates
+// of a parameter that has no gradient in the step, and updates of weights that a reader has leased.
 void StepPipeline::AdoptEarly(bool is_as_announced) {
   const bool same = is_early_ && is_as_announced;
   std::pmr::vector<uint32_t> dropped(io_.memory());
@@ -88,8 +88,8 @@ void StepPipeline::AdoptEarly(bool is_as_announced) {
   early_.ForgetSums();
 }
 
-// Treats blocks that the previous daemon has written as early updates that the decision has accepted. Blocks that it had in
-// staging slots become ready, whatever part of their update was done.
+// Treats blocks that the previous daemon has written as early updates that the decision has accepted. Blocks that the previous
+// daemon had in staging slots become ready, even if part of their update was done.
 void StepPipeline::AdoptKept(const KeptUpdate& update) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const KeptUpdate::Block& of = update.blocks[block];
@@ -201,7 +201,7 @@ void StepPipeline::StartEarlyUpdates() {
   }
 }
 
-// Reads ahead from the last position on: backward delivers the gradients of the last block first.
+// Reads blocks ahead from the last position to the first, because backward delivers the gradients of the last block first.
 void StepPipeline::PrefetchEarly() {
   for (; early_prefetch_left_ > 0; --early_prefetch_left_) {
     const uint32_t block = in_order_[early_prefetch_left_ - 1];

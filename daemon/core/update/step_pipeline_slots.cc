@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StepPipeline: the job's swap slots, and the node's.
+// Functions of StepPipeline that exchange swap slots between the job and the node.
 #include <algorithm>
 #include <optional>
 
@@ -11,7 +11,8 @@
 
 namespace forebay::daemon {
 
-// Moves slots of the job to the paths that its writes go to: takes a free slot of the node there, and returns another slot.
+// Moves free slots of the job to paths that the job's next writes need: takes a free slot of the node on such a path, and
+// returns another slot to the node.
 void StepPipeline::ExchangeSlots() {
   if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) ExchangeSlot(*lacking);
   for (uint32_t path = 0; path < path_table_.paths() && ledger_.must_use_marked_path(); ++path) {
@@ -32,12 +33,12 @@ BlockLedger::Target StepPipeline::AllocateSlot(
   ExchangeSlots();
   std::optional<BlockLedger::Target> target = (ledger_.*begin)(entry);
   if (!target && AddNodeSlot()) target = (ledger_.*begin)(entry);
-  FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
+  FOREBAY_CHECK(target.has_value());  // the job has Placement::slots_needed() slots
   return *target;
 }
 
-// Adds a slot of the node. With durable steps, a block that has moved or was written between steps needs one slot more until
-// the next durable step.
+// Takes a slot from the node. With durable steps, a block that has moved or was written between steps needs an additional slot
+// until the next durable step.
 bool StepPipeline::AddNodeSlot(NodeSlot which) {
   if (!ledger_.is_durable()) return false;
   auto slot = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
@@ -49,12 +50,13 @@ bool StepPipeline::AddNodeSlot(NodeSlot which) {
   return slot.has_value();
 }
 
-// Number of slots that the block holds in a job with durable steps, and one for the version that the next step writes.
+// Returns the number of slots that the block holds in a job with durable steps, plus one for the version that the next step
+// writes.
 uint32_t StepPipeline::slots_wanted(uint32_t block) const {
   return ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
 }
 
-// Number of slots that the job needs, including those that blocks want beyond their own.
+// Returns the number of slots that the job needs. Blocks may need more slots than Placement::slots_of().
 uint64_t StepPipeline::slots_wanted() const {
   uint64_t wanted = placement_.slots_needed();
   for (uint32_t block = 0; ledger_.is_durable() && block < map_.blocks(); ++block) {
@@ -67,13 +69,13 @@ uint64_t StepPipeline::slots_wanted() const {
 bool StepPipeline::AddSlotForVersion(uint32_t block, NodeSlot which) {
   if (!ledger_.KeepsCurrent(block)) return true;
   if (slots_wanted(block) < placement_.slots_of(block)) return true;
-  // A slot that was added for another version is free if that version was not written.
+  // A slot that was added for an earlier version is still free if that version was not written.
   const uint64_t slots = ledger_.slots().size();
   if (slots > placement_.slots_needed() && slots > slots_wanted()) return true;
   return AddNodeSlot(which);
 }
 
-// Exchanges a free slot of the job for one of the node on this path, if there are both.
+// Exchanges a free slot of the job for a slot of the node on `path`, if the job and the node each have such a slot.
 void StepPipeline::ExchangeSlot(uint32_t path) {
   const std::optional<nvme::Slot> slot = swap_.AllocateOn(path, plan_.swap_slot_bytes);
   if (!slot) return;

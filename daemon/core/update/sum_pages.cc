@@ -10,7 +10,7 @@
 namespace forebay::daemon {
 namespace {
 
-// Number of requests for which frames are freed at once.
+// Maximum number of requests for which frames are freed at the same time.
 constexpr size_t kRequestsAhead = 8;
 
 }  // namespace
@@ -98,7 +98,7 @@ void SumPages::FreeSlot(uint32_t page) {
   pages_[page].slot.reset();
 }
 
-// Adds a page to those that can be written to swap for their frames, if it is one.
+// Lists the page among pages that can be written to swap to free their frames, if the page is such a page.
 void SumPages::List(uint32_t index) {
   const Page& page = pages_[index];
   if (page.state != State::kThere || page.updates_left > 0) return;
@@ -122,8 +122,8 @@ void SumPages::SetThere(uint32_t page) {
   SetUsed(page);
 }
 
-// Forgets the sums of a page. Running updates and transfers retain its frame until they end. Tasks of the gathering are stale:
-// no frame is allocated before they have ended.
+// Deletes the sums of a page. Running updates and transfers of the page retain its frame until they end. Tasks that add sums
+// are stale: no frame is allocated before these tasks have ended.
 void SumPages::Forget(uint32_t index) {
   Page& page = pages_[index];
   const bool is_moving = page.state == State::kSpilling || page.state == State::kLoading;
@@ -200,7 +200,7 @@ void SumPages::ForgetGathered() {
 bool SumPages::IsThere(uint32_t block) const {
   if (!is_paged()) return true;
   return std::ranges::all_of(block_pages_[block], [this](uint32_t index) {
-    const Page& page = pages_[index];  // a page without sums: its parameters have no gradient
+    const Page& page = pages_[index];  // kNone: its parameters have no gradient
     return (page.state == State::kThere && !page.is_forgotten) || page.state == State::kNone;
   });
 }
@@ -394,8 +394,8 @@ absl::Status SumPages::OnLoaded(const TaskDone& done) {
   return absl::OkStatus();
 }
 
-// Takes the job's free slot on a working path that was freed longest ago. If there is none, takes a slot of the node on a
-// working path. If there is none either, takes the job's free slot that was freed longest ago.
+// Allocates the job's free slot that was freed longest ago on a working path. Otherwise takes a slot of the node on a working
+// path. Otherwise allocates the job's free slot that was freed longest ago on any path.
 nvme::Slot SumPages::AllocateSlot() {
   const auto works = std::ranges::find_if(
       free_slots_, [this](const nvme::Slot& slot) { return path_table_.works(slot.path); });
@@ -444,17 +444,18 @@ void SumPages::OnSpilled(const TaskDone& done) {
   CountTransfer(*page.slot, Direction::kWrite, done);
   if (!done.status.ok() && !page.is_forgotten && !StaysThere(page) && !abandoned_) {
     write_error_ = done.status;
-    FreeSlot(index);  // this slot is tried again last
+    FreeSlot(index);  // slots that were freed earlier are tried first
     WriteToSlot(index, /*pause=*/true);
     return;
   }
   --spilling_;
-  write_error_ = absl::OkStatus();  // nothing waits for this write any more
+  write_error_ = absl::OkStatus();  // the write is no longer repeated
   if (done.status.ok()) counters_.written_bytes += plan_.sum_page_bytes;
   EndSpill(index, done.checksum);
 }
 
-// True if an addition waits for the page, or an update does and no other block of the update needs room.
+// True if a task waits to add sums to the page, or if the running update needs the page and no block of the update lacks
+// frames.
 bool SumPages::StaysThere(const Page& page) const {
   return page.is_requested || (page.updates_left > 0 && !short_block_);
 }
@@ -501,7 +502,7 @@ bool SumPages::IsIdle(const Page& page) {
   return page.adds == 0 && page.updates == 0 && page.prepared == 0;
 }
 
-// Finds the idle page that was used longest ago. Few pages are not idle: as many as workers and transfers use.
+// Finds the idle page that was used longest ago. Few pages are busy: at most those that workers and transfers use.
 std::optional<uint32_t> SumPages::OldestIdle(const ByUse& pages) const {
   for (const auto& [used, index] : pages) {
     if (IsIdle(pages_[index]) && !pages_[index].has_arrived) return index;
@@ -509,8 +510,8 @@ std::optional<uint32_t> SumPages::OldestIdle(const ByUse& pages) const {
   return std::nullopt;
 }
 
-// Finds the idle page that was used longest ago, and that the first block without frames does not need. For the case that no
-// update of the running step can begin, because no block finds all its pages.
+// Finds the idle page that was used longest ago, and that the first block without frames does not need. Used if no update of
+// the running step can begin, because no block has all its pages resident.
 std::optional<uint32_t> SumPages::OldestIdleOfUpdate() const {
   const std::vector<uint32_t>& kept = block_pages_[*short_block_];
   std::optional<uint32_t> oldest;

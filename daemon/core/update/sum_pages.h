@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Places of a job's gradient sums. All sums are in the step arena if they fit there. Otherwise they are in pages, some resident
-// and the others on swap.
+// Places of a job's gradient sums. All sums are in the step arena if they fit. Otherwise the sums are in pages, some in the
+// step arena and the rest on swap.
 #pragma once
 
 #include <cstdint>
@@ -27,13 +27,13 @@
 
 namespace forebay::daemon {
 
-// Sums that are not paged are always resident: this class does nothing then. A page of paged sums has a frame of the step arena
-// while sums are added to the page or an update reads it. While sums are gathered, some frames are freed ahead of need, of
-// pages whose blocks have been updated early. Such a page is needed again only if the decision differs from the announcement.
-// If a frame is needed and none is free, the page that was used longest ago is written to swap. In backward's order the next
-// forward needs that page last.
+// Sums that are not paged are always resident, and this class does nothing. A page of paged sums has a frame of the step arena
+// while sums are added to the page or an update reads it. While sums are gathered, frames of pages whose blocks have been
+// updated early are freed before another page needs a frame. Such a page is needed again only if the decision differs from the
+// announcement. If a frame is needed and none is free, the page that was used longest ago is written to swap. In backward's
+// order the next forward needs that page last.
 //
-// From the decision on, a page holds the sums of the step that is applied until all its blocks are updated. Sums that are
+// After the decision, a page holds the sums of the running step until all blocks of the page are updated. Sums that are
 // gathered for the next step use frames that the update does not need, and no page of the running step.
 //
 // A page returns from swap with the same bytes: its checksum is verified.
@@ -47,36 +47,36 @@ class SumPages {
   };
   enum class Room : uint8_t {
     kThere,
-    kComing,  // a frame for each of its pages, some are being read
+    kComing,  // each page has a frame, and some pages are being read
     kNone,
   };
 
-  // The arguments outlive this object. `slots`: swap slots for pages.
+  // The arguments outlive this object. `slots`: swap slots for pages of sums.
   SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
            const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, nvme::SlotMap& swap,
            PathTable& paths);
 
   bool is_paged() const { return plan_.has_paged_sums(); }
 
-  // End of the elements of a partition from `elem` on that are on the same page.
+  // Returns the end of the partition's elements from `elem` on that are on the same page as `elem`.
   uint64_t EndOnPage(uint32_t partition, uint64_t elem) const;
-  // Offset in the step arena of an element whose page is resident, in bytes.
+  // Returns the byte offset in the step arena of an element whose page is resident.
   uint64_t OffsetOf(uint32_t partition, uint64_t elem) const;
 
-  // True if sums can be added to the element's page, or read from it. False: the page is requested, and DrainArrived() returns
-  // its ranges once it is resident. An arrived page may leave again if it is not pinned before the next Pump(). kSoon: the
-  // request waits for frames that become free as blocks are updated early. A later request may be kNow.
+  // True if sums can be added to the element's page, or read from it. Otherwise requests the page: DrainArrived() returns the
+  // page's ranges once the page is resident. An arrived page may be evicted again if it is not pinned before the next Pump(). A
+  // kSoon request waits for frames that become free as blocks are updated early. A later request for the same page may be kNow.
   enum class Need : uint8_t { kSoon, kNow };
   bool Request(uint32_t partition, uint64_t elem, Need need);
   std::pmr::vector<Range> DrainArrived();
   bool has_arrived() const { return !arrived_.empty(); }
-  // Pin the element's page for a task of the gathering, and unpin it. ForgetGathered() removes all these pins: nothing is moved
-  // while tasks are stale.
+  // Pin the element's page for a task of the gathering, and unpin it. ForgetGathered() removes all these pins. No page moves
+  // while stale tasks run.
   void Pin(uint32_t partition, uint64_t elem);
   void Unpin(uint32_t partition, uint64_t elem);
 
-  // IsThere() is true if the sums of a block are resident, for its update. Prepare() also brings them from swap if there are
-  // frames.
+  // IsThere() is true if all sums of a block are resident, so that the block can be updated. Prepare() also reads the block's
+  // sums from swap if enough frames are free.
   bool IsThere(uint32_t block) const;
   Room Prepare(uint32_t block);
   // Pin the pages of a block while an update of the block runs.
@@ -84,8 +84,8 @@ class SumPages {
   void UnpinBlock(uint32_t block);
   std::pmr::vector<SumFrame> FramesOf(uint32_t block) const;
 
-  // Begins the update of `blocks` from their sums: the step is decided. Other sums are forgotten. `recorded_step`: the step, if
-  // another daemon could continue it (RecordSums); 0: none could.
+  // Begins the update of `blocks` from their sums: the step is decided. Sums of other blocks are deleted. `recorded_step` is
+  // the step if the next daemon can continue it (RecordSums), otherwise 0.
   void BeginUpdate(std::span<const uint32_t> blocks, uint64_t recorded_step);
   // Begins to record the places of all pages of a prepared step (RecordPrepared), until BeginUpdate() or EndPrepared().
   void BeginPrepared(uint64_t recorded_step);
@@ -95,25 +95,26 @@ class SumPages {
   void EndUpdateOf(uint32_t block);
   // Records, before the decision, that the early update of a block is on swap, or is dropped after all.
   void SetUpdatedEarly(uint32_t block, bool is_updated);
-  // Forgets the gathered sums. Retains the sums of the running update.
+  // Deletes the gathered sums. Retains the sums of the running update.
   void ForgetGathered();
 
   // Starts the transfers that can start. `has_early_work`: blocks are being updated early.
   void Pump(bool has_early_work);
 
-  // Handle transfers that have ended. An error: sums of the running update are lost.
+  // Handle transfers that have ended. After an error sums of the running update are lost.
   void OnSpilled(const TaskDone& done);
   absl::Status OnLoaded(const TaskDone& done);
-  // Returns the error of a requested page, and clears it. OK: none. Pages of the running update do not count.
+  // Returns and clears the error of a requested page. OK if no request failed. Errors of the running update's pages do not
+  // count.
   absl::Status DrainError() { return std::exchange(error_, absl::OkStatus()); }
 
-  // Starts nothing any more, because the job failed or is deleted.
+  // Stops starting transfers, because the job failed or is deleted.
   void Abandon() { abandoned_ = true; }
 
   // OK, or the error of a page's write that is repeated in another slot.
   const absl::Status& write_error() const { return write_error_; }
   const SumsCounters& counters() const { return counters_; }
-  // Slots of the constructor, and those that the node granted when paths failed.
+  // Returns the slots of the constructor, and the slots that the node granted when paths failed.
   const std::set<nvme::Slot>& slots() const { return slots_; }
   void CheckInvariants() const;
 
@@ -122,21 +123,21 @@ class SumPages {
 
   struct Page {
     State state = State::kNone;
-    uint32_t frame = 0;                   // unless kNone or kOnSwap
+    uint32_t frame = 0;                   // frame of the page; not in kNone and kOnSwap
     std::optional<nvme::Slot> slot = {};  // kSpilling, kOnSwap, kLoading
-    uint64_t checksum = 0;                // of the bytes in the slot
-    uint64_t spills = 0;                  // number ever: part of its identity
-    uint32_t adds = 0;                    // tasks of the gathering
-    uint32_t updates = 0;                 // tasks of updates
-    uint32_t updates_left = 0;            // blocks of the running update
-    uint32_t prepared = 0;                // of these: prepared, update not begun
+    uint64_t checksum = 0;                // checksum of the bytes in the slot
+    uint64_t spills = 0;                  // number of writes to swap; part of the identity
+    uint32_t adds = 0;                    // running tasks that add sums to the page
+    uint32_t updates = 0;                 // running tasks of updates
+    uint32_t updates_left = 0;            // blocks that the running update has left
+    uint32_t prepared = 0;                // blocks with Prepare() called, update not begun
     bool is_requested = false;
     bool is_urgent = false;
-    bool has_arrived = false;   // and not drained
-    bool is_forgotten = false;  // its sums are dropped when its tasks end
-    uint64_t used = 0;          // when it was used last
+    bool has_arrived = false;   // has arrived, not returned by DrainArrived() yet
+    bool is_forgotten = false;  // delete the sums when the page's tasks end
+    uint64_t used = 0;          // clock_ at the last use of the page
     uint32_t blocks = 0;
-    uint32_t blocks_updated_early = 0;  // of these
+    uint32_t blocks_updated_early = 0;  // number of blocks that were updated early
     std::vector<Range> ranges = {};
   };
 
@@ -178,7 +179,7 @@ class SumPages {
   JobTasks& io_;
   const protocol::Layout& layout_;
   const MemoryPlan& plan_;
-  nvme::SlotMap& swap_;  // of the node
+  nvme::SlotMap& swap_;  // free slots of the node
   PathTable& path_table_;
   std::set<nvme::Slot> slots_;
   std::vector<Page> pages_;
@@ -186,17 +187,17 @@ class SumPages {
   uint32_t block_pages_max_ = 0;
   std::pmr::set<uint32_t> free_frames_;
   std::pmr::deque<nvme::Slot> free_slots_;
-  ByUse gathered_;       // pages in state kThere with sums that no update is for yet
-  ByUse updated_early_;  // of these: all blocks were updated early
+  ByUse gathered_;                       // pages in state kThere with sums that no update uses yet
+  ByUse updated_early_;                  // pages of gathered_ whose blocks were all updated early
   std::pmr::vector<uint32_t> requests_;  // pages, oldest first
-  size_t urgent_ = 0;                    // of these
+  size_t urgent_ = 0;                    // number of kNow requests
   std::pmr::vector<uint32_t> arrived_;
-  std::pmr::set<uint32_t> prepared_;       // blocks
-  std::pmr::map<TaskId, uint32_t> tasks_;  // pages
+  std::pmr::set<uint32_t> prepared_;       // blocks with Prepare() called, update not begun
+  std::pmr::map<TaskId, uint32_t> tasks_;  // page of each transfer
   uint32_t spilling_ = 0;
   uint32_t loading_ = 0;
-  uint32_t update_tasks_ = 0;            // that read sums
-  uint32_t of_update_on_swap_ = 0;       // pages of the running update
+  uint32_t update_tasks_ = 0;            // running updates that read sums
+  uint32_t of_update_on_swap_ = 0;       // pages of the running update on swap
   std::optional<uint32_t> short_block_;  // first block of the update that found no frames
   bool abandoned_ = false;
   uint64_t recorded_step_ = 0;  // 0: the running update is not recorded

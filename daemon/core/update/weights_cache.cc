@@ -106,13 +106,14 @@ uint64_t WeightsCache::NextUse(uint32_t partition) const {
   return next;
 }
 
-// True if nobody uses or waits for the copy, and it is not needed before `needed_in` other fetches.
+// True if the copy is read completely, not leased and not wanted, and not expected to be fetched within the next `needed_in`
+// fetches.
 bool WeightsCache::MayEvict(uint32_t partition, const Copy& copy, uint64_t needed_in) const {
   return copy.loads_left == 0 && !leases_.IsLeased(partition) && !IsWanted(partition) &&
          NextUse(partition) >= needed_in;
 }
 
-// Chooses the copy that is needed last among those that may be evicted.
+// Returns the copy that is needed last among copies that may be evicted.
 std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
   std::optional<uint32_t> victim;
   uint64_t victim_use = 0;
@@ -128,8 +129,8 @@ std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
   return victim;
 }
 
-// Begins to read a partition that has no copy. False: there is no room now, and nothing is evicted. An eviction for nothing
-// would be repeated without end: the evicted copy is read ahead again.
+// Begins to read a partition that has no copy. Returns false without evicting if evictions cannot free enough DRAM. Such an
+// eviction would be repeated without end, because the evicted copy is read ahead again.
 bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
   const uint64_t bytes = BytesOf(partition);
   std::optional<uint64_t> offset = FindRoom(bytes);
@@ -154,7 +155,7 @@ bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
 
 // -------------------------------------------------------------------------------------------- reads
 
-// Adds a piece for each block that has elements of the partition: the pages with these elements.
+// Adds a read for each block that has elements of the partition: the read covers the pages with these elements.
 void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   const uint64_t to = plan_.weights_cache_offset + copy.offset_bytes;
@@ -238,19 +239,19 @@ void WeightsCache::EndRound(bool begins) {
   StartPieces();
 }
 
-// Begins to read the partition that a rank is expected to fetch after `ahead` other fetches. False: this partition and those
-// after it have to wait.
+// Begins to read the partition that a rank is expected to fetch after `ahead` other fetches. False if this partition and later
+// partitions have to wait.
 bool WeightsCache::MakeAhead(const Order& order, size_t ahead) {
   const size_t next = order.now.size() + ahead;
   if (next >= order.before.size()) return false;
   const uint32_t partition = order.before[next];
   if (copies_.contains(partition) || not_read_ahead_.contains(partition)) return true;
-  // Only copies that are needed later are evicted.
+  // Make() evicts only copies that are needed later than this partition.
   return pipeline_.IsPartitionDone(partition) && Make(partition, ahead + 1);
 }
 
 void WeightsCache::Prefetch() {
-  // Wanted partitions are read first.
+  // Partitions that a fetch waits for are read first.
   if (!pieces_.empty() || std::ranges::any_of(wanted_, [this](uint32_t partition) {
         return !copies_.contains(partition);
       })) {
@@ -260,8 +261,8 @@ void WeightsCache::Prefetch() {
   for (const auto& [rank, order] : orders_) {
     if (order.is_same) going.push_back(&order);
   }
-  // Partitions that any rank needs first are read first. Otherwise a partition that one rank needs later would fill the room of
-  // another rank's next partition.
+  // Partitions that any rank needs first are read first. Otherwise a partition that one rank needs later would fill the DRAM
+  // that another rank's next partition needs.
   for (size_t ahead = 0; !going.empty(); ++ahead) {
     std::erase_if(going, [&](const Order* order) { return !MakeAhead(*order, ahead); });
   }
