@@ -448,7 +448,7 @@ absl::Status ApplySetting(std::string_view setting, Config& config) {
     const toml::table table = toml::parse(absl::StrCat("value = ", value));
     return SetKey(*table.get("value"), place, config);
   } catch (const toml::parse_error&) {
-    // not TOML: bare text below
+    // The value is not TOML: the code below takes it as a string, or as a list of strings.
   }
   toml::array list;
   const std::vector<std::string> parts = absl::StrSplit(value, ',');

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Settings of the daemon: a TOML file, then `--set key=value` on top of it.
+// Settings of the daemon: a TOML file, and `--set key=value` options that override the file.
 #pragma once
 
 #include <chrono>
@@ -24,36 +24,36 @@ enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
 // Behaviour of a daemon on a kernel without pidfd_open(2).
 enum class PidfdPolicy : uint8_t {
   kRequired,    // does not start
-  kBestEffort,  // as ControlPlaneOptions::serves_without_pidfds
+  kBestEffort,  // starts with ControlPlaneOptions::serves_without_pidfds
 };
 
 struct Config {
   std::string socket_path = "/run/forebay/forebay.sock";
   uint32_t socket_mode = 0660;
-  // Name or number of a group; empty: none.
+  // Name or number of the group that sees the jobs of all users. Empty: no such group.
   std::string socket_operators;
-  // 0: half of what the control group or the machine has.
+  // Limit on the memory of all jobs and the daemon. 0: half of the memory of the control group or the machine.
   uint64_t dram_limit_bytes = 0;
   uint32_t dram_job_percent = 100;  // percent of the limit that one job may take
   uint64_t dram_uid_bytes = 0;      // bytes that the jobs of one user may take; 0: no quota
-  uint64_t swap_uid_bytes = 0;      // likewise; 0: no quota
+  uint64_t swap_uid_bytes = 0;      // bytes of swap that the jobs of one user may take; 0: no quota
   std::vector<std::string> swap_paths;
-  std::vector<uint64_t> swap_capacity_bytes;  // one for all paths, or one per path
+  std::vector<uint64_t> swap_capacity_bytes;  // one value for all paths, or a value for each path
   uint64_t swap_staging_bytes = 0;            // 0: two slots per worker and four more
-  // bytes a second, one for all paths or one per path; empty: no limit
+  // Limit of transfers in bytes a second: one value for all paths, or a value for each path. Empty: no limit.
   std::vector<uint64_t> swap_limit_rate;
   uint64_t swap_ledger_bytes = 0;  // bytes for a ledger; 0: chosen by the capacity
   nvme::FileLife swap_life = nvme::FileLife::kKept;
-  // Not a key: kReclaim gives up durable jobs that the paths hold.
+  // Treatment of durable jobs that the paths hold: kReclaim gives them up. Not set by a key.
   nvme::OpenMode swap_mode = nvme::OpenMode::kRecover;
-  // Not a key: kAdopted takes over a volume that was last used elsewhere.
+  // Treatment of a volume that was last used elsewhere: kAdopted takes it over. Not set by a key.
   OtherPlace swap_other_place = OtherPlace::kRefused;
-  // Not a key: folder with the records of swap paths that are block devices; empty: there are no such records.
+  // Folder with the records of swap paths that are block devices. Empty: block devices have no records. Not set by a key.
   std::string state_folder;
-  // Not a key: swap.endurance is set, which has no effect.
+  // True if the settings contain swap.endurance, a key without effect.
   bool sets_endurance = false;
   std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // deadline of a transfer
-  // True if swap paths without recorded rates are measured; only with swap.life = "kept".
+  // True if the daemon measures swap paths that have no recorded rates. Has an effect only with swap.life = "kept".
   bool swap_probe = true;
   nvme::EngineChoice io_engine = nvme::EngineChoice::kAuto;
   uint32_t workers = 0;          // 0: one per physical core
@@ -71,7 +71,7 @@ struct Config {
   PidfdPolicy pidfd = PidfdPolicy::kRequired;
 };
 
-// A key, for help texts and for the search of the nearest key.
+// Description of a key, for help texts and for the search of the nearest key.
 struct ConfigKey {
   std::string_view name;   // "dram.limit"
   std::string_view value;  // kind of its value: "size", "path", "auto | io_uring | threads"
@@ -80,7 +80,7 @@ struct ConfigKey {
 
 std::span<const ConfigKey> ConfigKeys();
 
-// Reads a TOML file on top of `config`.
+// Reads a TOML file. Its settings override those in `config`.
 //
 // Errors  E_CONFIG  the file cannot be read or parsed, a key is unknown (hint: the nearest one), or
 //                   a value has another type or is out of range: file and line.

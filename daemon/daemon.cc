@@ -73,7 +73,7 @@ uint64_t RaiseLimits() {
   return descriptors;
 }
 
-// Warns if memory need not be locked and this process may not lock as much as the limit.
+// Warns if locked memory is optional and this process may lock fewer bytes than the limit.
 void SayWhatIsNotPinned(const Config& config, uint64_t dram_limit_bytes) {
   if (config.lock == pinned_mem::LockPolicy::kRequired || pinned_mem::MayLock(dram_limit_bytes)) {
     return;
@@ -137,7 +137,7 @@ absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
                    "name CPUs that the daemon may run on, or leave the key out");
 }
 
-// State of a daemon that nobody else sees.
+// Parts of a daemon that are created before the socket and the swap paths are touched.
 struct Prepared {
   std::optional<gid_t> operators;
   uint32_t connections_per_uid_max;
@@ -266,7 +266,7 @@ void AbandonSwap(std::unique_ptr<SwapSpace> swap, std::unique_ptr<nvme::IoEngine
     std::unique_ptr<SwapSpace> swap;
     std::unique_ptr<nvme::IoEngine> engine;
   };
-  // Never destroyed.
+  // The vector is never destroyed.
   static auto* const abandoned = std::make_unique<std::vector<Abandoned>>().release();
   abandoned->push_back({.swap = std::move(swap), .engine = std::move(engine)});
 }
@@ -280,7 +280,7 @@ struct Probe {
   std::atomic<uint64_t> control = 0;
 };
 
-// In the order in which they are made.
+// State of the daemon. Members are declared in the order in which they are created.
 struct Daemon::State {
   Config config;
   std::unique_ptr<InstanceLock> lock;
@@ -345,7 +345,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   }
   std::vector<AdoptedArenas> adopted =
       AdoptJobs(handed_over, recorded, state->swap.get(), options.arenas, left, options.state);
-  // Adopts jobs that did not become quiescent in time, or all jobs if the daemon before was killed.
+  // Adopts jobs that did not become quiescent in time, or all jobs if the earlier daemon was killed.
   for (AdoptedArenas& of_killed : AdoptKilled(std::move(recorded), state->swap.get(), staging,
                                               options.arenas, left, options.state)) {
     adopted.push_back(std::move(of_killed));
@@ -362,7 +362,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   state->executor->OwnAdopted();
   // The loop thread resumes updates because that may start I/O. No client can have asked for anything before.
   FOREBAY_CHECK(state->inbox->Push([](Executor& executor) { executor.ResumeUpdates(); }));
-  std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
+  std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // after this line Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {
     (void)::pthread_setname_np(::pthread_self(), "forebay-loop");
@@ -446,7 +446,7 @@ absl::Status Daemon::HandOver(KeepDescriptors keep, std::chrono::seconds limit,
 
 void Daemon::Stop() {
   if (!state_->loop.joinable()) return;
-  state_->control.reset();  // no new calls; ends every session
+  state_->control.reset();  // accepts no further calls, and ends every session
   state_->socket.reset();
   FOREBAY_CHECK(state_->inbox->Push([&stopping = state_->stopping](Executor& executor) {
     stopping = true;

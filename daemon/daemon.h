@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole daemon as an object: `forebayd` holds one, and so does a test.
+// The whole daemon as an object, used by `forebayd` and by tests.
 #pragma once
 
 #include <chrono>
@@ -27,13 +27,13 @@ constexpr uint64_t PrivateBytes(uint64_t workers) {
 // Threads  Start() and the destructor on one thread.
 class Daemon {
  public:
-  // Returns when clients can connect.
+  // Starts a daemon. Returns once clients can connect.
   //
-  // Errors  E_CONFIG, E_OPTION  a setting that cannot be.
-  //         E_BUSY              another daemon on the socket or a swap path; its process id.
-  //         E_SWAP_PATH, E_SWAP_NOSPC, E_UNSUPPORTED  as of nvme.
+  // Errors  E_CONFIG, E_OPTION  a setting is not possible.
+  //         E_BUSY              another daemon uses the socket or a swap path; its process id.
+  //         E_SWAP_PATH, E_SWAP_NOSPC, E_UNSUPPORTED  those of nvme.
   //         E_SWAP_PATH, E_CORRUPT                    durable jobs that cannot be recovered, or are of another place.
-  //         E_UNSUPPORTED                             jobs.durability without swap that is kept.
+  //         E_UNSUPPORTED                             jobs.durability without swap files that outlive the daemon.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   //
   // `left`: descriptors that the daemon before this one has handed over, or had when it was killed. Its jobs continue. If a job
@@ -50,27 +50,27 @@ class Daemon {
   // Makes the checks of Start() that come before the socket and the swap paths are touched.
   static absl::Status Check(const Config& config);
 
-  // Returns the durable jobs that the swap paths hold, which Config::swap_mode kReclaim gives up: "2 jobs: gpt at step 41,
-  // ...". Returns an empty text if there are none. Nothing is changed.
+  // Returns a text about the durable jobs that the swap paths hold and that OpenMode::kReclaim would give up: "2 jobs: gpt at
+  // step 41, ...". Returns an empty text if the paths hold no durable jobs. Changes nothing.
   //
-  // Errors  of FindDurableJobs: there may be some.
+  // Errors  of FindDurableJobs: the paths may hold durable jobs.
   static absl::StatusOr<std::string> DurableJobs(const Config& config);
 
-  // Reads and verifies everything that durable jobs have on the swap paths. Each path is read no faster than its
-  // swap.limit_rate. Of the other settings only swap.paths and io.engine count: sizes come from the labels on the paths.
-  // Changes nothing. Blocks.
+  // Reads and verifies all slots of durable jobs on the swap paths. Reads each path no faster than its swap.limit_rate. Ignores
+  // all settings other than swap.paths, swap.limit_rate and io.engine: sizes come from the labels on the paths. Changes
+  // nothing. Blocks.
   //
-  // Errors  Those of ScrubPaths and nvme::CreateIoEngine. E_CONFIG: there are no swap paths.
+  // Errors  Those of ScrubPaths and nvme::CreateIoEngine. E_CONFIG: `config` has no swap paths.
   static absl::StatusOr<ScrubReport> Scrub(const Config& config);
 
-  // Returns the durable jobs with their steps in the form of Scrub(); no slot is read.
+  // Returns the durable jobs and their steps as a ScrubReport. Reads no slot.
   //
-  // Errors  of WithSizes and FindDurableJobs. E_CONFIG: there are no swap paths.
+  // Errors  of WithSizes and FindDurableJobs. E_CONFIG: `config` has no swap paths.
   static absl::StatusOr<ScrubReport> ListJobs(const Config& config);
 
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
-  ~Daemon();  // Stop()
+  ~Daemon();  // calls Stop()
 
   // Makes the jobs quiescent before Stop(). `keep` is called on the loop thread with the descriptors by which the next daemon
   // finds the jobs, and ranks are notified to attach again. A job in the middle of a step is waited for up to `limit`; after
@@ -91,7 +91,7 @@ class Daemon {
   // True at the first call. For the thread of Start().
   bool MadeProgress();
 
-  const Config& config() const;  // with defaults filled in
+  const Config& config() const;  // the settings of Start(), with defaults filled in
 
  private:
   struct State;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Descriptors that outlive this process: the service manager stores them for the next one.
+// Store of descriptors that outlive this process: the service manager holds them for the next process.
 #pragma once
 
 #include <chrono>
@@ -20,16 +20,16 @@
 
 namespace forebay::daemon {
 
-// Descriptors of a job: weights, states and step arena, its record, and the next record. Descriptors of a session: its gradient
-// arena and its process, and those of a session of the daemon before that was not continued. Descriptors of the node: the
-// ledger, and room for more. FileDescriptorStoreMax= of the unit is the sum.
+// Numbers of stored descriptors. For each job: weights, states and step arena, its record, and the next record. For each
+// session: its gradient arena and its process, and those of a session of the earlier daemon that was not continued. For the
+// node: the ledger, and reserve. FileDescriptorStoreMax= of the unit is the sum.
 inline constexpr uint32_t kStoredFdsPerJob = 5;
 inline constexpr uint32_t kStoredFdsPerSession = 4;
 inline constexpr uint32_t kStoredFdsOfNode = 16;
 inline constexpr uint32_t kStoredFdsMax =
     kStoredFdsPerJob * kJobsMax + kStoredFdsPerSession * kSessionsMax + kStoredFdsOfNode;
 
-// Environment variables that main() reads; null: not set.
+// Environment variables that main() reads; null if a variable is not set.
 struct FdStoreEnvironment {
   const char* notify_socket = nullptr;   // NOTIFY_SOCKET
   const char* fdstore = nullptr;         // FDSTORE
@@ -42,7 +42,7 @@ struct FdStoreEnvironment {
 // with other names (sockets that the service manager listens on for us) are not touched.
 //
 //   start  Take(); the caller decodes; Forget(), before it changes a byte; Release() each.
-//   then   Keep() and Drop(), as memory comes and goes.
+//   then   Keep() and Drop(), as memory is allocated and freed.
 //   end    Keep() each; Flush().
 //
 // Ownership  Of descriptors that were taken and not released: the destructor closes them.
@@ -52,7 +52,7 @@ struct FdStoreEnvironment {
 class FdStore {
  public:
   static constexpr std::string_view kPrefix = "forebay.";
-  // Without the prefix; systemd takes 255 with it.
+  // Most bytes of a name without the prefix. systemd accepts 255 bytes with the prefix.
   static constexpr size_t kNameBytesMax = 200;
 
   // Takes the descriptors that were handed over at start. Sets close-on-exec on each, and unsets the variables LISTEN_*, so
@@ -61,26 +61,27 @@ class FdStore {
 
   // True if the service manager stores descriptors of this service.
   bool is_available() const { return fds_max_ > 0; }
-  // Number of descriptors that it stores at most.
+  // Returns the number of descriptors that the service manager stores at most.
   uint64_t fds_max() const { return fds_max_; }
 
-  // Names of the descriptors that were taken and not released, ascending.
+  // Returns the names of the descriptors that were taken at start and not released, in ascending order.
   std::vector<std::string> names() const;
-  // Gives the descriptor to the caller. The result is not valid if there is none with that name.
+  // Passes the descriptor with this name to the caller. Returns an invalid descriptor if no descriptor has the name.
   protocol::UniqueFd Release(std::string_view name);
 
-  // Removes from the store all descriptors that were taken, except `kept`, and waits until they are removed: a process that
-  // starts after a crash of this one does not find them. Does nothing if none were taken.
+  // Removes the descriptors that were taken from the service manager's store, except the names in `kept`, and waits until they
+  // are removed. A process that starts after a crash of this process does not get them. Does nothing if no descriptors were
+  // taken.
   //
-  // Errors  as Flush; some may be in the store still.
+  // Errors  those of Flush; the store may still have some of the descriptors.
   absl::Status Forget(std::chrono::microseconds timeout, const std::set<std::string>& kept = {});
 
-  // Puts a descriptor into the store, in place of one with that name. The caller may close it
-  // afterwards. A name is 1 to kNameBytesMax letters, digits, '.' and '-'. One open file description
-  // has one name: of two the service manager keeps the first.
+  // Puts a descriptor into the store, and replaces a stored descriptor of the same name. The caller may close its descriptor
+  // afterwards. A name is 1 to kNameBytesMax letters, digits, '.' and '-'. An open file description can have only one name: the
+  // service manager ignores a second name.
   //
   // Errors  E_UNSUPPORTED  not is_available().
-  //         E_LIMIT        fds_max() are there.
+  //         E_LIMIT        the store has fds_max() descriptors.
   //         E_INTERNAL     the name breaks its rule, or the message was not sent.
   absl::Status Keep(std::string_view name, int fd);
 
@@ -89,10 +90,10 @@ class FdStore {
   // Errors  E_INTERNAL  the message was not sent.
   absl::Status Drop(std::string_view name);
 
-  // Waits until the service manager has handled all messages above.
+  // Waits until the service manager has handled all messages of Keep(), Drop() and Forget().
   //
-  // Errors  E_UNSUPPORTED  there is none.
-  //         E_TIMEOUT      it has not answered in time; it may still do so.
+  // Errors  E_UNSUPPORTED  no service manager listens.
+  //         E_TIMEOUT      the service manager has not answered in time; it may still answer.
   //         E_INTERNAL     the message was not sent.
   absl::Status Flush(std::chrono::microseconds timeout);
 

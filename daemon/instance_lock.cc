@@ -74,7 +74,7 @@ absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Acquire(
           absl::StrCat("daemon ", HolderOf(fd.get()), " already listens on ", socket_path),
           "stop it, or give this one another socket.path");
     }
-    if (!IsStillNamed(path, fd.get())) continue;  // its last holder has removed it
+    if (!IsStillNamed(path, fd.get())) continue;  // the last holder has removed the file: try again
     const std::string pid = absl::StrCat(::getpid(), "\n");
     if (::ftruncate(fd.get(), 0) != 0 || ::pwrite(fd.get(), pid.data(), pid.size(), 0) < 0) {
       return Failed(absl::StrCat("write ", path));
@@ -104,7 +104,8 @@ absl::StatusOr<std::unique_ptr<ListeningSocket>> ListeningSocket::Create(const s
   }
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  const std::string unready = absl::StrCat(path, ".new");  // until its permissions are right
+  // Temporary name until the permissions are set.
+  const std::string unready = absl::StrCat(path, ".new");
   if (unready.size() >= sizeof(address.sun_path)) {
     return MakeError(ErrorId::kConfig,
                      absl::StrCat("socket.path has ", path.size(), " bytes (at most ",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One daemon per socket.
+// Lock and socket file of the daemon. The lock allows one daemon for each socket path.
 #pragma once
 
 #include <sys/stat.h>
@@ -17,8 +17,8 @@ namespace forebay::daemon {
 // process ends.
 class InstanceLock {
  public:
-  // Errors  E_BUSY    another daemon holds it; its process id.
-  //         E_CONFIG  the file cannot be made; errno.
+  // Errors  E_BUSY    another daemon holds the lock; its process id.
+  //         E_CONFIG  the file cannot be created; errno.
   static absl::StatusOr<std::unique_ptr<InstanceLock>> Acquire(const std::string& socket_path);
 
   InstanceLock(const InstanceLock&) = delete;
@@ -32,7 +32,7 @@ class InstanceLock {
   protocol::UniqueFd fd_;
 };
 
-// A Unix socket in the file system.
+// A listening Unix socket with a path in the file system.
 class ListeningSocket {
  public:
   // Listens at `path` with these permission bits from the first moment. Replaces a file at `path`.
@@ -43,7 +43,7 @@ class ListeningSocket {
 
   ListeningSocket(const ListeningSocket&) = delete;
   ListeningSocket& operator=(const ListeningSocket&) = delete;
-  ~ListeningSocket();  // removes the file, unless another one has its name now
+  ~ListeningSocket();  // removes the file, unless another file has replaced it
 
   protocol::UniqueFd& fd() { return fd_; }
 

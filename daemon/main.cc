@@ -67,7 +67,7 @@ struct CommandLine {
 };
 
 int Fail(const absl::Status& status) {
-  if (!absl::IsCancelled(status)) {  // the reader of the output has gone
+  if (!absl::IsCancelled(status)) {  // cancelled: the reader of the output has closed it
     forebay::protocol::PrintError(status);
   }
   return kExitError;
@@ -81,7 +81,7 @@ std::string KeysHelp() {
   return help;
 }
 
-// Returns the exit status if there is nothing more to do.
+// Parses the command line. Returns the exit status if the process can end at once.
 std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
   CLI::App app("Serves training jobs on this node", "forebayd");
   app.footer(KeysHelp());
@@ -152,7 +152,7 @@ void SetUpLog(LogLevel level) {
   }
 }
 
-// On a terminal the person decides whether durable jobs may be given up; without a terminal --reclaim has decided.
+// True if durable jobs may be given up. Asks the user on a terminal. Without a terminal the option --reclaim suffices.
 bool MayReclaim(const absl::StatusOr<std::string>& jobs) {
   if (jobs.ok() && jobs->empty()) return true;
   const std::string lost = jobs.ok() ? *jobs
@@ -205,8 +205,8 @@ bool WaitForEnd(Daemon& daemon, const Service& service, int signals_fd) {
   }
 }
 
-// Forgets the descriptors that are not in `kept`. A timeout is no error: the service manager has the request and will handle
-// it.
+// Removes all descriptors from the store except those in `kept`. A timeout is not an error: the service manager has the request
+// and will handle it.
 absl::Status ForgetLeft(FdStore& store, const std::set<std::string>& kept) {
   const absl::Status status = store.Forget(kStoreLimit, kept);
   if (forebay::protocol::IdOf(status) != forebay::protocol::ErrorId::kTimeout) return status;
@@ -260,8 +260,8 @@ void HandOver(Daemon& daemon, Service& service, int signals_fd) {
   std::_Exit(0);
 }
 
-// Writes the newest step of each durable job to swap, from which the next daemon reads the jobs if there is no store of
-// descriptors. A second signal ends the wait.
+// Writes the newest step of each durable job to swap. Without a store of descriptors, the next daemon reads the jobs from swap.
+// A second signal ends the wait.
 void MakeDurable(Daemon& daemon, const Service& service, std::chrono::seconds limit,
                  int signals_fd) {
   const absl::Status status = daemon.HandOver(nullptr, limit, OnWait(daemon, service, signals_fd));
@@ -289,7 +289,7 @@ int Serve(const Config& config, Service& service) {
   };
   auto daemon = Daemon::Start(config, std::move(left), forget, StoreOf(store));
   if (!daemon.ok()) return Fail(daemon.status());
-  // One line that scripts wait for, whatever the log level.
+  // Scripts wait for this line, so it is written at every log level.
   std::fprintf(stderr, "forebayd ready socket=%s\n", config.socket_path.c_str());
   service.notifier.Ready(absl::StrCat("serving ", config.socket_path));
 

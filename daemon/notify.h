@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages to the service manager. They are dropped if it does not listen.
+// Messages to the service manager. Messages are dropped if no service manager listens.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ namespace forebay::daemon {
 class Notifier {
  public:
   Notifier() = default;
-  // `socket`: the variable as main() has read it, a path, or '@' and an abstract name. Null or empty: nobody listens.
+  // `socket`: value of $NOTIFY_SOCKET, a path, or '@' and an abstract name. Null or empty if no service manager listens.
   explicit Notifier(const char* socket) : socket_(socket == nullptr ? "" : socket) {}
 
   bool HasListener() const { return !socket_.empty(); }
@@ -25,8 +25,8 @@ class Notifier {
   void Stopping() const { (void)Send("STOPPING=1"); }
   void Watchdog() const { (void)Send("WATCHDOG=1"); }
 
-  // Sends one message with a descriptor (-1: none), which the caller may close afterwards. Returns an errno if the message was
-  // not sent; 0 if it was sent, or if nobody listens.
+  // Sends one message with a descriptor (-1: no descriptor), which the caller may close afterwards. Returns 0 if the message
+  // was sent or no service manager listens, otherwise an errno.
   int Send(std::string_view message, int fd = -1) const;
   // Waits until all earlier messages were handled. Returns 0, ETIMEDOUT or another errno.
   int Barrier(std::chrono::microseconds timeout) const;
@@ -35,8 +35,8 @@ class Notifier {
   std::string socket_;
 };
 
-// Returns the time that the service manager waits for Watchdog() before it ends this process; 0: it does not wait. Arguments:
-// $WATCHDOG_USEC and $WATCHDOG_PID; null: not set.
+// Returns the time that the service manager waits for Watchdog() before it kills this process; 0 if the service manager has no
+// watchdog. `usec`, `pid`: values of $WATCHDOG_USEC and $WATCHDOG_PID, null if not set.
 std::chrono::microseconds WatchdogLimit(const char* usec, const char* pid);
 
 }  // namespace forebay::daemon

@@ -22,7 +22,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
+constexpr uint32_t kStagingSlotsMin = 3;  // one block each is read, updated and written
 
 // Bytes for a block of AdamW in the default formats. Other jobs get blocks that fit (memory_plan.h).
 uint64_t StagingSlotBytes(uint64_t block_elems) {

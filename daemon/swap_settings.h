@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Settings of swap, and of jobs that outlive the daemon there.
+// Settings of swap, and of durable jobs, which outlive the daemon on swap.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ std::vector<nvme::PathOptions> SwapPathsOf(const Config& config);
 absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPolicy& arenas,
                                              uint32_t workers);
 
-// Returns the reason why no job can be durable, or OK.
+// Returns OK if jobs can be durable, otherwise the reason why none can be.
 //
-// Errors  E_UNSUPPORTED  there is no swap, its files are unlinked, or a path is in memory.
+// Errors  E_UNSUPPORTED  the daemon has no swap, its files are unlinked, or a path is in memory.
 absl::Status WhyNotDurable(const Config& config);
 
 }  // namespace forebay::daemon

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The log of what clients do wrong: one user cannot fill it.
+// Log of clients' errors, limited so that one user cannot fill the log.
 #pragma once
 
 #include <kj/async.h>
@@ -11,8 +11,8 @@
 
 namespace forebay::daemon {
 
-// A user's first warning is logged at once. Within a minute after it the others are counted only, and
-// then one line says how many they were.
+// Logs a user's first warning at once. Further warnings of the user within a minute are only counted; one line then logs their
+// number.
 //
 // Threads  The control thread.
 class ClientLog final : private kj::TaskSet::ErrorHandler {
@@ -26,7 +26,8 @@ class ClientLog final : private kj::TaskSet::ErrorHandler {
   void taskFailed(kj::Exception&&) override {}
 
   kj::Timer& timer_;
-  std::map<uint32_t, uint64_t> suppressed_;  // by uid, since its last line
+  // Number of unlogged warnings since the last line, by uid.
+  std::map<uint32_t, uint64_t> suppressed_;
   kj::TaskSet reports_;
 };
 

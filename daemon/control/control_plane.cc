@@ -37,11 +37,11 @@ namespace {
 // kj events in one turn; then sockets are polled, so that no client starves
 constexpr uint32_t kEventsPerTurn = 64;
 constexpr int kAcceptsPerTurn = 64;
-// groups of a peer that are read; a peer with more is no operator
+// Number of a peer's groups that are read. A peer with more groups is an operator only by its primary group.
 constexpr size_t kGroupsMax = 1024;
-// Pause after a failed accept: no descriptor is left.
+// Pause after accept() has failed because the process has too many open descriptors.
 constexpr auto kAcceptPause = 100 * kj::MILLISECONDS;
-// Time that the end waits for relays. A relay that takes longer is left to the end of the process.
+// Time that the end of the control plane waits for relay threads. A relay thread that takes longer ends with the process.
 constexpr std::chrono::milliseconds kRelaysEndLimit{1000};
 
 // Everything that dies with a connection, in the order in which it was made.
@@ -83,7 +83,7 @@ struct LiveConnection {
   kj::Own<kj::UnixEventPort::FdObserver> observer;
 };
 
-// Destroyed last: connections that were never accepted are closed with it.
+// Listening socket and counts of connections. Destroyed last: connections that were not accepted are closed with it.
 struct Listener {
   ~Listener() {
     CloseUnread(std::move(fd)).IgnoreError();
@@ -94,7 +94,7 @@ struct Listener {
   std::shared_ptr<ConnectionCounts> counts = std::make_shared<ConnectionCounts>();
 };
 
-// Lives on the control thread.
+// Accepts connections. Lives on the control thread.
 class Acceptor final : private kj::TaskSet::ErrorHandler {
  public:
   Acceptor(kj::AsyncIoContext& io, ControlPlaneOptions& options, LoopInbox& inbox,
@@ -286,7 +286,7 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> ControlPlane::Create(ControlPlaneO
           try {
             started.set_value(status);
           } catch (const std::future_error&) {
-            // it had started: the daemon goes on without new clients until it is stopped
+            // The control plane had started already: the daemon runs without new clients until it is stopped.
           }
         }
       });

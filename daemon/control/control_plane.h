@@ -50,11 +50,11 @@ struct ServedAt {
 struct ControlPlaneOptions {
   protocol::UniqueFd listener;  // bound and listening
   ServedAt served_at;
-  // Group that sees the jobs of all users.
+  // Group whose members see the jobs of all users.
   std::optional<gid_t> operators;
   uint32_t connections_per_uid_max = kConnectionsPerUidMax;
-  // True if clients are served on a kernel without pidfd_open(2). A session then lasts until its socket is closed, which a fork
-  // of the client keeps open.
+  // True if clients are served on a kernel without pidfd_open(2). A session then lasts until the client's socket is closed. A
+  // fork of the client holds the socket open.
   bool serves_without_pidfds = false;
   // Durability of jobs whose attach asks for level memory.
   protocol::Durability least_durability = {};
@@ -67,10 +67,10 @@ constexpr uint32_t ConnectionsPerUidMax(uint64_t descriptors_max) {
       descriptors_max / (2 * kDescriptorsPerConnection), 1, kConnectionsPerUidMax));
 }
 
-// Threads  Create() and the destructor on one thread. Everything else happens on its own thread.
+// Threads  Create() and the destructor run on one thread. Everything else runs on the control thread.
 class ControlPlane {
  public:
-  // Both queues outlive the loop thread.
+  // Starts the control thread. `inbox` and `replies` outlive the loop thread.
   static absl::StatusOr<std::unique_ptr<ControlPlane>> Create(ControlPlaneOptions options,
                                                               LoopInbox& inbox,
                                                               ControlQueue& replies);

@@ -33,11 +33,11 @@ using protocol::UniqueFd;
 
 constexpr size_t kWordBytes = 8;
 constexpr uint32_t kSegmentsMax = 512;
-constexpr size_t kFdsMax = 253;  // SCM_MAX_FD: what one message of the kernel's carries at most
+constexpr size_t kFdsMax = 253;  // SCM_MAX_FD: most descriptors of a message
 
 enum class Sender { kClient, kDaemon };
 
-// One direction of a connection: a buffer, and where in a message its end is.
+// One direction of a connection: a buffer of bytes to forward, and the position of the end of the current message.
 //
 // Source  https://capnproto.org/encoding.html, "Serialization over a stream".
 class Direction {
@@ -66,7 +66,7 @@ class Direction {
     writable_ = false;
   }
 
-  // Fills the buffer up to the end of the message. False where the sender broke the framing.
+  // Fills the buffer up to the end of the message. Returns false if the sender broke the framing.
   bool Read() {
     while (size_ < buffer_.size()) {
       if (wanted_ == 0 && part_ == Part::kBody) {
@@ -85,14 +85,14 @@ class Direction {
       wanted_ -= static_cast<uint64_t>(got);
       if (wanted_ == 0 && !BeginNextPart()) return false;
     }
-    // The header stays until it is whole: it is read from here.
+    // The header stays in the buffer until it is complete, because HeaderNumber() reads it from the buffer.
     writable_ = part_ == Part::kBody && size_ > 0;
     return true;
   }
 
   bool BeginNextPart() {
     if (part_ == Part::kBody) return true;
-    const uint32_t segments = HeaderNumber(0);  // one less than there are
+    const uint32_t segments = HeaderNumber(0);  // number of segments - 1
     if (segments >= kSegmentsMax) return false;
     if (part_ == Part::kFirstWord) {
       part_ = Part::kTable;
@@ -111,7 +111,8 @@ class Direction {
     return number;
   }
 
-  // -1: nothing is there now. Descriptors are kept or closed.
+  // Receives bytes, and stores or closes the descriptors that come with them. Returns the number of bytes; 0 at the end, -1 if
+  // no bytes wait.
   ssize_t Receive(std::span<std::byte> into) {
     iovec piece{.iov_base = into.data(), .iov_len = into.size()};
     alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(kFdsMax * sizeof(int))> control;
@@ -146,10 +147,11 @@ class Direction {
       return;
     }
     const linger none{};
-    (void)::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &none, sizeof(none));  // no socket: no harm
+    // Fails without effect for other files.
+    (void)::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &none, sizeof(none));
   }
 
-  // False where nobody is left to read.
+  // Writes bytes of the buffer. Returns false if the receiver has closed the connection.
   bool Write() {
     iovec piece{.iov_base = buffer_.data() + written_, .iov_len = size_ - written_};
     msghdr message{};
@@ -172,10 +174,10 @@ class Direction {
   const int to_;
   const Sender sender_;
   Part part_ = Part::kBody;
-  uint64_t wanted_ = 0;  // bytes of this part that have not come
-  bool ended_ = false;   // nothing comes any more
+  uint64_t wanted_ = 0;  // bytes of this part that have not arrived
+  bool ended_ = false;   // the sender has closed the connection
   bool writable_ = false;
-  UniqueFd fd_;  // goes with the first byte of the buffer
+  UniqueFd fd_;  // sent with the first byte of the buffer
   size_t size_ = 0;
   size_t written_ = 0;
   std::array<std::byte, 16 << 10> buffer_;
@@ -196,7 +198,7 @@ void Relay(int client, int daemon) {
     std::array<pollfd, 2> fds = {
         pollfd{.fd = client, .events = events(requests, answers), .revents = 0},
         pollfd{.fd = daemon, .events = events(answers, requests), .revents = 0}};
-    if (fds[0].events == 0) fds[0].fd = -1;  // its hang-up alone is of no interest
+    if (fds[0].events == 0) fds[0].fd = -1;  // ignores a hang-up of the client
     if (::poll(fds.data(), fds.size(), -1) < 0) continue;
     const bool closed = (fds[1].revents & POLLHUP) != 0;
     if (closed && answers.must_write() && (fds[0].revents & POLLOUT) == 0) return;
@@ -243,7 +245,7 @@ absl::StatusOr<UniqueFd> StartRelay(UniqueFd& client, uint32_t uid,
         ::pthread_setname_np(::pthread_self(), "forebay-relay");
         Relay(socket->get(), end->get());
         end->Reset();
-        socket->Reset();  // may block: descriptors that nobody received are closed with it
+        socket->Reset();  // may block: closes descriptors that were not received
         counts->Remove(uid);
       }).detach();
       return ours;
@@ -264,7 +266,7 @@ absl::Status CloseUnread(UniqueFd socket) {
   try {
     std::thread([number = static_cast<unsigned>(socket.get()), table_is_own,
                  closed = closed_here.get_future()] {
-      // From here on the thread has a table of descriptors of its own, with the socket alone in it.
+      // The thread now has its own table of descriptors, which holds only the socket.
       ::syscall(SYS_close_range, number + 1, ~0U, CLOSE_RANGE_UNSHARE);
       if (number > 0) ::syscall(SYS_close_range, 0U, number - 1, CLOSE_RANGE_UNSHARE);
       table_is_own->set_value();

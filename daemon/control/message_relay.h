@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keeps the descriptors that clients send away from the control thread: whoever closes one may have to
-// wait for as long as its sender likes (a TCP socket that lingers, a file of a FUSE server).
+// Relays that keep clients' descriptors away from the control thread: to close such a descriptor may block for as long as the
+// client likes (a TCP socket that lingers, a file of a FUSE server).
 #pragma once
 
 #include <chrono>
@@ -16,8 +16,8 @@
 
 namespace forebay::daemon {
 
-// Connections of each uid. One counts until all that its client sent has been closed, so that a uid
-// whose descriptors do not close uses up its own connections.
+// Number of connections of each uid. A connection counts until all descriptors that its client sent are closed. A uid whose
+// descriptors do not close therefore uses up only its own connections.
 //
 // Threads  Any.
 class ConnectionCounts {
@@ -26,10 +26,11 @@ class ConnectionCounts {
     uint32_t uid;
     uint32_t max;
   };
-  bool AddBelow(Limit limit);  // false, and nothing added, where `uid` has `max`
+  // False, without a change, if `uid` has `max` connections.
+  bool AddBelow(Limit limit);
   void Remove(uint32_t uid);
 
-  // False where some are left after `limit`.
+  // Waits until there are no connections. Returns false if connections remain after `limit`.
   bool WaitUntilNone(std::chrono::milliseconds limit);
 
  private:
@@ -38,21 +39,20 @@ class ConnectionCounts {
   std::map<uint32_t, uint32_t> counts_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Starts a thread that carries whole Cap'n Proto messages between a client's socket and the returned
-// one. Of what the client sends, sealed memfds that come with the first byte of a message pass, one a
-// message; every other descriptor is closed by that thread, which also closes `client` at the end and
-// then takes `uid` out of `counts`. It ends once the returned socket or the client's peer is closed.
+// Starts a thread that forwards whole Cap'n Proto messages between a client's socket and the returned socket. Forwards at most
+// one descriptor of a message from the client: a sealed memfd that comes with the message's first byte. Closes every other
+// descriptor on the thread. The thread ends once the returned socket or the client's end is closed. It then closes `client` and
+// removes `uid` from `counts`.
 //
 // Ownership  The thread is detached: it shares nothing but `counts`.
-// Errors     E_LIMIT  no descriptor or thread is left; `client` stays, `uid` is taken out.
+// Errors     E_LIMIT  no descriptor or thread is available; `client` stays open, and `uid` is removed from `counts`.
 absl::StatusOr<protocol::UniqueFd> StartRelay(protocol::UniqueFd& client, uint32_t uid,
                                               const std::shared_ptr<ConnectionCounts>& counts);
 
-// Closes a socket whose queue may hold descriptors of a client, without waiting for any of them: a
-// thread that ends closes it, and the kernel lets no socket linger in a thread that ends. Blocks until
-// that thread has started.
+// Closes a socket whose queue may hold descriptors of a client, without waiting for these descriptors. A thread closes the
+// socket by ending: the kernel lets no socket linger in a thread that ends. Blocks until that thread has started.
 //
-// Errors  E_LIMIT  no thread is left; it was closed here, which may have waited.
+// Errors  E_LIMIT  no thread could be started: the calling thread closed the socket, which may have blocked.
 absl::Status CloseUnread(protocol::UniqueFd socket);
 
 }  // namespace forebay::daemon

@@ -19,7 +19,7 @@ namespace {
 
 constexpr auto kHeldAtLeast = 1 * kj::SECONDS;
 
-// True if two descriptors are left, as many as a relay takes.
+// True if the process can open two more descriptors, as many as a relay takes.
 bool DescriptorsAreLeft() {
   std::array<int, 2> ends{};
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) return false;

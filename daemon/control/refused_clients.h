@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clients that are refused before anything is made for them.
+// Connections that are refused before anything is created for them.
 #pragma once
 
 #include <kj/async.h>
@@ -16,9 +16,9 @@
 
 namespace forebay::daemon {
 
-// Aborts each connection with the reason, which the client's first call returns. Nothing is read. The socket stays open for a
-// second or two: a client that writes to a closed socket would see that error alone. If no descriptor is left for others, the
-// socket is closed at once.
+// Aborts each refused connection with a reason, which the client's first call returns. Reads nothing from the client. Holds the
+// socket open for a second or two, because a client that writes to a closed socket would not see the reason. Closes the socket
+// at once if the process cannot open more descriptors.
 //
 // Threads  The control thread.
 // Limits   kHeldMax sockets, kHeldPerUidMax of one user; the oldest are closed before their time where

@@ -113,7 +113,7 @@ int FdOf(const SessionFds& fds, schema::Session::Kind kind) {
   return -1;
 }
 
-// Errors  E_OPTION; of the layout.
+// Errors  E_OPTION; those of the layout.
 absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request,
                                           const Connection& connection, int layout_fd) {
   std::optional<protocol::Durability> durability;
@@ -523,7 +523,7 @@ class NodeServer final : public schema::Node::Server {
     return kj::READY_NOW;
   }
 
-  // Holds for the rest of the connection.
+  // Sets the user for whom the peer acts, for the rest of the connection.
   absl::Status ActAs(int64_t uid) {
     if (!connection_->may_act_for_others || connection_->handshake_done) {
       return MakeError(ErrorId::kPermission,
@@ -591,10 +591,10 @@ class NodeServer final : public schema::Node::Server {
             .then([connection = connection_, context = connection_->context, answer_waiter,
                    weak = std::weak_ptr(handle)](kj::Own<absl::Status> reason) {
               --context->sessions;
-              context->waiters.erase(answer_waiter);  // a session that ended before
+              context->waiters.erase(answer_waiter);  // the session has ended before the answer
               if (const auto here = weak.lock()) {
                 here->LetGo();
-                here->Forget();  // the loop gets no more calls for it
+                here->Forget();  // the loop gets no more calls for the session
               }
               if (protocol::IdOf(*reason) == ErrorId::kRing) connection->close->fulfill();
             })
@@ -630,7 +630,8 @@ void SessionHandle::End(EndCause cause) {
   if (ended_) return;
   ended_ = true;
   LoopCall call = [id = id_, cause](Executor& executor) { executor.End(id, cause); };
-  FOREBAY_CHECK(context.inbox.Push(std::move(call)));  // room for kSessionsMax of these is kept
+  // Never full: kSessionsMax items are reserved.
+  FOREBAY_CHECK(context.inbox.Push(std::move(call)));
 }
 
 kj::Maybe<schema::Descriptor::Client> SessionHandle::Descriptor(schema::Session::Kind kind) {

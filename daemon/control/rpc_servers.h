@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The capabilities a client holds: Node, Session, Admin. Everything here lives on the control
-// thread; the loop is asked by LoopCall and answers by ControlCall.
+// Capabilities that a client holds: Node, Session, Admin. They live on the control thread. They send a LoopCall to the loop
+// thread, which answers with a ControlCall.
 #pragma once
 
 #include <kj/async.h>
@@ -31,7 +31,7 @@ namespace forebay::daemon {
 
 class SessionHandle;
 
-// A promise of the control thread that the loop's answer will fulfil.
+// A promise on the control thread that an answer of the loop thread fulfils.
 class Waiter {
  public:
   virtual ~Waiter() noexcept(false) = default;  // kj destructors may throw
@@ -105,7 +105,7 @@ struct ControlContext {
   }
 };
 
-// One client's connection. Sessions end when it does.
+// Connection of one client. The client's sessions end with the connection.
 struct Connection {
   ControlContext* context = nullptr;
   Viewer viewer;
@@ -120,8 +120,8 @@ struct Connection {
   kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
 };
 
-// The control thread's end of a session, from attach on; its descriptors go when the loop says that
-// the session is closed.
+// State of a session on the control thread, from attach on. Its descriptors are released when the loop thread reports that the
+// session is closed.
 class SessionHandle {
  public:
   SessionHandle(ControlContext& context, SessionId id);
@@ -130,8 +130,8 @@ class SessionHandle {
   ~SessionHandle();  // ends the session as disconnected, unless it has ended
 
   SessionId id() const { return id_; }
-  void End(EndCause cause);         // later calls do nothing
-  void Forget() { ended_ = true; }  // the loop does not know it
+  void End(EndCause cause);         // only the first call has an effect
+  void Forget() { ended_ = true; }  // the loop thread does not have the session
   bool ended() const { return ended_; }
 
   ControlContext& context;

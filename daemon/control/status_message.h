@@ -23,7 +23,7 @@ struct Viewer {
   bool MaySee(uint32_t owner) const { return owner == uid || others == OtherUsers::kAllowed; }
 };
 
-// Group names are left out of a message that would become too long (256 KiB).
+// Fills the status message of the node. Omits group names if the message would be too long (256 KiB).
 void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const ServedAt& served_at,
                 schema::NodeStatus::Builder status);
 

@@ -26,7 +26,7 @@ struct ArenaPolicy {
   pinned_mem::ArenaOptions ByStripe(std::string name, uint64_t bytes, uint64_t stripe_bytes) const;
 
   // Returns the group of workers on the NUMA node where the middle of these bytes is placed. Returns WorkerPool::kAnyGroup if
-  // no node was chosen, or if the node has no group of its own.
+  // no node was chosen, or if no group runs on the node.
   int GroupAt(const pinned_mem::PinnedArena& arena, uint64_t offset_bytes, uint64_t bytes) const;
 
  private:

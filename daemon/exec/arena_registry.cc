@@ -15,9 +15,9 @@
 namespace forebay::daemon {
 namespace {
 
-// RssAnon of this process.
+// Returns RssAnon of this process.
 uint64_t PrivateBytes() {
-  std::array<char, 4096> text{};  // a status has less
+  std::array<char, 4096> text{};  // larger than any status file
   const protocol::UniqueFd status(::open("/proc/self/status", O_RDONLY | O_CLOEXEC));
   const ssize_t size = status.valid() ? ::read(status.get(), text.data(), text.size()) : 0;
   constexpr std::string_view kKey = "RssAnon:";
@@ -55,8 +55,8 @@ const char* Name(ArenaKind kind) {
 }
 
 void ArenaRegistry::Register(ArenaOwner owner, const Arena& arena) {
-  // Destroyed arenas are removed here because nobody may ever ask for the totals. The list has at most the arenas that were
-  // alive at the last call, and this one.
+  // Removes destroyed arenas here, because Totals() may never be called. The list holds at most the arenas that were alive at
+  // the last call, and the new arena.
   entries_.remove_if([](const Entry& entry) { return entry.arena.expired(); });
   entries_.push_back({.owner = std::move(owner), .arena = arena});
 }

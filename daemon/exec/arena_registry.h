@@ -71,7 +71,7 @@ class ArenaRegistry {
   void ChangeKind(const Arena& arena, ArenaKind kind);
 
   std::vector<ArenaLine> Lines() const;
-  // Asks the kernel, and updates the peak.
+  // Returns the totals that the kernel reports now. Updates peak_bytes.
   MemoryTotals Totals();
   void UpdatePeak();
 

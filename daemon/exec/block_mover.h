@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves what a job has in an arena, a block of states, weights or a page of gradient sums, to a swap slot and back.
+// Moves a part of a job's arena to a swap slot and back: a block of states, its weights, or a page of gradient sums.
 #pragma once
 
 #include <functional>
@@ -25,7 +25,7 @@ namespace forebay::daemon {
 //          move, and the pool that may block is busy for minutes while a large job is made.
 class BlockMover {
  public:
-  // Called with the transfers that a call has ended.
+  // Called with the transfers that ended during a call of SwapSpace.
   using EndTransfers = std::function<void(std::vector<SwapDone>&)>;
   using Raise = std::function<void(TaskDone)>;
   // Called when an evicted block is whole in its slot, before it loses its memory.
@@ -43,7 +43,7 @@ class BlockMover {
   void Spill(const SpillSums& action, const ArenaRegistry::Arena& step);
   void Load(const LoadSums& action, const ArenaRegistry::Arena& step);
 
-  // `arena`: the one that the action names. Saves give way to all other transfers of their job.
+  // `arena`: the arena that the action names. Saves start after all other transfers of their job.
   void Save(const SavePart& action, const ArenaRegistry::Arena& arena);
   void Restore(const RestorePart& action, const ArenaRegistry::Arena& arena);
 
@@ -64,8 +64,8 @@ class BlockMover {
     ArenaRegistry::Arena arena;
     pinned_mem::ArenaPart part;
     BlockPlace place;
-    uint64_t checksum = 0;      // expected
-    bool leaves_memory = true;  // the arena has none for the part while it is on swap
+    uint64_t checksum = 0;      // checksum that bytes from swap must have
+    bool leaves_memory = true;  // the part has no memory while it is on swap
     bool pause = false;
     TransferQueue::Order order = TransferQueue::Order::kNormal;
   };

@@ -28,15 +28,15 @@ using protocol::DType;
 using protocol::Format;
 using protocol::StateFormat;
 
-// Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state
-// machine's own.
+// Returns elements [first, first + elems) of an array of Value that starts at `offset_bytes`. Offsets come from the state
+// machine, not from a client.
 template <typename Value>
 Value* Elems(std::span<std::byte> bytes, uint64_t offset_bytes, uint64_t first, uint64_t elems) {
   FOREBAY_CHECK(offset_bytes + (first + elems) * sizeof(Value) <= bytes.size());
   return reinterpret_cast<Value*>(bytes.data() + offset_bytes) + first;
 }
 
-// The same of a run in `dtype`, as bytes.
+// Returns the bytes of the elements in `range` of an array of `dtype` that starts at `offset_bytes`.
 template <typename Byte>
 std::span<Byte> Part(std::span<Byte> bytes, DType dtype, uint64_t offset_bytes, ElemRange range) {
   const uint64_t width = protocol::SizeBytes(dtype);
@@ -77,7 +77,7 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
 
 namespace {
 
-// Elements [skipped, skipped + elems) of a segment.
+// Elements [skipped, skipped + elems) of a segment, which a part updates.
 struct SegmentPart {
   const UpdateSegment& segment;
   uint64_t skipped;
@@ -86,10 +86,10 @@ struct SegmentPart {
 
 // Consecutive elements of a block and of the weights.
 struct StateRange {
-  uint64_t block_elems = 0;  // of the block with these elements; 0: the elements have weights alone
+  uint64_t block_elems = 0;  // size of the block; 0 if the elements have weights alone
   uint64_t block_elem = 0;
   uint64_t elems = 0;
-  WeightsPlace weights;  // of block_elem
+  WeightsPlace weights;  // place of the weights of block_elem
 };
 
 // Returns the offset in bytes of the plane of weights within a block of `block_elems` elements.
@@ -134,8 +134,8 @@ StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
   return state;
 }
 
-// Returns the planes that the update of a part reads and writes. If the new weights have a place of their own
-// (new_offset_bytes), copies the present weights there first: an update reads the weights where it writes them.
+// Returns the planes that the update of a part reads and writes. If the new weights are written to another place
+// (new_offset_bytes), first copies the present weights to that place, because an update reads the weights where it writes them.
 StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
                      const UpdateMemory& update_memory) {
   const StateMemory& memory = update_memory.states;
@@ -285,7 +285,7 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
   if (memory.undo != nullptr) {
     UndoLog::Part part(*memory.undo, action.identity_after.block, range.begin / kPartElems,
                        action.identity_after.written_step);
-    // Overflows that a daemon before found in the part count with the first range of the part.
+    // Overflows that an earlier daemon found in the part count with the first range of the part.
     const uint64_t before = range.begin % kPartElems == 0 ? 0 : part.overflows();
     UpdateWithUndo(action, range, memory, part);
     found.overflows = part.overflows() - before;
@@ -427,7 +427,7 @@ namespace {
 
 constexpr uint64_t kPieceElems = 64 * kSumChunkElems;  // elements whose chunk sums fit on the stack
 
-// 1 + the first source that is not finite in `range`.
+// Returns 1 + the index of the first source that is not finite in `range`; 0 if all sources are finite.
 uint64_t FindCulprit(DType dtype, ElemRange range,
                      std::span<const std::span<const std::byte>> sources) {
   const uint64_t elems = range.end - range.begin;
@@ -456,7 +456,7 @@ AddedGradients RunAddGradients(const AddGradients& action, ElemRange range,
     for (size_t i = 0; i < sources.size(); ++i) {
       gradients[i] = GradientOf(action.dtype, Part(sources[i], action.dtype, 0, piece));
     }
-    if (copies) {  // one rank alone: its gradient is the sum
+    if (copies) {  // a single rank: its gradient is the sum
       cpu_adam::CopyWithSquareSums(elems, gradients[0], to, sums.data());
     } else {
       cpu_adam::AddGradients(elems, gradients.data(), gradients.size(),
@@ -527,7 +527,7 @@ bool RunSetState(const SetState& action, const StateMemory& memory,
   };
   std::vector<std::byte> copied;
   std::vector<float> values;
-  // All are checked before any is set.
+  // The first pass checks all elements. The second pass sets them.
   for (const bool sets : {false, true}) {
     for (uint64_t begin = 0; begin < action.elems; begin += kValuesAtOnce) {
       const ElemRange part{begin, std::min(begin + kValuesAtOnce, action.elems)};

@@ -30,10 +30,10 @@ uint64_t PlaneOffsetBytes(std::span<const protocol::Plane> planes, size_t plane,
                           uint64_t block_elems);
 uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elems);
 
-// Memory of a job's weights and of one of its blocks, and the formats of both.
+// Memory of a job's weights and of one of the job's blocks, with the formats of the weights and the block.
 struct StateMemory {
   std::span<std::byte> weights;  // weights arena
-  std::span<std::byte> block;    // all planes of the block, the plane of weights last
+  std::span<std::byte> block;    // all planes of the block; weights are the last plane
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   protocol::Format format = protocol::Format::kFp32;
   protocol::DType dtype = protocol::DType::kFloat32;  // type of the weights
@@ -43,7 +43,7 @@ struct StateMemory {
 struct UpdateMemory {
   StateMemory states;
   std::span<const std::byte> accumulators;  // step arena
-  std::span<std::byte> new_weights = {};    // step arena, of an early update
+  std::span<std::byte> new_weights = {};    // in the step arena; set for an early update
   // Undo log from which another daemon resumes the update if this daemon is killed (UpdateBlock::is_recorded). Null if the
   // update is not recorded.
   UndoLog* undo = nullptr;
@@ -98,7 +98,8 @@ absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
 
 // Result of an addition.
 struct AddedGradients {
-  uint64_t culprit = 0;         // 1 + the first source that is not finite; 0: all are
+  // 1 + index of the first source that is not finite; 0 if all are finite.
+  uint64_t culprit = 0;
   cpu_adam::SquareSum squares;  // squares of the sums
 };
 

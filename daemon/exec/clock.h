@@ -13,7 +13,7 @@ inline uint64_t MonotonicNs() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000U + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// CPU time of the thread that calls since it began, the kernel's work for it included.
+// Returns the CPU time that the calling thread has used since it began, including time in the kernel.
 inline double OwnCpuSeconds() {
   timespec used{};
   ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);

@@ -90,11 +90,11 @@ void Executor::Raise(Event event) {
   events_.push_back(std::move(event));
   if (running_) return;
   running_ = true;
-  for (size_t next = 0; next < events_.size(); ++next) {  // handling one may raise more
+  for (size_t next = 0; next < events_.size(); ++next) {  // an event may raise further events
     const Event handled = std::move(events_[next]);
     state_.Handle(handled, actions_);
     ++events_handled_;
-    for (size_t i = 0; i < actions_.size(); ++i) {  // running one may append more
+    for (size_t i = 0; i < actions_.size(); ++i) {  // an action may append further actions
       Action action = std::move(actions_[i]);
       std::visit([this](auto& one) { Run(one); }, action);
     }
@@ -134,7 +134,8 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
   session.wait = wait;
   session.number = id;
   if (const SessionId before = SessionToGoOn(request, session.job); before != 0) {
-    if (!disconnected_.contains(before)) Disconnect(before);  // nobody has noticed
+    // The loss of the older connection was not noticed.
+    if (!disconnected_.contains(before)) Disconnect(before);
     if (sessions_.contains(before)) return Reconnect(before, std::move(session));
   }
   request.is_left_behind = IsLeftBehind(session);
@@ -179,7 +180,7 @@ void Executor::End(SessionId number, EndCause cause) {
   Raise(SessionEnded{.session = id, .cause = cause});
 }
 
-// A session that has a rank of its job now.
+// State of an attached session that holds a rank of its job.
 struct Executor::CurrentRank {
   RankExchange::Member member;
   std::optional<uint32_t> detached_rank;  // a rank of the job that has detached

@@ -48,9 +48,10 @@ struct AttachResult {
   std::shared_ptr<std::atomic<uint64_t>> rpc_calls = {};  // calls of the job's sessions
 };
 
-// Called on the loop thread, each exactly once where it is called at all.
+// Callbacks of an attach, called on the loop thread. Each callback is called at most once.
 struct AttachCallbacks {
-  absl::AnyInvocable<void(AttachResult)> answered;  // not called if the session ends first
+  // Not called if the session ends before the answer.
+  absl::AnyInvocable<void(AttachResult)> answered;
   // Gets the reason once the session has ended, or once its connection is broken or lost.
   absl::AnyInvocable<void(const absl::Status&)> closed;
 };
@@ -83,10 +84,9 @@ class Executor {
   void Attach(AttachRequested request, AttachCallbacks callbacks, protocol::UniqueFd process,
               std::chrono::nanoseconds wait = {});
 
-  // The client has mapped its arenas: reads its commands from now on. Errors: E_FENCED if the
-  // session is over.
+  // Starts to read the commands of a session whose client has mapped its arenas. Returns E_FENCED if the session is over.
   absl::Status Mapped(SessionId session);
-  void End(SessionId session, EndCause cause);  // unknown ones are ignored
+  void End(SessionId session, EndCause cause);  // ignores an unknown session
   // Ends the disconnected sessions whose time to attach again ends at `until_ns` or before (UINT64_MAX: all of them). Returns
   // the time at which the next one is due.
   uint64_t EndDisconnected(uint64_t until_ns);
@@ -115,11 +115,11 @@ class Executor {
   // before OwnAdopted(), the arenas retain their bytes for another daemon.
   void Adopt(std::vector<AdoptedArenas> all, const std::string& left_staging = {});
   void OwnAdopted();
-  // Resumes updates in which the daemon before was killed. Call it after OwnAdopted(), on the loop thread, before anything
-  // else.
+  // Resumes updates in which the earlier daemon was killed. Call it after OwnAdopted(), on the loop thread, before any other
+  // event.
   void ResumeUpdates();
   // Names of the descriptors that the store must retain: arenas and processes of ranks that this daemon continues, its records,
-  // and the staging arena that the daemon before has left.
+  // and the staging arena of the earlier daemon.
   std::set<std::string> StoredNames() const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
@@ -151,25 +151,26 @@ class Executor {
   // Returns how long the loop may sleep until the next call.
   std::chrono::nanoseconds Tick();
 
-  // No session, no task, no transfer.
+  // True if there are no sessions, no tasks in progress and no transfers.
   bool idle() const;
-  // Only transfers are unfinished.
+  // True if transfers on swap are the only unfinished work.
   bool waits_for_swap_alone() const;
 
  private:
   struct Session {
     AttachRequested request;
     JobName job;
-    JobId job_id = 0;  // once it is attached
+    JobId job_id = 0;  // 0 until the session is attached
     AttachCallbacks callbacks;
     protocol::UniqueFd process;
-    std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
+    std::unique_ptr<SessionIo> io;  // null until CreateSessionMemory has ended
     // Copy of the extra_state of the rank and of rank 0, made at attach.
     ArenaRegistry::Arena extra_state;
-    uint64_t trace_bytes = 0;   // at the end of the gradient arena
-    bool has_detached = false;  // its client has asked for its end
-    bool broken = false;        // its ring lied: nothing is read from it or written to it any more
-    bool is_handed_over = false;      // likewise; the next daemon continues the session
+    uint64_t trace_bytes = 0;   // bytes for trace events at the end of the gradient arena
+    bool has_detached = false;  // the client has asked to end the session
+    bool broken = false;        // the client wrote invalid indices: the ring is not used any more
+    // The ring is not used any more; the next daemon continues the session.
+    bool is_handed_over = false;
     std::chrono::nanoseconds wait{};  // `wait` of Attach()
     bool was_mapped = false;
     JobId kept_of = 0;     // job whose retained gradient arena the session has; 0: the arena is new
@@ -258,25 +259,26 @@ class Executor {
   void Run(JobWentBack& action);
   void Run(SwapPathMarked& action);
 
-  // Work on a worker, a function of nothing, that ends with its TaskDone; where `timed` is given the
-  // job's timeline gets it too.
+  // Job and event under which PostTimed() records its work in the job's timeline.
   struct Timed {
     JobId job = 0;
     TimedEvent event;  // without times
     // Workers that are near the bytes.
     int group = cpu_adam::WorkerPool::kAnyGroup;
   };
+  // Runs `work`, a function without arguments, on a worker, and raises the TaskDone that `work` returns. PostTimed() also
+  // records the times of the work in the timeline.
   template <typename Work>
   void PostTask(TaskId task, Work work);
   template <typename Work>
   void PostTimed(TaskId task, Timed timed, Work work);
-  // The same for work over `elems` elements, in parts of kPartElems on all workers: `work` gives what a
-  // part (an ElemRange) found, and `join` makes the TaskDone of all parts, in their order.
+  // Runs work over `elems` elements on all workers, in parts of kPartElems. `work` takes an ElemRange and returns the result of
+  // the part. `join` makes the TaskDone from the results of all parts, in the order of the parts.
   template <typename Found, typename Work>
   void PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
                  TaskDone (*join)(std::span<const Found> found, std::pmr::memory_resource* memory));
 
-  // Destroys it on the pool that may block.
+  // Destroys `resource` on the pool that may block.
   template <typename Resource>
   void Retire(Resource resource) {
     runner_.Post(PoolId::kSetup, [resource = std::move(resource)]() mutable -> TaskRunner::Then {
@@ -285,9 +287,9 @@ class Executor {
     });
   }
 
-  // Workers that are near the states of a block.
+  // Returns the group of workers on the NUMA node of a block's states.
   int GroupOf(const JobMemory& memory, const BlockPlace& place, uint64_t bytes) const;
-  // Returns the gradient arena of the rank that the daemon before has left, if the session continues to use it; otherwise null.
+  // Returns the retained gradient arena of the rank if the session continues to use it; otherwise null.
   ArenaRegistry::Arena KeptGradientsFor(JobId job, const AttachRequested& request, uint64_t bytes);
   // Retains a gradient arena that the session has not begun to use: its rank may try again.
   void KeepGradientsFurther(const Session& session, ArenaRegistry::Arena arena);
@@ -305,14 +307,14 @@ class Executor {
   // Drops the descriptor only if it is that of `arena`.
   void DropStored(const std::string& name, const ArenaRegistry::Arena& arena);
   absl::Status StoreArenas(JobId id);
-  // Puts the process of the session's rank into the store. It stays there while the rank is attached, and after a
+  // Puts the pidfd of the session's rank into the store. The store retains the pidfd while the rank is attached, and after a
   // disconnection.
   void KeepProcess(const Session& session, bool has_detached);
   void OnRankAttached(SessionId id, Session& session);
   void OnRankLeft(Session& session, bool is_of_old_generation);
-  // True if another process has attached in the place of the one that returns.
+  // True if the process that returns was replaced: another process has attached as the same rank.
   bool IsLeftBehind(const Session& session) const;
-  // std::nullopt: all ranks
+  // Drops the absent ranks of the job. `rank`: the only rank to drop; nullopt: all ranks.
   void DropAbsent(JobId job, std::optional<uint32_t> rank = std::nullopt);
   // Tells the state machine of absent ranks that have ended, if their job has attached ranks. Returns the time of the next
   // call.
@@ -325,10 +327,11 @@ class Executor {
   absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
-  // Returns the session by the number that its client has now; 0 if there is none, or if the number is of an earlier
-  // connection.
+  // Returns the session whose client knows it by `number`. Returns 0 if no session has that number, or if the number is of an
+  // earlier connection.
   SessionId Resolve(SessionId number) const;
-  // Returns the session that the request continues, of the same rank, run and gradient arena; 0 if there is none.
+  // Returns the session that the request continues: a session of the same rank, run and gradient arena. Returns 0 if no session
+  // matches.
   SessionId SessionToGoOn(const AttachRequested& request, const JobName& job) const;
   bool MayDisconnect(const Session& session) const;
   void Disconnect(SessionId id);
@@ -351,11 +354,11 @@ class Executor {
   NodeState state_;
   ArenaRegistry registry_;
   JobMemoryTable jobs_;
-  // For nodes and vectors that come and go within a step.
+  // Memory for nodes and vectors that are created and destroyed within a step.
   std::pmr::unsynchronized_pool_resource memory_{kStepMemoryOptions};
   BlockMover mover_;
   Scrubber scrub_;
-  std::pmr::map<TaskId, LoadWeights> loads_;  // being read
+  std::pmr::map<TaskId, LoadWeights> loads_;  // weights that are being read from swap
   std::vector<SwapDone> transferred_;         // transfers ended by the current completion
   std::map<SessionId, Session> sessions_;
   std::map<SessionId, SessionId> reconnected_;  // session by the newest number of its client
@@ -373,9 +376,10 @@ class Executor {
   // A CommitLedger that pauses, with the MonotonicNs at which it resumes.
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
-  std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;  // by job and rank
-  // Ranks that have no session any more, here or with the daemon before. The store has their processes. A rank of the job that
-  // attaches from scratch removes them.
+  // Gradient arenas retained for ranks that attach again, by job and rank.
+  std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;
+  // Ranks whose session, with this daemon or an earlier one, has ended. The store has the pidfds of their processes. A rank is
+  // removed when it attaches again, or when any rank of the job attaches from scratch.
   std::map<std::pair<JobId, uint32_t>, AbsentRank> absent_;
   uint64_t next_look_ns_ = 0;
   // Records from which another daemon resumes jobs if this daemon is killed, and the names of their descriptors. Updates that
@@ -385,9 +389,10 @@ class Executor {
     std::string name;  // empty: not in the store
   };
   std::map<JobId, Record> records_;
-  std::vector<ArenaRegistry::Arena> adopted_;  // not owned yet
+  std::vector<ArenaRegistry::Arena> adopted_;  // arenas taken over, before OwnAdopted()
   bool resumes_updates_ = false;
-  std::string left_staging_;  // name in the store until this daemon's staging arena is stored
+  // Name of the staging arena of the earlier daemon, until the staging arena of this daemon is stored.
+  std::string left_staging_;
   uint64_t last_record_ = 0;
   DescriptorStore store_;
   std::map<std::string, std::weak_ptr<pinned_mem::PinnedArena>> stored_;  // by name

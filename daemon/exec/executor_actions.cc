@@ -91,7 +91,7 @@ void Executor::PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
     uint64_t end_ns = 0;
   };
   const uint64_t count = std::max<uint64_t>(1, (elems + kPartElems - 1) / kPartElems);
-  // Each part writes its own element. The elements live until the outcome has run.
+  // Results by part. Each part writes only its own element. The vectors live until the outcome has run.
   std::pmr::vector<Found> found(count, &memory_);
   std::pmr::vector<Times> times(count, &memory_);
   Found* const found_by_part = found.data();
@@ -202,7 +202,7 @@ void Executor::Run(AnswerAttach& action) {
   Session& session = sessions_.at(id);
   AttachResult result{.answer = std::move(action), .fds = {}};
   if (result.answer.status.ok()) {
-    const bool is_back = session.job_id != 0;  // to a session of this daemon
+    const bool is_back = session.job_id != 0;  // the client continues a session of this daemon
     session.trace_bytes = result.answer.trace_bytes;
     session.job_id = result.answer.job;
     if (!session.request.reader) {
@@ -394,7 +394,7 @@ void Executor::Run(SumGradient& action) {
 
 void Executor::Run(ReadBlock& action) {
   FOREBAY_CHECK(swap_ != nullptr);
-  if (!action.place.slot) {  // zeros: there is nothing to read
+  if (!action.place.slot) {  // a block that was never written: zeros, without a read
     const auto slot = swap_->Slot(action.place.staging_slot, action.bytes);
     PostTask(action.task, [slot] {
       std::memset(slot.data(), 0, slot.size());
@@ -695,7 +695,7 @@ void Executor::Run(SwapPathMarked& action) {
 }
 
 void Executor::Run(StepPublished& action) {
-  // record of an update that the daemon before has not ended
+  // Without a store, the job's record is only for an update that the earlier daemon began, which is finished now.
   if (!store_.keep) EndRecord(action.job);
   jobs_.at(action.job).timeline.StepPublished(action.step, MonotonicNs());
   registry_.UpdatePeak();

@@ -13,7 +13,7 @@ namespace forebay::daemon {
 template <typename Signature, size_t kBytes>
 class InplaceFunction;
 
-// Move-only callable like absl::AnyInvocable, with room for captures of `kBytes` bytes. Larger captures do not compile.
+// Move-only callable like absl::AnyInvocable. Stores captures of up to `kBytes` bytes. Larger captures do not compile.
 //
 // Threads  Calls may run at once where the callable's own may.
 template <typename Result, typename... Args, size_t kBytes>
@@ -24,7 +24,7 @@ class InplaceFunction<Result(Args...), kBytes> {
 
   template <typename Callable, typename = std::enable_if_t<
                                    !std::is_same_v<std::remove_cvref_t<Callable>, InplaceFunction>>>
-  InplaceFunction(Callable&& callable) {  // not explicit, like std::function
+  InplaceFunction(Callable&& callable) {  // implicit conversion, as for std::function
     using Stored = std::decay_t<Callable>;
     static_assert(sizeof(Stored) <= kBytes, "its captures have no room");
     static_assert(alignof(Stored) <= alignof(std::max_align_t));
@@ -69,7 +69,8 @@ class InplaceFunction<Result(Args...), kBytes> {
   }
 
   Result (*call_)(std::byte* bytes, Args... args) = nullptr;  // null: empty
-  void (*move_)(std::byte* from, std::byte* to) = nullptr;    // `to` null: destroys it
+  // Moves the callable; destroys it if `to` is null.
+  void (*move_)(std::byte* from, std::byte* to) = nullptr;
   alignas(std::max_align_t) std::byte bytes_[kBytes];
 };
 

@@ -121,7 +121,7 @@ bool JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
   runner_.Post(PoolId::kSetup,
                [this, action, made_bytes = job.made_bytes, all = std::move(to_make),
                 old_step = std::move(old_step)]() mutable -> TaskRunner::Then {
-                 old_step = nullptr;  // there is not room for both
+                 old_step = nullptr;  // freed first: memory may not hold both arenas
                  std::array<ArenaRegistry::Arena, 3> arenas;
                  absl::Status status;
                  for (size_t i = 0; i < all.size() && status.ok(); ++i) {
@@ -177,7 +177,7 @@ void JobMemoryTable::Replace(const ReplaceStepArena& action) {
                      const auto bytes = old->bytes().subspan(copy.from_bytes, copy.size_bytes);
                      saved.emplace_back(bytes.begin(), bytes.end());
                    }
-                   old = nullptr;  // there is not room for both
+                   old = nullptr;  // freed first: memory may not hold both arenas
                  }
                  ArenaRegistry::Arena arena;
                  auto made = pinned_mem::PinnedArena::Create(options);

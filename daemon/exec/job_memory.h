@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arenas of jobs: made while the job is created, freed when nobody uses them any more.
+// Arenas of jobs: created with the job, freed once no process uses them.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ pinned_mem::ArenaOptions WeightsOptions(const ArenaPolicy& policy, const JobName
 pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
                                       uint64_t block_bytes, const std::vector<StatePart>& resident);
 
-// The first `bytes` have memory, and so has the part `float_sums`.
+// Options of the step arena. The first `bytes` bytes and the part `float_sums` have memory.
 pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
                                      const StatePart& float_sums, uint64_t capacity_bytes);
 
@@ -37,13 +37,13 @@ pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& j
 struct AbsentRank {
   protocol::UniqueFd process;  // a pidfd; invalid for a rank of another node
   bool has_detached = false;
-  bool is_of_before = true;  // its session was with another daemon
+  bool is_of_before = true;  // the session of the rank was with another daemon
   // MonotonicNs until which the job waits for a rank of another node; 0: no attached rank waits for it.
   uint64_t ends_ns = 0;
 };
 
-// Arenas of a job that the daemon before has left. `state` is null if the job has no state arena, `step` if the step arena has
-// to be made.
+// Arenas that an earlier daemon has left for a job. `state` is null if the job has no state arena. `step` is null if the step
+// arena must be created.
 struct AdoptedArenas {
   JobId id = 0;
   JobName name;
@@ -53,8 +53,9 @@ struct AdoptedArenas {
   ArenaRegistry::Arena step;
   std::map<uint32_t, ArenaRegistry::Arena> gradients = {};  // by rank
   std::map<uint32_t, AbsentRank> ranks = {};
-  // Record of the job that the daemon before wrote and that this daemon continues; null if there is none. If it is set, the
-  // store of descriptors has all arenas above. `record_number`: number in the record's name (RecordDescriptor).
+  // Record of the job that an earlier daemon wrote and that this daemon continues; null if the job has no record. If `record`
+  // is set, the store of descriptors has all arenas of this struct. `record_number`: number in the record's name
+  // (RecordDescriptor).
   std::unique_ptr<KeptRecord> record = {};
   uint64_t record_number = 0;
 };
@@ -88,12 +89,12 @@ class JobMemoryTable {
   JobMemoryTable(const ArenaPolicy& policy, ArenaRegistry& registry, TaskRunner& runner,
                  Raise raise);
 
-  // Takes over arenas that exist before the job is created. Create() finds them.
+  // Takes over the arenas of a job before Create() is called for the job. Create() uses these arenas.
   void Adopt(AdoptedArenas arenas);
-  // Ends with TaskDone. Returns true if the job retains the step arena that it has.
+  // Creates the arenas of a job; raises TaskDone at the end. Returns true if the job retains the step arena that it has.
   bool Create(const CreateJobMemory& action, JobName name,
               std::shared_ptr<const protocol::Layout> layout);
-  // Ends with TaskDone. Call it while no task uses the step arena.
+  // Replaces the step arena; raises TaskDone at the end. Call it while no task uses the step arena.
   void Replace(const ReplaceStepArena& action);
   // Ends with TaskDone.
   void Populate(const PopulateStepArena& action);
@@ -101,7 +102,7 @@ class JobMemoryTable {
   // mapped any more; JobFreed says whether they are in use.
   void Free(const FreeJob& action);
 
-  // Returns null if there is no such job.
+  // Returns null if no job has this id.
   const JobMemory* Find(JobId id) const;
   JobMemory& at(JobId id);
   const std::map<JobId, JobMemory>& all() const { return jobs_; }
@@ -119,10 +120,10 @@ class JobMemoryTable {
     bool trying = false;
   };
 
-  // Registers the arenas that are not null and puts them in the place of the job's.
+  // Registers the arenas that are not null. Each replaces the job's arena of that kind.
   void SetArenas(JobMemory& job, ArenaRegistry::Arena weights, ArenaRegistry::Arena state,
                  ArenaRegistry::Arena step);
-  // Frees the weights on a worker if nobody uses them; `rest` is destroyed there.
+  // Frees the weights on a worker if no process uses them. The worker also destroys `rest`.
   void TryFreeWeights(JobId id, JobMemory rest);
 
   const ArenaPolicy policy_;

@@ -17,7 +17,7 @@
 namespace forebay::daemon {
 
 // Threads  Push() from any thread, DrainAll() on the loop thread, not from within itself.
-// Limits   Nothing blocks. `capacity` items; what is over it is refused and stays the caller's.
+// Limits   Nothing blocks. The queue holds `capacity` items. A refused item still belongs to the caller.
 template <typename Item>
 class LoopQueue {
  public:
@@ -28,7 +28,8 @@ class LoopQueue {
 
   [[nodiscard]] bool Push(Item&& item) { return PushBelow(capacity_, std::move(item)); }
 
-  // Push() that refuses the item if `limit` items or more wait. The rest of the capacity is for items that must not be refused.
+  // Pushes the item. Returns false if `limit` or more items wait. The rest of the capacity is for items that must not be
+  // refused.
   [[nodiscard]] bool PushBelow(size_t limit, Item&& item) {
     {
       protocol::MutexLock lock(mutex_);
@@ -50,7 +51,8 @@ class LoopQueue {
     drained_.clear();
   }
 
-  int fd() const { return fd_.get(); }  // readable after a Push; whoever waits on it drains it
+  // Eventfd, readable after a Push(); its reader must drain it.
+  int fd() const { return fd_.get(); }
 
  private:
   LoopQueue(size_t capacity, protocol::UniqueFd fd) : capacity_(capacity), fd_(std::move(fd)) {}

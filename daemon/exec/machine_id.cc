@@ -20,7 +20,7 @@
 namespace forebay::daemon {
 namespace {
 
-// A machine-id is shown to nobody: this makes another one of it, of Forebay alone.
+// Application id of Forebay. Hashing it with the private machine-id gives an id that does not disclose the machine-id.
 constexpr std::array<uint8_t, 16> kApplication = {0x6f, 0x0b, 0x52, 0xc1, 0x9d, 0x3e, 0x4b, 0x77,
                                                   0xa2, 0x18, 0x5c, 0xe4, 0x93, 0x70, 0xfd, 0x2b};
 constexpr size_t kMachineIdDigits = 2 * sizeof(MachineId);

@@ -27,7 +27,7 @@ struct SwapPathSnapshot {
   SwapPathView view;
   PathWear wear;
   std::optional<nvme::PathRates> rates = {};
-  // Requests that the device has not answered in time, and the wait of the oldest.
+  // Number of requests that the device has not answered in time, and the waiting time of the oldest of them.
   uint32_t late_requests = 0;
   double late_seconds = 0;
 };
@@ -37,7 +37,7 @@ struct JobSnapshot {
   double last_step_seconds = 0;
   double last_decision_seconds = 0;
   uint64_t rpc_calls = 0;
-  // While its arenas and swap slots are made: so much of them. Both 0 afterwards.
+  // Bytes of arenas and swap slots created so far, and the bytes to create. Both are 0 once the job is created.
   uint64_t made_bytes = 0;
   uint64_t making_bytes = 0;
 };
@@ -68,10 +68,10 @@ struct SnapshotSources {
   const nvme::IoEngine& engine;
   const std::string& io_engine_reason;
   ScrubProgress scrub;
-  uint64_t events;  // handled so far
+  uint64_t events;  // number of events that the executor has handled
 };
 
-// On the loop thread, whose CPU time it takes.
+// Returns a snapshot of the node. Call it on the loop thread: loop_cpu_seconds is the CPU time of the calling thread.
 NodeSnapshot MakeSnapshot(const SnapshotSources& from);
 
 }  // namespace forebay::daemon

@@ -48,7 +48,7 @@ absl::StatusOr<ScrubReport> ScrubPaths(const std::vector<nvme::PathOptions>& pat
     std::array<nvme::Completion, 64> completions;
     ASSIGN_OR_RETURN(const size_t count, engine.Wait(kSilentMax, completions));
     silent_waits = count == 0 ? silent_waits + 1 : 0;
-    if (silent_waits > 1) {  // once: a signal, or a process that slept
+    if (silent_waits > 1) {  // a single silent wait may be a signal or a suspended process
       return MakeError(ErrorId::kSwapTimeout,
                        absl::StrCat("the disk has not answered ", swap->in_flight(), " reads for ",
                                     kSilentMax.count(), " s"),

@@ -11,11 +11,11 @@
 
 namespace forebay::daemon {
 
-// Reads everything that durable jobs have on these paths, with the sizes of their labels. The volume is locked meanwhile,
-// and nothing is written.
+// Reads and verifies all slots of durable jobs on these paths. The sizes of the paths come from their labels. Locks the volume
+// during the scrub, and writes nothing.
 //
-// Limits   Blocks while all is read; takes memory for a few pieces of slots.
-// Errors   of WithSizes and SwapSpace::Inspect. E_BUSY: a daemon runs on it.
+// Limits   Blocks until all slots are read. Uses memory for a few pieces of slots.
+// Errors   of WithSizes and SwapSpace::Inspect. E_BUSY: a daemon uses the volume.
 //          E_SWAP_TIMEOUT  the disk has answered nothing for a minute.
 absl::StatusOr<ScrubReport> ScrubPaths(const std::vector<nvme::PathOptions>& paths,
                                        nvme::IoEngine& engine);

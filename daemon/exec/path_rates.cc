@@ -36,7 +36,8 @@ void SaveRates(const std::string& path, const std::string& state_folder, const P
                       rates.read_seconds));
 }
 
-// A probe makes the volume anew: not where it may have durable jobs that are to come back.
+// True if the paths may hold durable jobs that this start would recover. A probe creates the volume from scratch, so such paths
+// must not be probed.
 bool MayHaveJobs(const SwapSpaceOptions& options) {
   if (options.mode == nvme::OpenMode::kReclaim) return false;
   const auto found = nvme::FindVolume(options.paths);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measured rates of swap paths, recorded beside their data.
+// Measured rates of swap paths, recorded next to the paths' data.
 #pragma once
 
 #include <chrono>
@@ -13,9 +13,9 @@
 
 namespace forebay::daemon {
 
-// Returns the recorded rates of the path: a directory has the record in its forebay.rates.toml, a block device in
-// `state_folder`. Returns nothing if there is no record, if it is of another version or device, or if it is unreadable
-// (logged).
+// Returns the recorded rates of the path. The record of a directory is its file forebay.rates.toml. The record of a block
+// device is in `state_folder`. Returns nothing if no record exists, if the record is of another version or device, or if it is
+// unreadable (logged).
 std::optional<nvme::PathRates> LoadRates(const std::string& path,
                                          const std::string& state_folder = {});
 

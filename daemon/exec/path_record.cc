@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 constexpr int64_t kVersion = 1;
 constexpr size_t kNameBytesMax = 150;
 
-// "nvme.1234-5678 partition 2" as a part of a file's name.
+// Returns an identity such as "nvme.1234-5678 partition 2" in a form that is valid in file names.
 std::string FileNameOf(std::string identity) {
   for (char& character : identity) {
     if (!absl::ascii_isalnum(static_cast<unsigned char>(character)) && character != '-') {
@@ -33,7 +33,7 @@ std::string FileNameOf(std::string identity) {
   return identity.substr(0, kNameBytesMax);
 }
 
-// Returns the size of a block device in sectors; 0: not known.
+// Returns the size of a block device in sectors; 0 if unknown.
 int64_t SectorsOf(dev_t device) {
   std::ifstream file(absl::StrFormat("/sys/dev/block/%d:%d/size", major(device), minor(device)));
   int64_t sectors = 0;

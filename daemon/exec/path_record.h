@@ -19,13 +19,14 @@ struct RecordPlace {
   std::string File(std::string_view name) const;  // "/swap/forebay.rates.toml"
 };
 
-// Returns the place of a path's records. For a directory it is beside the data. For a block device it is in `state_folder`,
-// under the identity of the disk, or under the device's name if the disk states no identity; `device` is then the size in
-// sectors. Returns nothing if the path is neither, or if a block device has no state folder ("").
+// Returns the place of a path's records. The records of a directory are in that directory. The records of a block device are in
+// `state_folder`, under the identity of the disk, or under the device's name if the disk states no identity; `device` is then
+// the size in sectors. Returns nothing if the path is neither a directory nor a block device, or if `state_folder` is empty for
+// a block device.
 std::optional<RecordPlace> RecordPlaceOf(const std::string& path, const std::string& state_folder);
 
-// Returns the record `name`. Returns nothing if there is none, if it is of another version or device, or if it cannot be parsed
-// (logged).
+// Returns the record `name`. Returns nothing if no such record exists, if the record is of another version or device, or if it
+// cannot be parsed (logged).
 std::optional<toml::table> LoadRecord(const RecordPlace& place, std::string_view name);
 
 // Replaces the record `name` by the lines of `comment`, then of `values`. Failures are logged. Blocks, but does not wait for

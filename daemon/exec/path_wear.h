@@ -13,11 +13,12 @@ struct PathWear {
   uint64_t written_bytes = 0;
 };
 
-// Returns the recorded bytes of the path: a directory has the record in its forebay.wear.toml, a block device in
-// `state_folder`. Returns 0 if there is no record, or it is of another device. Blocks.
+// Returns the recorded number of bytes that were written to the path. The record of a directory is its file forebay.wear.toml.
+// The record of a block device is in `state_folder`. Returns 0 if no record exists, or if the record is of another device.
+// Blocks.
 uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_folder);
 
-// Blocks, but does not wait for the disk. Failures are logged.
+// Records the written bytes of all paths. Blocks, but does not wait for the disk. Failures are logged.
 void SaveWear(const std::vector<PathWear>& paths, const std::string& state_folder);
 
 }  // namespace forebay::daemon

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks of a job that wait for each other's bytes.
+// Exchange of bytes among the ranks of a job: each rank waits for the bytes of all ranks.
 #pragma once
 
 #include <cstddef>
@@ -23,31 +23,32 @@ class RankExchange {
   struct Member {
     SessionId session = 0;
     uint64_t call = 0;
-    uint64_t number = 0;  // exchanges that were answered to the session before
+    uint64_t number = 0;  // number of exchanges already answered to the session
     JobId job = 0;
     uint32_t rank = 0;
     uint32_t world_size = 0;
-    bool is_back = false;  // its session continues one of an earlier connection or daemon
+    bool is_back = false;  // the session continues one of an earlier connection or daemon
   };
   // Gets the bytes of every rank, in the order of ranks.
   using Answer = absl::AnyInvocable<void(absl::StatusOr<std::vector<std::string>>)>;
 
-  // Answers all ranks of a job once each of them has called Add(). A newer call of a rank replaces its older one, which gets
-  // E_LIMIT. If a call was given up after the exchange was answered, and the rank repeats it with its number, it gets the same
-  // answer.
+  // Answers all ranks of a job once each of them has called Add(). A newer call of a rank replaces its older call, which is
+  // answered with E_LIMIT. If a rank repeats a call with the number of the newest answered exchange, the rank gets the same
+  // answer again.
   //
   // Errors  E_RANGE  more than kExchangeBytesMax.
   void Add(const Member& member, std::string bytes, Answer answer);
 
-  // Adds the newest answer that a daemon before this one has given to `member`, for the number of `member`. Ranks of the job
-  // that have not had the answer get it for the same number: all ranks that continue have made equally many exchanges.
+  // Adds the newest answer that an earlier daemon has given to `member`, under the number of `member`. Ranks of the job that
+  // have not received this answer get it if they ask with the same number: all ranks that continue have made equally many
+  // exchanges.
   void SetMade(const Member& member, std::vector<std::string> all);
 
-  // Answers the calls for which `which` is true with `reason` and removes them.
+  // Removes the waiting calls for which `which` returns true, and answers them with the error `reason`.
   void Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason);
 
   void Forget(SessionId session);  // Call it for a session that is over.
-  void ForgetMade(JobId job);      // Call it if a rank begins from scratch: its numbers do so too.
+  void ForgetMade(JobId job);      // Call it if a rank starts from scratch, with number 0.
 
   bool empty() const { return waiting_.empty(); }
 
@@ -59,9 +60,11 @@ class RankExchange {
   };
   // The newest complete exchange of a job's ranks.
   struct Made {
-    std::map<SessionId, uint64_t> numbers;  // `number` by session that is not over
+    // Number of the exchange for each session that is not over.
+    std::map<SessionId, uint64_t> numbers;
     std::vector<std::string> all;
-    std::optional<uint64_t> number_before = {};  // its number if a daemon before this one made it
+    // Number of the exchange, if an earlier daemon completed it.
+    std::optional<uint64_t> number_before = {};
 
     // True if the member asks for this exchange, with these bytes.
     bool IsOf(const Member& member, const std::string& bytes) const;

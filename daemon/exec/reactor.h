@@ -13,7 +13,7 @@
 
 namespace forebay::daemon {
 
-// Something another thread wants done on the loop thread.
+// A call that another thread sends to the loop thread.
 using LoopCall = absl::AnyInvocable<void(Executor&)>;
 using LoopInbox = LoopQueue<LoopCall>;
 
@@ -25,10 +25,10 @@ class Reactor {
 
   Reactor(nvme::IoEngine& engine, Executor& executor, TaskRunner& runner, LoopInbox& inbox);
 
-  // Until `stopping` has been set by a call and the executor is idle, or waits for nothing but a disk
-  // that has not answered for kStopWaitNs.
+  // Runs the loop until a call has set `stopping` and the executor is idle, or waits only for a disk that has not answered for
+  // kStopWaitNs.
   //
-  // Errors  E_INTERNAL and what IoEngine::Wait says: the engine is broken, nothing can go on.
+  // Errors  E_INTERNAL and those of IoEngine::Wait: the engine is broken, and the loop cannot continue.
   absl::Status Run(const bool& stopping);
 
  private:

@@ -19,9 +19,9 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// The state machine counts its tasks from 1.
+// First task of a scrub. Tasks of the state machine count from 1 and stay below it.
 constexpr TaskId kFirstTask = TaskId{1} << 48;
-// Reads of a slot that is written again while it is read.
+// Most reads of a slot whose content changes while it is read.
 constexpr int kTriesMax = 3;
 
 }  // namespace
@@ -135,7 +135,8 @@ bool Scrubber::Choose(Read& read) {
     run.content->Replace(std::move(now));
     if (!read.entry) read = {.entry = run.next_entry++};
     const std::optional<DurableContent::Expected> expected = run.content->At(*read.entry);
-    if (expected && expected == read.expected) return true;  // its next piece
+    // The slot is unchanged: continue with its next piece.
+    if (expected && expected == read.expected) return true;
     read.expected = expected;
     read.digests.clear();
     read.read_bytes = 0;
@@ -155,7 +156,8 @@ bool Scrubber::ChooseJob() {
   return true;
 }
 
-// None of its slots is at work; those of a job that was deleted are dropped.
+// Ends the scrub of the current job. Call it while no read is in flight. Reads that have not finished their slot (of a deleted
+// job) are dropped.
 void Scrubber::EndJob() {
   ScrubbedJob& ended = running_->report.jobs.back();
   ended.job = running_->content->job();

@@ -52,35 +52,35 @@ struct ScrubReport {
 
 struct ScrubRequest {
   uint64_t number = 0;       // chosen by the caller, for Cancel()
-  uint64_t bytes_per_s = 0;  // 0: kScrubShare of what the paths were measured with
+  uint64_t bytes_per_s = 0;  // 0: kScrubShare of the measured rate of the paths
   // The owner of the jobs; empty: the jobs of all users.
   std::optional<uint32_t> uid = {};
-  // The log says what is read and names each damaged slot.
+  // True if the scrub logs its progress and each damaged slot.
   bool is_logged = true;
 };
 
-// Both 0: no scrub runs.
+// Progress of the scrub. Both fields are 0 if no scrub runs.
 struct ScrubProgress {
   uint64_t scrubbed_bytes = 0;
   uint64_t total_bytes = 0;
 };
 
 struct ScrubberOptions {
-  // Null: there is nothing to read.
+  // Swap space to scrub. Null: the daemon has no swap, so there is nothing to read.
   SwapSpace* swap = nullptr;
-  // Digests the pieces on its workers; null: the loop thread digests them.
+  // Digests pieces on the runner's workers. Null: the loop thread digests them.
   TaskRunner* runner = nullptr;
   // Returns the jobs of the newest durable ledger.
   std::function<std::vector<std::shared_ptr<const DurableJob>>()> jobs;
   // Takes transfers that ended at once; passes them to OnTransferred().
   std::function<void(std::vector<SwapDone>&)> end_transfers;
-  // Slots that are read at once.
+  // Number of slots that are read at once.
   uint32_t reads = 1;
 };
 
-// Reads one job after the other, each slot in pieces of kScrubBytes, behind the job's other transfers. A slot counts as
-// damaged if the newest durable ledger still names it when it was read: a job that goes on meanwhile is read as it is
-// then. Slots that the ledger does not name are not read: they hold nothing.
+// Reads one job after the other, each slot in pieces of kScrubBytes, after the job's other transfers. Reads only slots that the
+// newest durable ledger names. If a job continues to train during the scrub, its present slots are read. A slot counts as
+// damaged only if the newest durable ledger still names the slot after the read.
 //
 // Threads  The loop thread; pieces are digested on workers.
 // Limits   One scrub at a time; its memory is the swap's.
@@ -94,20 +94,20 @@ class Scrubber {
   explicit Scrubber(ScrubberOptions options);
 
   // Errors  E_BUSY         a scrub runs.
-  //         E_INTERRUPTED  it was cancelled.
+  //         E_INTERRUPTED  the scrub was cancelled.
   void Start(const ScrubRequest& request, Answer answer);
   // Cancels the scrub with this number. Ignores unknown numbers.
   void Cancel(uint64_t number);
 
-  // Takes a transfer that has ended. Returns false if the transfer is not of a scrub.
+  // Handles the end of a transfer. Returns false if the transfer does not belong to a scrub.
   bool OnTransferred(const SwapDone& read);
-  // Reads the next pieces if their time has come. Returns when to call it again: MonotonicNs, UINT64_MAX: not for a time.
+  // Starts to read the next pieces that are due. Returns the MonotonicNs of the next call; UINT64_MAX: no piece waits for time.
   uint64_t Tick();
 
   ScrubProgress progress() const;
 
  private:
-  // One slot that is read, piece by piece.
+  // A slot that is being read, piece by piece.
   struct Read {
     // The task that reads or digests a piece, perhaps for a cancelled scrub; 0: none.
     TaskId task = 0;
@@ -122,7 +122,7 @@ class Scrubber {
     ScrubRequest request;
     Answer answer;
     uint64_t bytes_per_s = 0;
-    std::vector<std::shared_ptr<const DurableJob>> jobs;  // in their state at the start
+    std::vector<std::shared_ptr<const DurableJob>> jobs;  // the jobs as of the start of the scrub
     size_t next_job = 0;
     uint64_t scrubbed_bytes = 0;
     uint64_t total_bytes = 0;
@@ -136,11 +136,11 @@ class Scrubber {
 
   std::shared_ptr<const DurableJob> JobNow(JobId id) const;
   uint64_t RateOf(const ScrubRequest& request) const;
-  // Returns a read that is idle, one with a next piece of its slot first; null if all are at work.
+  // Returns an idle read, preferably one that has begun a slot. Returns null if all reads are in progress.
   Read* FindIdle();
   bool is_working() const;
-  // Chooses the next piece for `read`. Returns false if there is none: the scrub has ended, or waits for other slots of the
-  // job.
+  // Chooses the next piece for `read`. Returns false if no piece is available: the scrub has ended, or waits for other slots of
+  // the job.
   bool Choose(Read& read);
   bool ChooseJob();
   void EndJob();

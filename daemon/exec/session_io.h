@@ -20,16 +20,16 @@
 
 namespace forebay::daemon {
 
-// Arenas of a session, made on a worker. Destroying them frees their pages, whoever still has them
-// mapped: a session cannot keep memory of the node after its end.
+// Arenas of a session, created on a worker. Their destructors free the pages even if a process still has the arenas mapped: a
+// client cannot hold memory of the node after its session.
 struct SessionMemory {
-  // With the step region.
+  // Gradient arena, which includes the step region.
   ArenaRegistry::Arena grad;
-  // One RingMemory.
+  // Arena of the ring: one RingMemory.
   ArenaRegistry::Arena ring;
 };
 
-// `rank`: -1 of a reader.
+// Options of the gradient arena of a session. `rank`: -1 for a reader.
 pinned_mem::ArenaOptions GradientOptions(const ArenaPolicy& policy, const std::string& job,
                                          int32_t rank, uint64_t bytes);
 
@@ -37,25 +37,25 @@ struct SessionMemoryOptions {
   std::string job;
   int32_t rank = 0;  // -1: a reader
   uint64_t grad_bytes = 0;
-  // arena that the session continues to use; null: a new one is made
+  // Gradient arena that the session continues to use. Null: a new arena is created.
   ArenaRegistry::Arena grad = {};
   ArenaPolicy arenas = {};
 };
 
-// Blocks. Errors of PinnedArena::Create; nothing is left behind.
+// Creates the arenas of a session. Blocks. Errors are those of PinnedArena::Create; after an error no arena remains.
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options);
 
-// Descriptors for a client, which may do with them what it likes: the daemon keeps no open file
-// description of them but that of `command_doorbell`, which it only drains (with RWF_NOWAIT).
+// Descriptors for a client, which is not trusted with them. The daemon shares an open file description with the client only for
+// `command_doorbell`, which the daemon only drains (with RWF_NOWAIT).
 struct SessionFds {
-  // Read-only.
+  // Read-only descriptor of the weights.
   protocol::UniqueFd weights;
   protocol::UniqueFd grad;
   protocol::UniqueFd ring;
   protocol::UniqueFd command_doorbell;
-  // The waiter.
+  // SocketDoorbell::waiter of the completion doorbell.
   protocol::UniqueFd completion_doorbell;
-  // Read-only; not valid if no step has committed one.
+  // Read-only descriptor of the extra_state. Invalid if no step has committed any extra_state.
   protocol::UniqueFd extra_state;
 };
 
@@ -66,7 +66,7 @@ class SessionIo {
 
   // Formats the ring for a client that speaks this protocol, and makes the doorbells.
   //
-  // Errors  E_LIMIT  no descriptor is left.
+  // Errors  E_LIMIT  the process cannot open more descriptors.
   static absl::StatusOr<std::unique_ptr<SessionIo>> Create(SessionMemory memory,
                                                            uint32_t protocol_version);
 
@@ -74,18 +74,18 @@ class SessionIo {
   const ArenaRegistry::Arena& grad() const { return memory_.grad; }
   const ArenaRegistry::Arena& ring() const { return memory_.ring; }
 
-  // All but `weights` and `extra_state`, which the caller adds.
+  // Returns the descriptors of a session without `weights` and `extra_state`, which the caller adds.
   //
-  // Errors  E_LIMIT  no descriptor is left.
+  // Errors  E_LIMIT  the process cannot open more descriptors.
   absl::StatusOr<SessionFds> MakeClientFds() const;
 
-  // Copies a StepRequest and as many HyperParams as it says and `length_bytes` has room for, each
-  // once; lists come from `memory`.
+  // Copies a StepRequest and its HyperParams, reading each byte once. Copies only as many HyperParams as `length_bytes` has
+  // room for. `memory` allocates the lists.
   StepRequestCopied CopyRequest(const CopyStepRequest& action,
                                 std::pmr::memory_resource* memory) const;
 
   void KeepError(uint64_t tag, absl::Status status);
-  absl::Status Explain(uint64_t tag) const;  // OK where no error of this tag is kept
+  absl::Status Explain(uint64_t tag) const;  // OK if no error with this tag is stored
 
  private:
   SessionIo() = default;
@@ -97,7 +97,7 @@ class SessionIo {
   std::deque<std::pair<uint64_t, absl::Status>> errors_;
 };
 
-// E_LIMIT: `what` and errno; the limit to raise.
+// Returns E_LIMIT with `what`, the text of errno and the limit to raise.
 absl::Status NoDescriptor(const char* what);
 
 }  // namespace forebay::daemon

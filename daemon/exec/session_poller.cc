@@ -22,7 +22,7 @@ void SessionPoller::Remove(SessionId id) {
 }
 
 void SessionPoller::OnCompletion(const nvme::Completion& completion) {
-  if ((completion.token & kTokenTag) != kTokenTag) return;  // a queue's
+  if ((completion.token & kTokenTag) != kTokenTag) return;  // a token of another queue
   const auto found = sessions_.find(completion.token & ~kTokenTag);
   if (found == sessions_.end()) return;
   if (found->second.asleep) found->second.channel->EndSleep();

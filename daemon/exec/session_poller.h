@@ -18,7 +18,8 @@ namespace forebay::daemon {
 class SessionPoller {
  public:
   static constexpr uint64_t kTokenTag = uint64_t{0x5E} << 56;  // token of doorbell watches
-  static constexpr int kCommandsPerTurn = 64;                  // commands of one session
+  // Most commands of a session in a turn.
+  static constexpr int kCommandsPerTurn = 64;
 
   struct Callbacks {
     absl::AnyInvocable<void(CommandArrived)> arrived;
@@ -29,23 +30,23 @@ class SessionPoller {
   // `engine` outlives the poller.
   SessionPoller(nvme::IoEngine& engine, Callbacks callbacks);
 
-  // Polls `channel`, which outlives the session here. Errors of IoEngine::WatchEventFd.
+  // Starts to poll `channel`, which must live until Remove(). Errors of IoEngine::WatchEventFd.
   absl::Status Add(SessionId id, protocol::ServerChannel& channel);
   bool Contains(SessionId id) const { return sessions_.contains(id); }
-  // Reads nothing more of it; unknown ones are ignored.
+  // Stops reading commands of the session. Ignores an unknown session.
   void Remove(SessionId id);
 
-  // A doorbell may have rung.
+  // Handles a completion of a doorbell watch. Wakes the session whose doorbell rang.
   void OnCompletion(const nvme::Completion& completion);
 
-  // Reads commands of every session that is awake; those without any go to sleep. True: more are
-  // waiting.
+  // Reads commands of every session that is awake. A session without commands goes to sleep. Returns true if more commands
+  // wait.
   bool Poll();
 
  private:
   struct Session {
     protocol::ServerChannel* channel = nullptr;
-    bool asleep = false;  // its doorbell will ring
+    bool asleep = false;  // the client rings the doorbell for its next command
   };
 
   bool PollOne(SessionId id);

@@ -24,11 +24,11 @@
 namespace forebay::daemon {
 namespace {
 
-constexpr uint64_t kZerosBytes = protocol::kMiB;  // one write of new slots
+constexpr uint64_t kZerosBytes = protocol::kMiB;  // size of a write that zeroes new slots
 constexpr uint64_t kSecondNs = 1'000'000'000;
 constexpr uint64_t kCheckNs = kSecondNs;
 constexpr uint64_t kProgressNs = 10 * kSecondNs;
-// between two warnings about late requests of one path
+// Time between two warnings about late requests of a path.
 constexpr uint64_t kWarningNs = 30 * kSecondNs;
 // Blocks that may be in flight on a path that was not measured; a measured path may have more.
 constexpr uint64_t kWindowBlocks = 4;
@@ -104,12 +104,13 @@ SwapSpace::~SwapSpace() {
 absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOptions& options,
                                                            nvme::IoEngine& engine) {
   std::unique_ptr<SwapSpace> space(new SwapSpace(options, engine));
-  // Memory is allocated first: if there is not enough, no space is reserved on a disk.
+  // Allocates memory before it reserves space on a disk: if memory is short, no space is reserved.
   ASSIGN_OR_RETURN(space->staging_,
                    pinned_mem::PinnedArena::Create(options.arenas.ByStripe(
                        "forebay-staging", StagingBytes(options), options.staging_slot_bytes)));
   RETURN_IF_ERROR(space->OpenVolume());
-  (void)engine.RegisterBuffer(space->staging_->bytes());  // for speed; a failure is harmless
+  // Registration only makes transfers faster.
+  (void)engine.RegisterBuffer(space->staging_->bytes());
   return space;
 }
 
@@ -187,8 +188,8 @@ absl::Status SwapSpace::CommitAgain(const nvme::VolumeOptions& options) {
   return absl::OkStatus();
 }
 
-// Checks that the volume was last used in this place, or adopts it. A volume without jobs may be used in any place: there is
-// nothing to lose.
+// Checks that the volume was last used in this place, or adopts it. A volume without jobs may be used in any place, because no
+// job can be lost.
 absl::Status SwapSpace::CheckPlace(const VolumePlace& before, const DurableNode& node) {
   std::string move = DescribeMove(before, place_);
   if (move.empty()) {

@@ -33,21 +33,22 @@ namespace forebay::daemon {
 // Longer than the kernel waits for an NVMe drive before it resets the drive and gives up.
 inline constexpr uint64_t kSwapDeadlineNs = 60'000'000'000;
 
-// A daemon that is killed forgets the bytes written since the newest record, which is at most so old.
+// Interval at which written bytes are recorded. A killed daemon loses the count of bytes that were written since the last
+// record.
 inline constexpr uint64_t kKeepWearNs = 60'000'000'000;
 
 struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
-  // Folder with the records of block devices; empty: there are no such records.
+  // Folder with the records of block devices. Empty: block devices have no records.
   std::string state_folder = {};
-  // By path: bytes that were written to its drive before, as recorded; empty: none.
+  // Recorded number of bytes written before this start, by path. Empty: no records.
   std::vector<uint64_t> written_before = {};
-  // By path: measured rates; empty: no rate is known.
+  // Measured rates, by path. Empty: no rate is known.
   std::vector<std::optional<nvme::PathRates>> rates = {};
   nvme::FileLife life = nvme::FileLife::kKept;
   // kRecover: a volume with a durable ledger is recovered with its jobs; a volume without one is created.
   nvme::OpenMode mode = nvme::OpenMode::kReclaim;
-  // True if the daemon before has left jobs in memory whose slots the volume holds: the volume is recovered even without a
+  // True if an earlier daemon has left jobs in memory whose slots the volume holds. The volume is then recovered even without a
   // durable job.
   bool keeps_slots = false;
   // Identity of this machine. If it is unknown now, or was unknown when the volume was last used, only the paths tell whose
@@ -62,7 +63,7 @@ struct SwapSpaceOptions {
   uint64_t deadline_ns = kSwapDeadlineNs;
   // Time after a transfer at which the written bytes are due to be recorded (DueWear).
   uint64_t keep_wear_ns = kKeepWearNs;
-  // At least 3.
+  // Number of staging slots; at least 3.
   uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
   ArenaPolicy arenas = {};
@@ -86,8 +87,8 @@ struct SwapDone {
     kZeroed,
     kRead,
     kWritten,
-    kReturned,   // a read that was given up has ended
-    kCommitted,  // a ledger, which belongs to no job
+    kReturned,   // the disk has ended a read that was given up
+    kCommitted,  // a ledger was committed; `job` is unused
   };
 
   TaskId task = 0;
@@ -113,12 +114,12 @@ struct LatePath {
   uint64_t oldest_ns = 0;
 };
 
-// Each path has a queue of its own (TransferQueue), from which jobs start transfers in turns, as many at once as
-// keep the path busy: what waits for one path delays no other. Writes that pause wait beside it; zeroing does
-// not wait. A request that is in flight for longer than kLateNs is late: it is counted, shown and logged,
-// and goes on. After the deadline it is given up: it fails with E_SWAP_TIMEOUT, and the staging slot of a read is
-// kept until the disk has ended it after all. A read into other memory (of a block that moves to DRAM, of
-// gradients) is waited for.
+// Transfers between swap slots and memory. Each path has a queue (TransferQueue) from which jobs start transfers in turns, as
+// many at once as keep the path busy. Transfers of one path do not delay transfers of another path. Writes that pause wait
+// outside the queue. Zeroing does not wait in the queue. A request in flight for longer than kLateNs is late: it is counted,
+// shown and logged. After the deadline a request is given up with E_SWAP_TIMEOUT. The staging slot of a read that was given up
+// is not used again until the disk has ended the read. A read into other memory (of a block that moves to DRAM, of gradients)
+// is not given up.
 //
 // Threads  The loop thread, which is the engine's; bytes of a slot go to a worker between the end
 //          of a read and the start of a write.
@@ -129,16 +130,16 @@ class SwapSpace {
   static constexpr uint64_t kPauseNs = 1'000'000'000;
   static constexpr uint64_t kScrubBytes = uint64_t{256} << 10;
 
-  // Blocks: reserves the paths, or recovers them, and makes the staging arena. What was recovered is committed to
-  // both places: then no other ledger is on the disk that names slots which free_slots() gives. A volume that is
-  // adopted is this one from that commit on; a death before leaves it where it was.
+  // Reserves the paths, or recovers their volume, and allocates the staging arena. Blocks. Commits a recovered ledger to both
+  // copies on disk, so that no older ledger names slots that free_slots() contains. An adopted volume belongs to this place
+  // from that commit on. If the daemon dies before the commit, the volume stays with its former place.
   //
   // Errors  of Volume::Open, FindVolume, DecodeLedger and PinnedArena::Create.
   //         E_SWAP_PATH  kUnlinked paths hold a durable ledger; durable jobs are on a volume that was last used on
   //                      another machine or on other paths. Nothing is written.
   static absl::StatusOr<std::unique_ptr<SwapSpace>> Open(const SwapSpaceOptions& options,
                                                          nvme::IoEngine& engine);
-  // Opens a volume to read it: nothing is written, and there is no staging. Null: the paths hold no volume. Blocks.
+  // Opens a volume for reads alone: writes nothing, and allocates no staging. Returns null if the paths hold no volume. Blocks.
   //
   // Errors  of InspectVolume and DecodeLedger.
   static absl::StatusOr<std::unique_ptr<SwapSpace>> Inspect(
@@ -160,13 +161,14 @@ class SwapSpace {
   // the first call on.
   std::span<std::byte> scrub_memory(uint32_t reads);
 
-  // Each ends with a SwapDone: in this call if it is refused, otherwise in an OnCompletion() or a Tick().
+  // Start a transfer. Each transfer ends with a SwapDone: from this call if the transfer is refused, otherwise from a later
+  // OnCompletion() or Tick().
   void StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done);
   void StartRead(const SwapTransfer& transfer, std::vector<SwapDone>& done);
   // `pause`: starts the write kPauseNs from now.
   void StartWrite(const SwapTransfer& transfer, bool pause, std::vector<SwapDone>& done);
 
-  // Volume::CommitLedger; one at a time.
+  // Calls Volume::CommitLedger. At most one commit may be in flight.
   void CommitLedger(TaskId task, std::span<const std::byte> ledger,
                     std::span<const nvme::Slot> slots, std::vector<SwapDone>& done);
 
@@ -186,14 +188,14 @@ class SwapSpace {
   const VolumePlace& place() const { return place_; }
   // Differences from the place where the volume was last used; empty if nothing was adopted.
   const std::string& adopted() const { return adopted_; }
-  // Contents of the ledger that Open() or Inspect() found; no jobs if there was none.
+  // Contents of the ledger that Open() or Inspect() found. No jobs if the volume had no ledger.
   const DurableNode& recovered() const { return recovered_; }
   // Bytes that a ledger may have for its jobs and 24 bytes for each slot that it names.
   uint64_t ledger_bytes_max() const;
 
-  // Sequence of the durable ledger that Open() found; 0 if there was none.
+  // Sequence of the durable ledger that Open() found. 0 if the volume had no ledger.
   uint64_t found_sequence() const { return found_sequence_; }
-  // Sequence of the last durable ledger; 0 if there is none.
+  // Sequence of the last durable ledger. 0 if the volume has no ledger.
   uint64_t durable_sequence() const { return volume_->durable_sequence(); }
   // Returns the findings of Open() or Inspect().
   const nvme::RecoveryReport& recovery() const { return volume_->recovery(); }
@@ -202,7 +204,7 @@ class SwapSpace {
 
   std::string_view path_name(uint32_t path) const { return volume_->path_name(path); }
 
-  // For completions that Volume::Owns.
+  // Handles a completion for which Volume::Owns() is true. Appends the transfers that have ended to `done`.
   void OnCompletion(const nvme::Completion& completion, std::vector<SwapDone>& done);
 
   // Starts writes that have paused long enough, looks for late requests, logs progress. Call it at next_tick_ns() at the
@@ -211,16 +213,16 @@ class SwapSpace {
   // MonotonicNs of the next Tick(). UINT64_MAX: nothing waits for time.
   uint64_t next_tick_ns() const;
 
-  // Requests in flight at the volume, without transfers that wait or pause here.
+  // Number of requests in flight at the volume. Transfers that wait or pause in this object do not count.
   uint32_t in_flight() const { return volume_->requests_in_flight(); }
   nvme::VolumeStats stats() const { return volume_->stats(); }
-  // By path: bytes written over all starts of the daemon.
+  // Returns the bytes written to each path over all starts of the daemon.
   std::vector<PathWear> wear() const;
   const std::string& state_folder() const { return options_.state_folder; }
   // True if the record of written bytes outlives the daemon, as the files of the paths do.
   bool keeps_wear() const { return options_.life == nvme::FileLife::kKept; }
-  // Returns the written bytes that are to be recorded now. Returns nothing except once every keep_wear_ns while there are
-  // transfers.
+  // Returns the written bytes of each path if they are due to be recorded, otherwise an empty list. They are due at most once
+  // every keep_wear_ns, and only after transfers.
   std::vector<PathWear> DueWear();
   std::optional<nvme::PathRates> rates(size_t path) const {
     return options_.rates.empty() ? std::nullopt : options_.rates[path];
@@ -228,7 +230,7 @@ class SwapSpace {
   // Progress of zeroing the job's slots; nothing if they are not being zeroed.
   std::optional<ZeroingProgress> Zeroing(JobId job) const;
   const std::vector<nvme::PathOptions>& paths() const { return options_.paths; }
-  // By path; as of the last Tick().
+  // Late requests, by path, as of the last Tick().
   const std::vector<LatePath>& late() const { return late_; }
 
  private:
@@ -272,23 +274,24 @@ class SwapSpace {
   std::unique_ptr<std::byte, FreeMemory> scrub_memory_;
   std::unique_ptr<nvme::Volume> volume_;
   std::pmr::unsynchronized_pool_resource memory_{
-      kStepMemoryOptions};  // for nodes that come and go within a step
-  // By task: requests in flight at the volume, and transfers that wait here.
+      kStepMemoryOptions};  // memory for nodes that live within a step
+  // Transfers in flight at the volume, and transfers that wait in this object, by task.
   std::pmr::map<TaskId, Pending> pending_;
-  std::vector<nvme::Finished> finished_;  // by the completion that is handled
+  std::vector<nvme::Finished> finished_;  // requests that the current completion has ended
   std::map<TaskId, uint32_t> kept_;       // staging slots of reads that were given up
   std::vector<TransferQueue> queues_;     // by path
-  std::vector<Paused> paused_;            // by due time
+  std::vector<Paused> paused_;            // writes that pause, sorted by due time
   std::vector<LatePath> late_;
-  std::vector<LatePath> late_now_;  // room for the next check
+  std::vector<LatePath> late_now_;  // buffer for the next check
   uint64_t next_check_ns_ = UINT64_MAX;
   uint64_t next_progress_ns_ = 0;
   uint64_t keep_wear_ns_ = UINT64_MAX;
-  // When a path's late requests are logged again.
+  // MonotonicNs of the next warning about late requests, by path.
   std::vector<uint64_t> next_warning_ns_;
 };
 
-// Returns the contents of the ledger on these paths; no jobs if there is none. Blocks; changes nothing.
+// Returns the contents of the ledger on these paths. Returns no jobs if the paths hold no ledger. Blocks; changes nothing on
+// the paths.
 //
 // Errors  of FindVolume, Volume::Open and DecodeLedger.
 absl::StatusOr<DurableNode> FindDurableJobs(const std::vector<nvme::PathOptions>& paths);

@@ -33,7 +33,7 @@ TaskRunner::Task& TaskRunner::AllocateTask() {
     free_.pop_back();
     return task;
   }
-  free_.reserve(std::bit_ceil(tasks_.size() + 1));  // each of them returns to the list
+  free_.reserve(std::bit_ceil(tasks_.size() + 1));  // every task returns to the free list
   return tasks_.emplace_back();
 }
 

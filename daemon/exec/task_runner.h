@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs work beside the loop thread and brings its outcome back.
+// Runs work on worker threads, and the outcome of the work on the loop thread.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace forebay::daemon {
 
 enum class PoolId : uint8_t {
   kUpdate,  // arithmetic and copies: the update's workers
-  kSetup,   // one thread for work that blocks long
+  kSetup,   // a single thread for work that blocks for long
 };
 
 struct TaskRunnerOptions {
@@ -29,12 +29,12 @@ struct TaskRunnerOptions {
 // Stores work, outcomes and their captures in a table of tasks, and destroys them on the loop thread.
 //
 // Threads  Everything on the loop thread; work runs elsewhere.
-// Limits   Post() never blocks; tasks for which the pool's queue has no room wait here, at most as
-//          many as the state machine has tasks (bounded by sessions and commands in flight). No heap
-//          allocation where as many tasks have been under way before.
+// Limits   Post() never blocks. Tasks that the pool's queue cannot take wait in this object, at most as many as the state
+//          machine has tasks (bounded by sessions and commands in flight). Allocates no heap memory unless more tasks are in
+//          progress than ever before.
 class TaskRunner {
  public:
-  // Bytes of captures: of work, and of its outcome on the loop thread.
+  // Most bytes of captures: kWorkBytes for work, kThenBytes for its outcome on the loop thread.
   static constexpr size_t kWorkBytes = 768;
   static constexpr size_t kThenBytes = 512;
   using Then = InplaceFunction<void(), kThenBytes>;
@@ -72,14 +72,14 @@ class TaskRunner {
   // Runs the outcomes of work that has ended.
   void RunFinished();
 
-  // An eventfd: written when work has ended.
+  // Returns an eventfd that is written when work has ended.
   int wake_fd() const { return finished_->fd(); }
   uint64_t in_flight() const { return in_flight_; }
   uint32_t workers() const;
   const std::vector<cpu_adam::WorkerGroup>& worker_groups() const;
 
  private:
-  // One call of Post() or PostParts().
+  // State of one call of Post() or PostParts().
   struct Task {
     InplaceFunction<void(size_t part, Then& then), kWorkBytes> work;
     Then then;
@@ -103,15 +103,15 @@ class TaskRunner {
   void Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task run);
   void PostWaiting();
 
-  // Tasks that have ended; null: the pool's queue has room again.
+  // Queue of tasks that have ended. A null item: the pool's queue has room again.
   std::unique_ptr<LoopQueue<Task*>> finished_;
   std::deque<Task> tasks_;
   std::vector<Task*> free_;  // tasks to use again, once their runs have ended
   std::deque<Waiting> waiting_;
-  // Tasks wait, or are about to.
+  // True if tasks wait for room in a pool's queue, or are about to wait.
   std::atomic<bool> starved_ = false;
   uint64_t in_flight_ = 0;
-  // Destroyed first: their work pushes into finished_.
+  // The pools are destroyed first, because their work pushes into finished_.
   std::unique_ptr<cpu_adam::WorkerPool> update_pool_;
   std::unique_ptr<cpu_adam::WorkerPool> setup_pool_;
 };

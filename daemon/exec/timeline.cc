@@ -52,7 +52,8 @@ void Timeline::StepCommitted(uint64_t now_ns) {
 
 void Timeline::StepPublished(uint64_t step, uint64_t now_ns) {
   const uint64_t called_ns = std::exchange(committed_step_called_ns_, 0);
-  const uint64_t start_ns = called_ns == 0 ? now_ns : called_ns;  // masters that are set
+  // 0 if masters were set without a call of step.
+  const uint64_t start_ns = called_ns == 0 ? now_ns : called_ns;
   newest_seconds_ = static_cast<double>(now_ns - start_ns) * 1e-9;
   newest_decision_seconds_ = std::exchange(decision_seconds_, 0);
   current_.push_back({.lane = Lane::kStep,

@@ -48,22 +48,24 @@ struct ShownEvent {
 };
 
 // Threads  The loop thread.
-// Limits   kEventsMax events a step; later ones are not kept. No heap allocation where a step has had as many.
+// Limits   At most kEventsMax events for each step; later events are dropped. Allocates no heap memory unless a step has more
+//          events than every step before.
 class Timeline {
  public:
   static constexpr size_t kEventsMax = 2048;
 
   void Add(const TimedEvent& event);
 
-  // All ranks have called step: the newest such call before a commit is that of the committed one.
+  // Call it when all ranks have called step. If it is called several times before a commit, the last call belongs to the
+  // committed step.
   void StepCalled(uint64_t now_ns) { step_called_ns_ = now_ns; }
-  // The next step may be called before this one is published.
+  // Call it when a step is committed. StepCalled() of the next step may come before StepPublished() of this step.
   void StepCommitted(uint64_t now_ns);
-  // Makes the events that were added since the last publication newest().
+  // Publishes the events that were added since the last publication: newest() returns them.
   void StepPublished(uint64_t step, uint64_t now_ns);
 
   const std::vector<TimedEvent>& newest() const { return newest_; }
-  uint64_t newest_step() const { return newest_step_; }  // 0: none
+  uint64_t newest_step() const { return newest_step_; }  // 0 if no step was published
   // Seconds from the last rank's call of step to the publication, and to the decision.
   double newest_seconds() const { return newest_seconds_; }
   double newest_decision_seconds() const { return newest_decision_seconds_; }
@@ -73,7 +75,7 @@ class Timeline {
   std::vector<TimedEvent> newest_;
   uint64_t step_called_ns_ = 0;
   uint64_t committed_step_called_ns_ = 0;  // 0: no committed step waits to be published
-  double decision_seconds_ = 0;            // of that committed step
+  double decision_seconds_ = 0;            // decision time of that committed step
   uint64_t newest_step_ = 0;
   double newest_seconds_ = 0;
   double newest_decision_seconds_ = 0;

@@ -75,7 +75,7 @@ class TransferQueue {
   std::pmr::memory_resource* memory_;
   std::deque<Job> jobs_;           // empty entries are used again
   std::pmr::deque<size_t> turns_;  // indices of jobs_ with transfers; the first job has its turn
-  bool has_quantum_ = false;       // the first job was granted its bytes
+  bool has_quantum_ = false;       // the first job has been granted the bytes of its turn
   uint64_t in_flight_bytes_ = 0;
   uint32_t in_flight_ = 0;
 };

@@ -39,7 +39,8 @@ std::string FirstLine(const std::string& file) {
   return line;
 }
 
-// "nvme.1234-5678 partition 2"; empty: the device does not say.
+// Returns the identity of a device, for example "nvme.1234-5678 partition 2". Returns an empty text if the device states no
+// identity.
 std::string DiskOf(dev_t device) {
   const std::string folder = absl::StrFormat("/sys/dev/block/%d:%d", major(device), minor(device));
   const std::string partition = FirstLine(folder + "/partition");
@@ -73,7 +74,7 @@ absl::StatusOr<PathPlace> PlaceOfPath(size_t index, const nvme::PathOptions& pat
   return PathPlace{.name = canonical.data(), .inode = status.st_ino};
 }
 
-// Text behind "swap path 0 (NAME)"; empty if the path has not moved.
+// Returns the text that follows "swap path 0 (NAME)" in DescribeMove(). Returns an empty text if the path has not moved.
 std::string DescribeMoveOfPath(const PathPlace& before, const PathPlace& now) {
   if (!before.disk.empty() && !now.disk.empty()) {
     if (before.disk == now.disk) return {};
@@ -119,7 +120,7 @@ std::string DescribeMove(const VolumePlace& before, const VolumePlace& now) {
 
 uint64_t LedgerBytes(const VolumePlace& place) {
   constexpr uint64_t kWord = sizeof(uint64_t);
-  // struct in the message, ends of its two texts
+  // Bytes of the struct in the message, and of the ends of its two texts.
   constexpr uint64_t kPathBytes = 3 * kWord + 2 * kWord;
   uint64_t bytes = sizeof(MachineId) + kWord;
   for (const PathPlace& path : place.paths) {

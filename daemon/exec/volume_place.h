@@ -14,14 +14,14 @@
 
 namespace forebay::daemon {
 
-// All zeros: unknown.
+// Identity of a machine; all zeros if unknown.
 using MachineId = std::array<std::byte, 16>;
 
 // Place of one path of the volume.
 struct PathPlace {
   std::string name;       // name of the file or device, without symbolic links
   uint64_t inode = 0;     // 0 for a device
-  std::string disk = {};  // identity that a device states; empty: none
+  std::string disk = {};  // identity that a device states; empty if none
 
   bool operator==(const PathPlace&) const = default;
 };
@@ -35,7 +35,7 @@ struct PathPlace {
 // same place. It is the volume in the state of an earlier durable step.
 struct VolumePlace {
   MachineId machine{};
-  std::vector<PathPlace> paths = {};  // in the volume's order; empty: unknown
+  std::vector<PathPlace> paths = {};  // places in the order of the paths; empty if unknown
 
   bool operator==(const VolumePlace&) const = default;
 };
@@ -43,8 +43,8 @@ struct VolumePlace {
 // Treatment of durable jobs of a volume that was last used on another machine or on other paths.
 enum class OtherPlace : uint8_t { kRefused, kAdopted };
 
-// Returns a hash of the machine-id, which itself is private to the machine. Returns all zeros if there is no machine-id, as in
-// containers.
+// Returns a hash of the machine-id; the machine-id itself is not disclosed. Returns all zeros if the machine has no machine-id,
+// as in containers.
 //
 // Source  machine-id(5), sd_id128_get_machine_app_specific(3).
 MachineId ThisMachine();

@@ -44,15 +44,15 @@ constexpr size_t kLayoutPieceBytes = 256 << 10;
 constexpr auto kConnectLimit = 10 * kj::SECONDS;
 constexpr auto kEndingsLimit = 1 * kj::SECONDS;
 
-// "host" of "host:port" and of "[host]:port".
+// Returns "host" of "host:port" or "[host]:port".
 std::string HostOf(const std::string& address) {
   const std::string host = address.substr(0, address.rfind(':'));
   const bool is_bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
   return is_bracketed ? host.substr(1, host.size() - 2) : host;
 }
 
-// Descriptors that a session takes: memory and doorbells, TLS, and UCX with a handful of networks. They are checked first,
-// because UCX ends the process of its peer if it runs out of descriptors while it connects.
+// Number of descriptors that a session takes: memory and doorbells, TLS, and UCX with a handful of networks. The agent checks
+// for them first, because UCX ends the peer's process if it runs out of descriptors while it connects.
 constexpr size_t kDescriptorsMin = 40;
 
 absl::Status CheckDescriptors() {
@@ -110,7 +110,7 @@ class Agent final : private kj::TaskSet::ErrorHandler {
         ControlQueue& control_queue)
       : io(async_io), options(agent_options), control(control_queue) {}
 
-  // The first call connects; later ones have its outcome.
+  // Connects to the gateway on the first call. Later calls return the outcome of the first.
   kj::Promise<absl::Status> Connect() {
     if (node != nullptr) return absl::Status();
     if (absl::Status enough = CheckDescriptors(); !enough.ok()) return enough;
@@ -329,7 +329,7 @@ class AgentSessionServer final : public schema::Session::Server {
     context.allowCancellation();
     if (!state_->reason.ok()) return Refuse(context);
     return ForwardExchange(context, Remote()).then([this, context]() mutable -> kj::Promise<void> {
-      // After an exchange this rank must see the weights that other ranks have written before it.
+      // A rank must see the weights that other ranks wrote before an exchange: fetches them before the answer.
       if (!is_synced()) return kj::READY_NOW;
       return Synced(context);
     });
@@ -620,7 +620,8 @@ class AgentNode final : public schema::Node::Server {
                      absl::StrCat("a rank comes back without its arena ", name));
   }
 
-  // Opens a descriptor of its own. It cannot be written unless `is_writable`, like the daemon's.
+  // Returns a new descriptor of the weights for the trainer. The descriptor is read-only unless `is_writable`, as a daemon's
+  // descriptor is.
   static absl::StatusOr<UniqueFd> WeightsFd(const SharedMemory& weights, bool is_writable) {
     UniqueFd fd = is_writable
                       ? protocol::DuplicateFd(weights.fd())

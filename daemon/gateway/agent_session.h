@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The agent's end of a session: serves the trainer's ring like the daemon, with bytes from the gateway.
+// The agent's side of a session: serves the trainer's ring as the daemon does, with bytes from the gateway.
 #pragma once
 
 #include <cstdint>
@@ -21,25 +21,27 @@
 namespace forebay::gateway {
 
 struct AgentSessionOptions {
-  std::shared_ptr<SharedMemory> weights;  // the window
+  // The window: memory that receives weights, mapped by the trainer.
+  std::shared_ptr<SharedMemory> weights;
   // The gradient arena of the daemon, and behind it the bytes that belong to the trainer alone.
   std::shared_ptr<SharedMemory> grad_arena;
   std::shared_ptr<const void> ring;  // memory that the channel borrows
   std::unique_ptr<protocol::ServerChannel> channel;
-  uint64_t daemon_arena_bytes = 0;  // the first bytes of grad_arena
+  uint64_t daemon_arena_bytes = 0;  // bytes of grad_arena that the daemon has too
   protocol::StepRegion step_region;
   std::shared_ptr<const protocol::Layout> layout;
-  uint64_t weights_address = 0;  // at the gateway
+  uint64_t weights_address = 0;  // address of the weights at the gateway
   bool has_rank = false;
 };
 
-// If the link breaks, the trainer's ring is closed. A rank then attaches again through another agent.
+// A session of a trainer on the agent's data thread. If the link to the gateway breaks, the agent closes the trainer's ring. A
+// rank then attaches again through another agent.
 class AgentSession final : public DataSession {
  public:
   AgentSession(std::unique_ptr<RemoteLink> link, AgentSessionOptions options);
   ~AgentSession() override;
 
-  // Fetches all weights that have changed; with shared attachment alone. `on_done` is not called if the link ends first.
+  // Fetches all weights that have changed. Used with shared attachment alone. `on_done` is not called if the link ends first.
   void RequestSync(std::function<void()> on_done);
   // Closes the trainer's ring because the connection to the gateway is lost.
   void OnLost();
@@ -92,7 +94,7 @@ class AgentSession final : public DataSession {
   uint64_t ahead_from_ = 0;
   std::map<uint64_t, std::function<void()>> syncs_;
   uint64_t next_sync_tag_ = protocol::kAgentTag;
-  uint64_t pieces_ended_ = 0;  // all pieces before this one have arrived
+  uint64_t pieces_ended_ = 0;  // all pieces with smaller numbers have arrived
   std::set<uint64_t> ended_ahead_;
   std::set<uint64_t> begun_;
   std::deque<Waiting> waiting_;

@@ -20,7 +20,7 @@ using ControlQueue = daemon::LoopQueue<absl::AnyInvocable<void()>>;
 
 inline constexpr size_t kControlCallsMax = 8192;
 
-// Runs what is in the queue, for as long as it lives.
+// Runs the calls in the queue until this object is destroyed.
 class ControlQueueDrain {
  public:
   ControlQueueDrain(kj::UnixEventPort& port, ControlQueue& queue)
@@ -29,7 +29,7 @@ class ControlQueueDrain {
         draining_(Drain().eagerlyEvaluate(nullptr)) {}
 
  private:
-  // The observer is armed before the queue is emptied: what comes in between wakes it again.
+  // Arms the observer before it empties the queue: a call that is pushed in between wakes the observer again.
   kj::Promise<void> Drain() {
     auto next = observer_.whenBecomesReadable();
     protocol::DrainDoorbell(queue_.fd());

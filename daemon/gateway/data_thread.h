@@ -22,14 +22,14 @@ namespace forebay::gateway {
 
 using Clock = std::chrono::steady_clock;
 
-// One session's end of the data plane. Everything is called on the data thread.
+// Interface of a session on the data plane. All functions are called on the data thread.
 class DataSession {
  public:
   virtual ~DataSession() = default;
 
   // Takes a message that has this session's number and secret.
   virtual void OnMessage(const protocol::RemoteHeader& header, protocol::UcxArrival& arrival) = 0;
-  // Does all work that needs no waiting. Returns true if there was some.
+  // Does all work that is possible without waiting. Returns true if any work was done.
   virtual bool Poll() = 0;
   // PrepareSleep(), EndSleep() and wait_fd() behave like those of ClientChannel and ServerChannel. If wait_fd() is -1, the
   // session waits for messages alone.
@@ -46,12 +46,13 @@ struct SessionKey {
 
 inline constexpr size_t kDataCallsMax = 4096;
 
-// Threads  Create(), the destructor, Post() and Run() from outside; all else on the data thread.
+// Threads  Create(), the destructor, Post() and Run() are called on other threads. Everything else is called on the data
+//          thread.
 class DataThread {
  public:
   using Call = absl::AnyInvocable<void()>;
 
-  // Errors  As UcxWorker::Create; E_LIMIT.
+  // Errors  those of UcxWorker::Create; E_LIMIT.
   static absl::StatusOr<std::unique_ptr<DataThread>> Create(const protocol::UcxOptions& options,
                                                             std::chrono::milliseconds tick);
 
@@ -69,7 +70,7 @@ class DataThread {
   void Add(const SessionKey& key, std::unique_ptr<DataSession> session);
   // Removes the session at the end of the thread's turn. Ignores an unknown number.
   void Remove(uint64_t number);
-  DataSession* Find(uint64_t number);  // nullptr: there is no such session
+  DataSession* Find(uint64_t number);  // nullptr if no session has this number
 
  private:
   struct Entry {

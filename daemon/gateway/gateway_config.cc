@@ -122,7 +122,7 @@ class Reader {
       for (const auto& [field, value] : *node.as_table()) {
         const std::string where = absl::StrCat(file_, ":", field.source().begin.line);
         const std::string full = absl::StrCat(key, ".", std::string(field.str()));
-        if (field.str() == "uid") {  // not 0, whose jobs have no quota
+        if (field.str() == "uid") {  // uid 0 is not allowed: root's jobs have no quota
           ASSIGN_OR_RETURN(const int64_t uid, NumberOf(full, value, where, {1, UINT32_MAX - 1}));
           principal.uid = static_cast<uint32_t>(uid);
         } else if (field.str() == "sessions") {

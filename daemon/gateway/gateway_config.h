@@ -29,7 +29,7 @@ struct GatewayConfig {
   std::string daemon_socket = "/run/forebay/forebay.sock";
   std::string certificate;  // PEM files of the gateway's certificate and key
   std::string key;
-  // One of client_ca and tokens selects who may connect: certificates of this authority, or names and tokens.
+  // Set either client_ca or tokens: a client needs a certificate of the authority client_ca, or a token of the file `tokens`.
   std::string client_ca;
   std::string tokens;
   std::chrono::milliseconds keepalive{10000};
@@ -56,7 +56,8 @@ absl::StatusOr<std::string> ReadTextFile(const std::string& path, std::string_vi
 absl::StatusOr<std::map<std::string, std::string>> ParseTokens(const std::string& text,
                                                                const std::string& path);
 
-// Returns the name with this token; nothing if there is none. The time of the comparison does not depend on the token.
+// Returns the name that has this token. Returns nothing if no name has it. The time of the comparison does not depend on the
+// token.
 std::optional<std::string> NameOfToken(const std::map<std::string, std::string>& tokens,
                                        std::string_view token);
 

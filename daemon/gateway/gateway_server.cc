@@ -95,7 +95,7 @@ struct Gateway {
   }
 };
 
-// One session: the daemon's capability, and its number on the data thread.
+// Session of an agent: the daemon's Session capability, and the number of the session on the data thread.
 class SessionState {
  public:
   SessionState(Gateway& gateway, const Principal& principal, DataThread& thread, uint64_t number,
@@ -129,7 +129,7 @@ class SessionState {
                  protocol::FormatError(reason));
     thread_.Post([&thread = thread_, number = number_] { thread.Remove(number); });
   }
-  // from here on a failure of the data plane is the expected end
+  // Notes that the agent ends the session: a later failure of the data plane is expected.
   void OnLeft() { has_left_ = true; }
   const absl::Status& reason() const { return reason_; }
   kj::Maybe<schema::Session::Client>& daemon() { return daemon_; }
@@ -203,7 +203,7 @@ class SessionServer final : public schema::Session::Server {
   std::shared_ptr<SessionState> state_;
 };
 
-// One agent's connection.
+// Connection of one agent.
 class Connection {
  public:
   Connection(Gateway& shared, kj::Own<kj::AsyncIoStream> tls_stream, std::string name,
@@ -430,7 +430,7 @@ class NodeServer final : public schema::RemoteNode::Server {
       const bool has_room = control.Push([weak, reason = protocol::Unshared(reason)] {
         if (const auto here = weak.lock()) here->End(reason);
       });
-      FOREBAY_CHECK(has_room);  // one call for each session; the queue has room for more
+      FOREBAY_CHECK(has_room);  // each session pushes one call; the queue has room for all
     };
   }
 
@@ -553,7 +553,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     std::string peer = accepted.peerIdentity->toString().cStr();
     ++gateway_.handshakes;
     ++gateway_.connections;
-    auto counted = std::make_shared<bool>(true);  // until the Connection counts itself
+    auto counted = std::make_shared<bool>(true);  // true until the Connection counts itself
     auto uncount = kj::defer([this, counted] {
       if (!*counted) return;
       --gateway_.handshakes;

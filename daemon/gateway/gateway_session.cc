@@ -278,7 +278,7 @@ void GatewaySession::Note(uint32_t partition, const WeightsVersion& version) {
   }
   if (!is_new) known_at_.erase(known->second.offset_bytes);
   known->second = version;
-  // In a cache of weights, other partitions had these bytes before.
+  // In a cache of weights, the agent may know other partitions at these bytes. Forgets those partitions.
   const uint64_t end = version.offset_bytes + options_.layout->partition_bytes(partition);
   auto other = known_at_.lower_bound(version.offset_bytes);
   if (other != known_at_.begin()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gateway's end of a session: a client of the daemon's ring, whose commands come from the agent.
+// The gateway's side of a session: a client of the daemon's ring, whose commands come from the agent.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace forebay::gateway {
 
-// Selects whether the agent reads weights itself. kAuto: it does if the hardware supports that.
+// Selects whether the agent reads weights itself. kAuto: the agent reads weights if the hardware supports remote reads.
 enum class ReadPolicy : uint8_t { kAuto, kOn, kOff };
 
 struct GatewaySessionOptions {
@@ -33,7 +33,7 @@ struct GatewaySessionOptions {
   std::shared_ptr<const protocol::Layout> layout;
   protocol::StepRegion step_region;
   std::vector<uint32_t> trace;  // partitions in the order in which a step touches them
-  // With sharded attachment, the rank's own partitions: their weights are sent after a step before the trainer asks for them.
+  // The rank's own partitions with sharded attachment. After a step their weights are sent before the trainer asks for them.
   // Empty if weights are on swap.
   std::set<uint32_t> own;
   bool is_reader = false;
@@ -41,13 +41,14 @@ struct GatewaySessionOptions {
   ReadPolicy reads = ReadPolicy::kAuto;
 };
 
-// Writes gradients and step requests to the grad arena before the daemon gets their commands. Sends the bytes that a completion
-// is about to the agent before the completion counts there.
+// Forwards commands, completions and bytes between an agent and the daemon. Writes gradients and step requests to the grad
+// arena before the daemon gets their commands. Sends the bytes of a completion to the agent before the completion counts at the
+// agent.
 //
-// Weights  What the agent has of a partition is noted by its place and version: bytes that it has do not travel again.
-//          With shared attachment, parameters are views of the window that may be read at any time; so all that has
-//          changed travels before a step, or a write of weights, is answered. With sharded attachment it travels
-//          behind that, and what changes weights next waits for the last of it.
+// Weights  The place and version of the bytes that the agent has are noted for each partition. Bytes that the agent has are not
+//          sent again. With shared attachment, parameters are views of the window, which may be read at any time. All changed
+//          bytes are therefore sent before a step, or a write of weights, is answered. With sharded attachment the bytes are
+//          sent after the answer, and the next command that changes weights waits until all bytes have arrived.
 // Limits   At most kRingEntries commands of the agent, and kRemotePiecesInFlight pieces, are under way.
 class GatewaySession final : public DataSession {
  public:
@@ -62,18 +63,19 @@ class GatewaySession final : public DataSession {
   void OnTick(Clock::time_point now) override { link_->OnTick(now); }
 
  private:
-  // Command of the agent that waits for its bytes and for the commands before it.
+  // Command of the agent that waits for its bytes and for earlier commands.
   struct Incoming {
     protocol::RemoteKind kind = protocol::RemoteKind::kNone;
     protocol::Command command = {};
     bool has_arrived = false;
   };
-  // A completion that waits for the fetches of a sync.
+  // A completion that waits until all changed weights are fetched and sent.
   struct Sync {
     std::optional<protocol::Completion> completion = {};
     std::deque<uint32_t> to_fetch = {};
     uint32_t fetching = 0;
-    // The write whose bytes alone have changed, if nobody else has written to the partition.
+    // The write command that this sync answers; nullopt: the sync answers no write. If no other write has changed the
+    // partition, only the bytes of this command are sent.
     std::optional<protocol::Command> written = {};
     uint32_t error = 0;  // ErrorId of a fetch
   };
@@ -91,9 +93,9 @@ class GatewaySession final : public DataSession {
   void OnCompletion(const protocol::Completion& completion);
   void OnOwnFetch(const protocol::Completion& completion);
   struct OwnFetch {
-    uint64_t sync_tag = 0;  // 0: a fetch ahead
+    uint64_t sync_tag = 0;  // 0 if the fetch is of BringAhead()
     uint32_t partition = 0;
-    uint64_t behind = 0;  // commands of the agent
+    uint64_t behind = 0;  // number of agent commands before the fetch
     uint64_t turn = 0;    // turn of BringAhead()
   };
   void OnFetchedAhead(const OwnFetch& fetch, protocol::Completion completion);
@@ -128,7 +130,7 @@ class GatewaySession final : public DataSession {
   // Commands of the agent that are not answered, by tag.
   std::map<uint64_t, protocol::Command> in_flight_;
   std::deque<Piece> outgoing_;
-  uint64_t pieces_queued_ = 0;  // so far
+  uint64_t pieces_queued_ = 0;  // pieces queued since the start
   uint64_t pieces_sent_ = 0;
   uint32_t pieces_in_flight_ = 0;
   bool reads_remotely_ = false;

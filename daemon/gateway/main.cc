@@ -30,7 +30,7 @@ using forebay::protocol::UniqueFd;
 constexpr int kExitError = 1;
 
 int Fail(const absl::Status& status) {
-  if (!absl::IsCancelled(status)) {  // the reader of the output has gone
+  if (!absl::IsCancelled(status)) {  // cancelled: the reader of the output has closed it
     forebay::protocol::PrintError(status);
   }
   return kExitError;

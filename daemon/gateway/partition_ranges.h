@@ -10,7 +10,7 @@
 namespace forebay::gateway {
 
 struct WeightsRange {
-  uint64_t offset_bytes = 0;  // from the partition's start
+  uint64_t offset_bytes = 0;  // offset from the start of the partition
   uint64_t size_bytes = 0;
   bool is_trainable = false;
 

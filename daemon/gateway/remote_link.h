@@ -25,31 +25,31 @@ struct RemoteLinkOptions {
   std::vector<std::byte> peer_address;
   std::string peer;  // for messages
   std::chrono::milliseconds keepalive{10000};
-  // The session is over; called once, on the data thread.
+  // Called once, on the data thread, when the link has ended.
   std::function<void(const absl::Status&)> on_end;
 };
 
-// Threads  The data thread's.
+// Threads  The data thread.
 class RemoteLink {
  public:
   // Called on the data thread.
   static absl::StatusOr<std::unique_ptr<RemoteLink>> Create(DataThread& thread,
                                                             RemoteLinkOptions options);
 
-  // `on_sent`: where the message has left; not where the link has ended.
+  // Sends a message. `on_sent` is called once the message is sent, but not if the link ends first.
   void Send(protocol::RemoteHeader header, std::span<const std::byte> data = {},
             std::shared_ptr<const void> owner = nullptr, std::function<void()> on_sent = nullptr);
-  // Brings the message's data to `to`; a message of another size ends the link.
+  // Receives the message's data into `to`. A message of another size ends the link.
   void Receive(protocol::UcxArrival& arrival, std::span<std::byte> to,
                std::shared_ptr<const void> owner, std::function<void()> on_done);
   void Get(std::span<std::byte> to, uint64_t remote_address, std::shared_ptr<const void> owner,
            std::function<void()> on_done);
 
   void OnHeard() { heard_ = Clock::now(); }
-  // Sends a ping; ends the link where nothing was heard for the keepalive.
+  // Sends a ping. Ends the link if no message arrived during the keepalive.
   void OnTick(Clock::time_point now);
 
-  // Once; what comes later is ignored.
+  // Ends the link with a reason. Only the first call has an effect.
   void End(const absl::Status& reason);
   bool has_ended() const { return has_ended_; }
   protocol::UcxEndpoint& endpoint() { return *endpoint_; }
@@ -63,7 +63,7 @@ class RemoteLink {
   std::unique_ptr<protocol::UcxEndpoint> endpoint_;
   Clock::time_point heard_;
   bool has_ended_ = false;
-  // Callbacks outlive the link.
+  // True while the link exists: callbacks that outlive the link hold a weak pointer to it.
   std::shared_ptr<const bool> alive_ = std::make_shared<const bool>(true);
 };
 

@@ -28,7 +28,7 @@ inline std::vector<std::byte> BytesOf(capnp::Data::Reader data) {
   return {begin, begin + data.size()};
 }
 
-// A call whose one result is its outcome, made for another's `context`.
+// Sends `request`, whose only result is its outcome, and passes the outcome to the call of `context`.
 template <typename Context, typename Request>
 kj::Promise<void> ForwardForOutcome(Context context, Request request) {
   return request.send().then([context](auto&& response) mutable {
@@ -36,7 +36,7 @@ kj::Promise<void> ForwardForOutcome(Context context, Request request) {
   });
 }
 
-// Session.exchange, made for another's `context`.
+// Forwards the Session.exchange call of `context` to `session`, and passes the result back.
 template <typename Context>
 kj::Promise<void> ForwardExchange(Context context, schema::Session::Client& session) {
   auto request = session.exchangeRequest();

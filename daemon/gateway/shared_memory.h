@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A memfd, mapped for as long as somebody uses its bytes.
+// A memfd, mapped as long as a shared_ptr to it exists.
 #pragma once
 
 #include <cstddef>
@@ -17,12 +17,12 @@ enum class Access : uint8_t { kRead, kReadWrite };
 // Ownership  Every user of the bytes holds the shared_ptr.
 class SharedMemory {
  public:
-  // The first `size_bytes` of a file that the other side does not shrink: the daemon's, or our own.
+  // Maps the first `size_bytes` bytes of a file that does not shrink: a memfd of the daemon or of this process.
   //
-  // Errors  E_PROTOCOL  it is shorter. E_LIMIT  no address space.
+  // Errors  E_PROTOCOL  the file is shorter. E_LIMIT  no address space.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> Map(protocol::UniqueFd file,
                                                            uint64_t size_bytes, Access access);
-  // A new memfd of zeros whose size is sealed.
+  // Creates a memfd of zeros whose size is sealed.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> Create(const char* name,
                                                               uint64_t size_bytes);
 
@@ -31,8 +31,8 @@ class SharedMemory {
   ~SharedMemory();
 
   int fd() const { return file_.get(); }
-  uint64_t inode() const;  // inode of the file, stat(2); 0: the system does not say
-  std::span<std::byte> bytes() const { return bytes_; }  // written only where it was mapped so
+  uint64_t inode() const;                                // inode of the file, stat(2); 0 if unknown
+  std::span<std::byte> bytes() const { return bytes_; }  // write only if mapped with kReadWrite
 
  private:
   SharedMemory(protocol::UniqueFd file, std::span<std::byte> bytes)
@@ -42,7 +42,7 @@ class SharedMemory {
   std::span<std::byte> bytes_;
 };
 
-// Whether [offset, offset + size) lies in `bytes`; without a sum that could wrap around.
+// Returns true if [offset, offset + size) lies in `bytes`. Does not compute a sum that could overflow.
 constexpr bool IsWithin(uint64_t offset, uint64_t size, uint64_t bytes) {
   return offset <= bytes && size <= bytes - offset;
 }

@@ -12,7 +12,7 @@
 
 namespace forebay::gateway {
 
-// `timer`: for handshakes that take too long; null if nothing is accepted.
+// Makes the TLS context of a gateway. `timer`: timer for the limit of handshakes; null if no connections are accepted.
 //
 // Errors  E_CONFIG  names the file that is no certificate or key, whose time is over or has not begun, or that others can
 //                   read.
@@ -21,13 +21,13 @@ absl::StatusOr<kj::Own<kj::TlsContext>> MakeServerTls(const GatewayConfig& confi
 
 // Credentials of an agent, from the files of a folder.
 struct AgentCredentials {
-  std::string ca;           // PEM: who signs gateways
-  std::string certificate;  // PEM; empty: a token instead
+  std::string ca;           // PEM: authority that signs certificates of gateways
+  std::string certificate;  // PEM; empty if the agent has a token instead
   std::string key;
   std::string token;
 };
 
-// `ca.pem`, and `cert.pem` with `key.pem` or `token`. Errors as MakeServerTls.
+// Reads `ca.pem`, and either `cert.pem` with `key.pem` or `token`. Errors are those of MakeServerTls.
 absl::StatusOr<AgentCredentials> LoadCredentials(const std::string& folder);
 absl::StatusOr<kj::Own<kj::TlsContext>> MakeClientTls(const AgentCredentials& credentials);
 

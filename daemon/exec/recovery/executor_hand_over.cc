@@ -139,7 +139,7 @@ absl::Status Executor::StoreArenas(JobId id) {
 void Executor::EndRecord(JobId job) {
   const auto record = records_.extract(job);
   if (record.empty()) return;
-  record.mapped().record->Drop();  // an update may still have it
+  record.mapped().record->Drop();  // an update may still use the record
   if (!record.mapped().name.empty()) store_.drop(record.mapped().name);
 }
 
@@ -187,7 +187,7 @@ void Executor::DropKeptGradients(JobId job) {
   }
 }
 
-// --------------------------------------------------------------- ranks that end while there is no daemon
+// --------------------------------------------------------------- ranks that end while no daemon runs
 
 void Executor::KeepProcess(const Session& session, bool has_detached) {
   if (!store_.keep || !session.process.valid()) return;
@@ -240,7 +240,7 @@ void Executor::OnRankLeft(Session& session, bool is_of_old_generation) {
   };
   const bool is_last =
       session.has_detached && !HasRanks(of.first) && std::ranges::none_of(absent_, may_come_back);
-  if (is_last) DropAbsent(of.first);  // nobody waits for any of them
+  if (is_last) DropAbsent(of.first);  // no rank waits for the absent ranks any more
   if (session.has_detached || is_of_old_generation) {
     store_.drop(ProcessDescriptor(of.first, of.second, /*has_detached=*/false));
   }
@@ -329,7 +329,7 @@ absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& acti
   for (const auto& [id, job] : RanksOf(*action.node)) {
     const Session& session = sessions_.at(id);
     RETURN_IF_ERROR(keep(GradientsDescriptor(job, session.request.rank), session.io->grad()));
-    // Its client reads the last answers.
+    // The ring outlives this daemon: the client of the session reads the last answers from it.
     session.io->ring()->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
   }
   const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
@@ -338,9 +338,8 @@ absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& acti
   return kept;
 }
 
-// The sessions of ranks of these jobs that have memory, with the job of each. Of the sessions of one rank, one at a time has
-// memory. A session that is being reconnected, and not yet known to have mapped anything, has mapped its gradients in a daemon
-// before.
+// Returns the sessions of ranks of these jobs that have memory, with the job of each. At most one session of a rank has memory.
+// A session that is being reconnected may not be marked as mapped yet, but has mapped its gradients in an earlier daemon.
 std::map<SessionId, JobId> Executor::RanksOf(const DurableNode& node) const {
   std::map<SessionId, JobId> ranks;
   for (const auto& [id, session] : sessions_) {

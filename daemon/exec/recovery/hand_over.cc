@@ -246,7 +246,7 @@ absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
       .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
 }
 
-// Mapping of shared memory of the daemon before.
+// Mapping of shared memory of the earlier daemon.
 class Mapping {
  public:
   static absl::StatusOr<Mapping> Of(const UniqueFd& fd) {
@@ -376,7 +376,7 @@ LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
 std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const SwapSpace* swap,
                                        const LeftStaging& staging, const ArenaPolicy& arenas,
                                        DescriptorsByName& left, NodeOptions& node) {
-  // Without the staging slots only jobs with a block in a staging slot cannot continue.
+  // If the staging arena cannot be mapped, only jobs with a block in a staging slot cannot continue.
   const absl::StatusOr<Mapping> left_slots = Mapping::Of(staging.fd);
   if (!left_slots.ok()) spdlog::warn("{}", protocol::FormatError(left_slots.status()));
   std::set<uint32_t> taken_slots;

@@ -34,7 +34,8 @@ struct DescriptorStore {
   absl::AnyInvocable<void(const std::string& name)> drop;
 };
 
-// The keeper stores the ledger last: the ledger is false if one of the descriptors that it describes is missing.
+// Name of the ledger's descriptor. The keeper stores the ledger last: the ledger is false if one of the descriptors that it
+// describes is missing.
 inline constexpr char kLedgerDescriptor[] = "ledger";
 std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
@@ -52,7 +53,7 @@ std::string RecordDescriptor(JobId job, uint64_t number);
 absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t sequence,
                            DescriptorsByName& to);
 
-// Reads the ledger that AddHandedOver() has written. Returns no jobs if there is none, or if it cannot be read (logged).
+// Reads the ledger that AddHandedOver() has written. Returns no jobs if no ledger exists, or if it cannot be read (logged).
 DecodedLedger ReadHandedOver(const DescriptorsByName& from);
 
 // A job in the state of its record, left by a daemon that was killed or has handed its jobs over.
@@ -82,7 +83,7 @@ std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger,
                                      const ArenaPolicy& arenas, DescriptorsByName& left,
                                      NodeOptions& node);
 
-// Staging arena that a daemon that was killed has left; no name: there is none with slots of this size.
+// Staging arena that a killed daemon has left. `name` is empty if no arena with slots of this size exists.
 struct LeftStaging {
   std::string name;
   protocol::UniqueFd fd;

@@ -87,7 +87,7 @@ struct KeptRecord::Header {
   std::atomic<uint64_t> is_valid = 0;
   std::atomic<uint64_t> published = 0;
   std::atomic<uint64_t> decided = 0;
-  // Step, then kAttemptBits of the attempt.
+  // Step, followed by kAttemptBits bits of the attempt.
   std::atomic<uint64_t> attempt = 0;
   uint64_t trusts = 0;  // number of trust values of a step: as many as parameters, or 0
   std::atomic<uint64_t> trust_step = 0;
@@ -96,7 +96,7 @@ struct KeptRecord::Header {
   // Bytes of an encoded StepSummary for a job over several nodes; 0 for other jobs.
   uint64_t summary_bytes = 0;
   uint64_t prepared_offset = 0;
-  // Step of the Prepared section, which counts if this is `decided` + 1.
+  // Step of the Prepared section. The section is valid if this step is `decided` + 1.
   std::atomic<uint64_t> prepared = 0;
   uint64_t checksum = 0;  // FixedChecksum()
 };
@@ -110,19 +110,21 @@ struct KeptRecord::Version {
   uint64_t digests = 0;
   uint64_t is_resident = 0;
   uint64_t overflows = 0;
-  // 1 + the slot of the new weights; 0: the weights are installed.
+  // 1 + index of the slot of the new weights; 0 if the weights are installed.
   uint64_t weights_slot = 0;
 };
 
-// `state`: step << 1 | copy. `copy` selects the version that counts; from the publication of `step` on (if it is not 0) the
-// other version counts. `staged`: the step in which the block is updated in a staging slot, then kStagedBits of the slot.
+// Record of a block. `state`: step << 1 | copy. `copy` is the current version until `step` is published; then the other version
+// is current. If the step is 0, `copy` stays current. `staged`: the step in which the block is updated in a staging slot,
+// followed by kStagedBits bits of the slot.
 struct KeptRecord::Block {
   std::atomic<uint64_t> state = 0;
   std::atomic<uint64_t> staged = 0;
   std::array<Version, 2> versions;
 };
 
-// `state`: the step, then one bit for the place that counts, then one bit that is set if the page is needed.
+// Record of a page of gradient sums. `state`: the step, one bit for the current place, and one bit that is set if the page is
+// needed.
 struct KeptRecord::Sums {
   struct Place {
     uint64_t frame = kNoSlot;
@@ -138,7 +140,7 @@ struct KeptRecord::Sums {
 };
 
 struct KeptRecord::Lease {
-  std::atomic<uint64_t> lease = 0;  // 0: none
+  std::atomic<uint64_t> lease = 0;  // 0 if the entry is free
   uint64_t rank = 0;
   uint64_t partition = 0;
   uint64_t offset_bytes = 0;
@@ -171,7 +173,7 @@ struct KeptRecord::Values {
   double norm = 0;
   uint64_t clipped = 0;
   uint64_t overflowed = 0;
-  uint64_t summary_bytes = 0;  // 0: there is none
+  uint64_t summary_bytes = 0;  // 0 if the step has no summary
 };
 
 // Returns the checksum of the job and of the header's fields that never change.
@@ -439,7 +441,7 @@ void KeptRecord::Write(const RecordBlock& record, uint64_t copy) {
 }
 
 void KeptRecord::Set(const RecordBlock& record) {
-  // The daemon before has recorded this already. Writing it again would remove it for a moment.
+  // An earlier daemon has recorded this step already. To write it again would remove it for a moment.
   if (record.step != 0 && block(record.block).state >> 1 == record.step) return;
   const uint64_t current = CurrentCopy(record.block);
   block(record.block).state = current;  // clears the step of the other version
@@ -771,7 +773,7 @@ absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
   kept.summary.assign(summary(decided), summary(decided) + of_step.summary_bytes);
   kept.dram_bytes += state_bytes();
   job.kept = std::move(kept);
-  // Slots that the job had when it was recorded and has not now. Others may have some of them now.
+  // Slots that the job had when it was recorded and does not have now. Other jobs may have some of them now.
   job.kept->spare_slots.clear();
   job.RemoveOwn(slots);
   job.kept->spare_slots = std::move(slots);

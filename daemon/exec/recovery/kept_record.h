@@ -20,13 +20,13 @@
 
 namespace forebay::daemon {
 
-// The record is consistent at every moment, whenever the process ends: values that change have two copies, and one store of 8
-// bytes selects the copy. One such store of RecordStep selects the new copies of all blocks of the step.
+// The record is consistent at every moment, even if the process is killed. Each value that changes has two copies, and a store
+// of 8 bytes selects the current copy. The store of RecordStep selects the new copies of all blocks of the step at once.
 //
 // Ownership  Owns the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
 //            bytes; a process that is killed runs no destructor. The destructor does not drop a record that was adopted
 //            before Own(), nor any record after Leave().
-// Threads    One, beside those of the undo log.
+// Threads    One, in addition to those of the undo log.
 class KeptRecord {
  public:
   // Makes the record of a job. `nonce`: SwapSpace::nonce() of the swap with the job's slots. `workers`: number of workers that
@@ -37,16 +37,16 @@ class KeptRecord {
                                                           uint64_t workers);
   // Takes over a record that another process has left.
   //
-  // Errors  E_CORRUPT  it is none, or of another version.
+  // Errors  E_CORRUPT  the memfd holds no record, or a record of another version.
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Adopt(protocol::UniqueFd fd);
 
   KeptRecord(const KeptRecord&) = delete;
   KeptRecord& operator=(const KeptRecord&) = delete;
   ~KeptRecord();
 
-  // The arenas are this process's now.
+  // Marks the arenas as owned by this process: the destructor drops the record.
   void Own() { is_owned_ = true; }
-  // The arenas are the next process's.
+  // Leaves the arenas to the next process: the destructor does not drop the record.
   void Leave() { is_owned_ = false; }
 
   int fd() const { return fd_.get(); }
@@ -72,8 +72,8 @@ class KeptRecord {
   // Undo log of updates in place.
   UndoLog& undo() { return undo_; }
 
-  // Returns the job with `kept`, and with its extra_state out of `step_arena` (a descriptor; -1: there is none). The record
-  // does not know which state of the job is durable.
+  // Returns the job with DurableJob::kept set, and with its extra_state read from `step_arena` (a descriptor; -1: the job has
+  // no step arena). The record does not know which state of the job is durable.
   //
   // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
   //         E_JOB_FAILED  it was dropped.

@@ -183,7 +183,7 @@ void WritePlace(const VolumePlace& place, schema::Ledger::Builder to) {
   }
 }
 
-// `write_rest` writes the fields beside version, nonce, last job and jobs.
+// `write_rest` writes all fields other than version, nonce, last job and jobs.
 absl::StatusOr<std::vector<std::byte>> Encode(
     const DurableNode& node, uint64_t nonce, Memory memory,
     absl::FunctionRef<void(schema::Ledger::Builder)> write_rest) {
@@ -292,7 +292,7 @@ class JobReader {
     return absl::OkStatus();
   }
 
-  // The durable step before that of `job`.
+  // Reads the durable step before that of `job`.
   absl::StatusOr<DurableJob> ReadBefore(const DurableJob& job) {
     job_.id = job.id;
     job_.name = job.name;
@@ -351,7 +351,7 @@ class JobReader {
       return WrongCount("parameters with steps", updates.size(), job_.layout->params().size());
     }
     for (const uint64_t steps : updates) {
-      // Loaded states count on from what they had elsewhere.
+      // Counts of loaded states continue from the job that they came from.
       if (steps > protocol::kUpdatesMax + job_.step) {
         return Wrong(
             absl::StrCat("a parameter with ", steps, " updates behind ", job_.step, " steps"));
@@ -382,7 +382,7 @@ class JobReader {
     return absl::OkStatus();
   }
 
-  // Its arenas have what no slot has.
+  // True if the arenas of the job hold content that no slot holds.
   bool IsInMemoryAlone() const {
     return from_.hasKept() && (from_.getKept().getWasKilled() ||
                                job_.durability.level == protocol::DurabilityLevel::kMemory);

@@ -18,16 +18,17 @@ namespace forebay::daemon {
 struct DecodedLedger {
   DurableNode node;
   uint64_t nonce = 0;  // SwapSpace::nonce() of the bytes in the slots
-  // Sequence of the volume's durable ledger when jobs were handed over; 0 if there was none, or no swap.
+  // Sequence of the volume's durable ledger when jobs were handed over. 0 if the volume had no durable ledger, or if the daemon
+  // had no swap.
   uint64_t sequence = 0;
   VolumePlace place = {};
 };
 
-// Encodes the ledger of a volume as an unpacked Ledger (ledger.capnp), without the fields that exist in memory alone
+// Encodes the ledger of a volume as an unpacked Ledger (ledger.capnp). Omits the fields that exist in memory alone
 // (DurableJob::kept, last_lease).
 //
 // Errors  E_LIMIT     a list is longer than such a message can hold.
-//         E_INTERNAL  a slot has not its job's size.
+//         E_INTERNAL  the size of a slot differs from the slot size of its job.
 absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
                                                     const VolumePlace& place = {});
 
@@ -40,13 +41,13 @@ absl::StatusOr<std::vector<std::byte>> EncodeHandedOver(const DurableNode& node,
 //
 // Limits  Time and memory in proportion to the bytes, however they point at each other.
 // Errors  E_CORRUPT    not a ledger; names the job and what is wrong.
-//         E_SWAP_PATH  of a newer version; both.
+//         E_SWAP_PATH  the ledger is of a newer version; names both versions.
 absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes);
 
 // Decodes the ledger of the volume's last durable commit.
 //
 // Errors  of DecodeLedger.
-//         E_CORRUPT  it names other slots than the volume keeps for it.
+//         E_CORRUPT  the ledger names other slots than the volume's commit does.
 absl::StatusOr<DecodedLedger> DecodeLedgerOf(const nvme::Volume& volume);
 
 }  // namespace forebay::daemon

@@ -20,7 +20,7 @@ constexpr int kDoneBits = 20;
 static_assert(kPartElems < uint64_t{1} << kDoneBits);
 constexpr uint64_t kSlotAlignment = 64;
 
-// Bit 0 is set while elements are in progress: an update adds 2·i for element i (SavedElems).
+// Flag in bit 0 of Progress::done, set while elements are in progress: an update adds 2·i for element i (SavedElems).
 constexpr uint64_t kInHand = 1;
 constexpr uint64_t Tagged(uint64_t step, uint64_t done) { return (step << kDoneBits | done) << 1; }
 constexpr uint64_t StepOf(uint64_t tagged) { return tagged >> (kDoneBits + 1); }
@@ -28,13 +28,13 @@ constexpr uint64_t DoneOf(uint64_t tagged) {
   return tagged >> 1 & ((uint64_t{1} << kDoneBits) - 1);
 }
 
-// Keeps the compiler from reordering stores. Memory then has the stores of a process that was killed in program order.
+// Prevents the compiler from reordering stores. If the process is killed, memory has its stores in program order.
 void KeepOrder() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 }  // namespace
 
 struct alignas(kUndoPartBytes) UndoLog::Progress {
-  std::atomic<uint64_t> done = 0;  // Tagged(), and kInHand
+  std::atomic<uint64_t> done = 0;  // Tagged() value, with kInHand as flag
   uint64_t overflows = 0;
 };
 
@@ -42,7 +42,7 @@ struct alignas(kUndoPartBytes) UndoLog::Progress {
 struct UndoLog::Area {
   std::atomic<uint64_t> is_set = 0;
   uint64_t part = 0;
-  uint64_t first = 0;  // element of the part
+  uint64_t first = 0;  // first element, counted in the part
   uint64_t elems = 0;
   uint64_t planes_used = 0;
   std::array<UndoPlane, kUndoPlanesMax> planes;
@@ -82,7 +82,7 @@ bool UndoLog::HasBegun(uint64_t block, uint64_t step) const {
 UndoLog::Part::Part(UndoLog& log, uint64_t block, uint64_t part, uint64_t step)
     : log_(log), index_(block * log.parts_ + part), step_(step), area_(0) {
   FOREBAY_CHECK(part < log_.parts_);
-  // If a daemon has more workers than the daemon before had, some of them wait here.
+  // Waits for a free area if this daemon has more workers than the earlier daemon had.
   while (log_.is_taken_[area_].exchange(true, std::memory_order_acquire)) {
     if (++area_ < log_.areas_) continue;
     area_ = 0;

@@ -21,19 +21,19 @@ enum class UndoneArena : uint32_t { kStates, kWeights, kStaging };
 // A plane of StatePlanes from the first element of an update on.
 struct UndoPlane {
   UndoneArena arena = UndoneArena::kStates;
-  uint64_t offset_bytes = 0;  // in the arena
+  uint64_t offset_bytes = 0;  // offset in `arena`
   uint64_t group_bytes = 0;   // bytes of kSavedElems elements
-  uint64_t elem_bytes = 0;    // 0: saved in whole groups, as codes and scales
+  uint64_t elem_bytes = 0;    // 0 if saved in whole groups, as codes and scales
 };
 // Largest number of planes of StatePlanes.
 inline constexpr size_t kUndoPlanesMax = 8;
 
-// Elements of a part are updated in order, from its beginning. At every moment each element behind those that are done is
-// either unchanged, or in progress and saved (cpu_adam::SavedElems). All numbers are tagged with the step: numbers of another
-// step do not count.
+// Elements of a part are updated in order, from the beginning of the part. At every moment an element that is not done is
+// either unchanged, or in progress and saved (cpu_adam::SavedElems). All numbers in the log are tagged with the step. Numbers
+// of another step are ignored.
 //
 // Ownership  Borrows its memory.
-// Threads    One a part; as many parts at once as there are areas, further ones wait.
+// Threads    One thread for each part. As many parts at once as the log has areas; further parts wait.
 class UndoLog {
  private:
   struct Progress;
