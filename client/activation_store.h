@@ -24,7 +24,7 @@ class GradSlots;
 }  // namespace internal
 
 // Copies bytes out after the work that filled them, on a stream of the store, and back before the work that needs them, on
-// another stream of the store. Compute runs beside both copies. Loaded bytes equal the saved bytes.
+// another stream of the store. Both copies overlap with compute. Loaded bytes equal the saved bytes.
 //
 // The room has AttachOptions::activation_bytes. Bytes that do not fit stay in device memory. The daemon takes the room back
 // when the session has ended.
@@ -87,16 +87,16 @@ class ActivationStore {
   void GiveBack(uint64_t offset, uint64_t size_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::span<std::byte> room_;
-  const std::shared_ptr<const void> owner_;  // keeps the room mapped
+  const std::shared_ptr<const void> owner_;  // keeps `room_` mapped
   const std::shared_ptr<gpu::Device> device_;
-  // Nonzero as long as the room's bytes are intact. Null if there is no room.
+  // Nonzero as long as the bytes of `room_` are intact. Null if `room_` is empty.
   std::atomic<uint64_t>* const mark_;
   const std::shared_ptr<internal::DeviceTrace> trace_;
   mutable protocol::Mutex mutex_;
   std::unique_ptr<gpu::Stream> out_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<gpu::Stream> in_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, Saved> saved_ ABSL_GUARDED_BY(mutex_);              // by number
-  std::unique_ptr<internal::GradSlots> ranges_ ABSL_GUARDED_BY(mutex_);  // in the room; all busy
+  std::unique_ptr<internal::GradSlots> ranges_ ABSL_GUARDED_BY(mutex_);  // busy ranges of `room_`
   uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 1;
   // Saved bytes up to this number were copied out before the next work of `in_`.
   uint64_t left_number_ ABSL_GUARDED_BY(mutex_) = 0;

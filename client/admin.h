@@ -14,8 +14,8 @@
 
 namespace forebay::client {
 
-// Messages of the schema, which explains their fields; protocol/json.h writes them as JSON. What is
-// read from one lives as long as it.
+// Messages of the schema, which explains their fields. protocol/json.h writes the messages as JSON. Fields read from a
+// message are valid as long as the message.
 using NodeStatus = std::shared_ptr<const schema::NodeStatus::Reader>;
 using Trace = std::shared_ptr<const schema::Admin::TraceResults::Reader>;
 using ScrubReport = std::shared_ptr<const schema::ScrubReport::Reader>;
@@ -23,7 +23,7 @@ using JobPlan = std::shared_ptr<const schema::JobPlan::Reader>;
 
 struct AdminOptions {
   std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
-  std::chrono::milliseconds timeout = std::chrono::seconds(10);  // for Connect and for each call
+  std::chrono::milliseconds timeout = std::chrono::seconds(10);  // of Connect and of each call
 };
 
 // A connection to the daemon without a session.
@@ -54,7 +54,7 @@ class AdminClient {
   // Errors  those of Attachment::Attach: E_DRAM_LIMIT and E_SWAP_NOSPC with the sum, E_LAYOUT, E_OPTION.
   absl::StatusOr<JobPlan> Plan(const AttachOptions& options, const std::optional<NodeSize>& node);
   // Returns the resources that a job takes now, or that it would take on an empty node with the DRAM and swap of `node`.
-  // E_JOB_NAME: no such job. E_NOT_READY: nobody has attached to the job since the daemon was started.
+  // E_JOB_NAME: no such job. E_NOT_READY: no session has attached to the job since the daemon was started.
   absl::StatusOr<JobPlan> PlanJob(const std::string& job, const std::optional<NodeSize>& node);
 
  private:

@@ -41,7 +41,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-// Each try of a session on another node's daemon starts a process.
+// Longest pause between attempts to attach to another node's daemon. Each attempt starts a process.
 constexpr std::chrono::milliseconds kAgentPauseMax{1000};
 constexpr Timeout kLastCopiesTimeout = std::chrono::seconds(10);
 
@@ -76,7 +76,7 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
         absl::StrCat("the daemon names ", own_bytes, " bytes of extra_state of this rank and ",
                      rank0_bytes, " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
   }
-  parts.extra_state.clear();  // from an earlier attempt
+  parts.extra_state.clear();  // may hold the bytes of an earlier attempt
   parts.rank0_extra_state.clear();
   if (own_bytes + rank0_bytes > 0) {
     ASSIGN_OR_RETURN(const UniqueFd extra_fd,
@@ -284,7 +284,7 @@ std::shared_ptr<internal::DeviceTrace> Attachment::device_trace() const {
 }
 
 Attachment::~Attachment() {
-  // In a forked child the threads do not exist and the locks may be held: nothing is destroyed there.
+  // In a forked child the threads do not exist and locks may be held, so the destructor destroys nothing.
   if (state_->InChild()) {
     state_.release();
     return;
@@ -294,7 +294,7 @@ Attachment::~Attachment() {
   // The device reads and writes this memory until its copies have ended.
   const WaitLimits limits{.deadline = Deadline::After(kLastCopiesTimeout)};
   if (!state_->WaitForCopies([this] { return !state_->HasCopies(); }, limits).ok()) {
-    state_.release();  // for as long as the process lives
+    state_.release();  // copies still use the state: leak it
   }
 }
 

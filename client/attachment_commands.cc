@@ -183,7 +183,7 @@ absl::StatusOr<Lease> Attachment::Fetch(uint32_t partition, Timeout timeout) {
   ASSIGN_OR_RETURN(const FetchTicket ticket, StartFetch(partition));
   absl::StatusOr<Lease> lease = FinishFetch(ticket, timeout);
   const ErrorId id = protocol::IdOf(lease.status());
-  // The lease of an answer that comes too late is given back.
+  // CancelFetch releases the lease if the answer arrives later.
   if (id == ErrorId::kTimeout || id == ErrorId::kInterrupted) CancelFetch(ticket).IgnoreError();
   return lease;
 }
@@ -232,7 +232,7 @@ absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::spa
     command.element_offset = range.first_elem + done;
     ASSIGN_OR_RETURN(const Completion completion, s.Call(command, &arena, limits));
     updates = completion.offset_bytes;
-    // To a reader steps go on between two pieces.
+    // For a reader, the job may commit steps between two pieces.
     const uint64_t step_before = std::exchange(step, completion.committed_step);
     if (done > 0 && step != step_before) {
       done = 0;

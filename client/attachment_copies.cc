@@ -116,7 +116,7 @@ bool Attachment::State::LookAtCopies() {
   gradient_copies.remove_if([this](const GradientCopy& copy) { return HasEnded(*copy.done); });
   unsent.remove_if([&](UnsentGradient& gradient) {
     if (!HasEnded(gradient.copied)) return false;
-    if (!device_error.ok()) return true;  // nobody knows what was copied
+    if (!device_error.ok()) return true;  // what was copied is unknown
     const absl::StatusOr<bool> sent =
         send(gradient.command, OnGradientDone(gradient.range.offset_bytes()), kept_grad_error);
     if (sent.value_or(false)) gradient.range.HandOver();
@@ -148,7 +148,7 @@ absl::Status Attachment::State::WaitForCopies(absl::FunctionRef<bool()> ended,
   for (int looks = 1;; ++looks) {
     AskWhetherItGoesOn();
     LookAtCopies();
-    port.Poll().IgnoreError();  // copies end whatever has become of the daemon
+    port.Poll().IgnoreError();  // copies end even if the daemon has died
     if (ended()) return absl::OkStatus();
     RETURN_IF_ERROR(over);
     if (port.is_restarting()) RETURN_IF_ERROR(Reattach(limits));

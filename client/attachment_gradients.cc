@@ -131,7 +131,7 @@ absl::Status Attachment::State::DeliverSlot(uint32_t partition, uint64_t begin, 
       status = SendGradient(partition, at, at + elems, *std::move(range), nullptr, limits);
     }
     if (status.ok()) continue;
-    if (kept_grad_error.ok()) kept_grad_error = status;  // no step may be applied without it
+    if (kept_grad_error.ok()) kept_grad_error = status;  // the step must fail
     return status;
   }
   return absl::OkStatus();

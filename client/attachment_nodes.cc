@@ -37,9 +37,9 @@ using protocol::StepSummary;
 
 namespace {
 
-constexpr int kAttachRoundsMax = 5;  // one more than the longest way to one step takes
+constexpr int kAttachRoundsMax = 5;  // one more round than the nodes need to agree on a step
 
-// A session with these has ended: the rank has no part in what the others decide.
+// Returns whether an error means that the session has ended. The rank then takes no part in the other ranks' decision.
 bool IsOver(const absl::Status& status) {
   const ErrorId id = protocol::IdOf(status);
   return id == ErrorId::kRankLost || id == ErrorId::kFenced || id == ErrorId::kDaemonGone ||

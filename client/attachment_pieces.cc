@@ -147,7 +147,7 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
   return absl::OkStatus();
 }
 
-// With shared attachment the other ranks may have their norms: nothing is delivered any more.
+// Refuses a delivery after GradNorm with shared attachment, because other ranks may have received their norms already.
 absl::Status Attachment::State::CheckAskedNoNorm(std::string_view what,
                                                  std::string_view name) const {
   if (!has_asked_norm) return absl::OkStatus();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A daemon that is restarted under its jobs: the session attaches again and goes on.
+// Attaches a session again after its daemon was restarted, and continues the session.
 
 #include <algorithm>
 #include <chrono>
@@ -178,7 +178,7 @@ absl::Status Attachment::State::GoOnWith(GrantedSession granted, uint64_t leases
                                          const WaitLimits& limits) {
   internal::SessionTerms expected = parts.terms;
   expected.committed_step = committed_step();
-  // A daemon that was killed may have published the step, and answered nobody.
+  // A daemon that was killed may have published the step before it answered.
   const bool is_one_more = granted.terms.committed_step == expected.committed_step + 1;
   const bool may_be_decided =
       port.IsPending(protocol::Op::kStep) || port.IsPending(protocol::Op::kDecide);

@@ -50,7 +50,7 @@ absl::StatusOr<Attachment::State::Leases> Attachment::State::LeaseAll(
   std::pmr::vector<std::shared_ptr<Answer>> answers(&memory);
   Leases leases(&memory);
   absl::Status status;
-  for (const uint32_t partition : partitions) {  // all are asked for before one is waited for
+  for (const uint32_t partition : partitions) {  // sends all requests before the first wait
     if (!status.ok()) break;
     absl::StatusOr<std::shared_ptr<Answer>> answer =
         Start(MakeCommand(Op::kFetch, partition), limits);
@@ -145,7 +145,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
         rest, [&](const WeightsCopy& copy) { return copy.partition != rest.front().partition; });
     const auto count = static_cast<size_t>(other - rest.begin());
     absl::Status status = s.LeaseAndCopy(rest.first(count), stream, limits);
-    if (protocol::IdOf(status) == ErrorId::kLimit) {  // nor beside those of copies that go on
+    if (protocol::IdOf(status) == ErrorId::kLimit) {  // leases of copies in flight fill the cache
       RETURN_IF_ERROR(s.EndWeightCopies(limits));
       RETURN_IF_ERROR(s.ReleaseOrphans(limits));
       status = s.LeaseAndCopy(rest.first(count), stream, limits);
@@ -236,7 +236,7 @@ absl::Status Attachment::WriteState(uint32_t partition, uint64_t first_elem, std
         absl::StrCat(values.size(), " elements from element ", first_elem, " on are outside ",
                      layout.DescribePartition(partition), ", which has ", elems));
   }
-  // Before anything is written.
+  // Checks all values before the first write.
   const protocol::LayoutSpec& spec = layout.spec();
   const auto bad = std::ranges::find_if(values, [&](float value) {
     return !protocol::IsStorable(spec.optimizer, {spec.format, spec.dtype}, kind, value);

@@ -37,15 +37,15 @@ using Timeout = std::chrono::milliseconds;
 inline constexpr Timeout kNoTimeout = Timeout::max();
 inline constexpr Timeout kDaemonWait = std::chrono::seconds(60);
 
-// Asked every 100 ms, and after each signal, by every call that waits, on the thread that waits.
-// True makes the call return E_INTERRUPTED.
+// Called every 100 ms, and after each signal, by every call that waits, on the thread that waits. If the check returns true,
+// the call returns E_INTERRUPTED.
 using InterruptCheck = std::function<bool()>;
 
 // Sends one rank's bytes to every rank. Returns the bytes of all ranks, by rank in the world. Blocks until every rank has
 // called it; all ranks call it equally often. Runs over the ranks' process group on CPUs (gloo, MPI): no GPU work waits for it.
 using AllGather = std::function<absl::StatusOr<std::vector<std::string>>(const std::string& bytes)>;
 
-// Bytes of the window of weights.
+// A range of bytes in the window of weights.
 struct WeightsRange {
   uint64_t begin_bytes = 0;
   uint64_t end_bytes = 0;
@@ -60,18 +60,17 @@ struct Nodes {
 struct AttachOptions {
   std::string socket = {};  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
   std::string job = {};     // 1 to 200 bytes of [A-Za-z0-9._-]
-  // Attaches to a job that exists, without a rank: reads weights and states, delivers nothing. The
-  // ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
+  // True: attaches to a job that exists, without a rank. A reader reads weights and states and delivers nothing. The ranks
+  // never wait for a reader longer than the daemon's reader.lease_max. Then the reader's session ends.
   bool reader = false;
-  uint32_t rank = 0;        // not of a reader
+  uint32_t rank = 0;        // rank of this process; ignored for a reader
   uint32_t world_size = 1;  // ranks of the job, on this node; the layout does not depend on it
   // Set if ranks of the job run on other nodes. Requires sharded attachment with LayoutSpec::is_part. `rank` counts from
   // LayoutSpec::first_rank.
   Nodes nodes = {};
-  // The run that this process belongs to, at most 200 printable ASCII characters without spaces.
-  // Processes of one run replace each other; another run's job is continued only with `resume`.
-  // Empty: FOREBAY_RUN, else this process alone. All ranks of a job need the same run: where there
-  // are several, give it or set FOREBAY_RUN.
+  // The run that this process belongs to, at most 200 printable ASCII characters without spaces. Processes of one run replace
+  // each other. Another run's job is continued only with `resume`. Empty: FOREBAY_RUN, or, if unset, this process alone. All
+  // ranks of a job need the same run: a job of several ranks sets this option or FOREBAY_RUN.
   std::string run = {};
   bool resume = false;
   // Steps have several backward passes (BeginPass), whose gradients are added in float32. The sums take 4 bytes a
@@ -82,31 +81,32 @@ struct AttachOptions {
   // blocks are updated and written. Not set: true with sharded attachment. Set false if you read weights without a
   // lease.
   std::optional<bool> drain = {};
-  // AnnounceStep will be called: blocks on swap are updated as soon as all their gradients are there. Their new
-  // weights take as much DRAM as the weights have, where these are in DRAM.
+  // Promises calls of AnnounceStep. The daemon then updates a block on swap as soon as all gradients of the block were
+  // delivered. If the weights are in DRAM, the new weights take as much DRAM again.
   bool early_updates = false;
-  // Not of a reader: what a power cut, or the daemon's death, can undo of the job's training. The first rank of
-  // a new job decides for its life; another level is then refused with E_OPTION. Not set: the job's, of a new
-  // one the daemon's default.
+  // Selects how much of the job's training a power cut, or the daemon's death, can undo. Ignored for a reader. The first rank
+  // of a new job sets the level for the life of the job; another level is then refused with E_OPTION. Not set: the job's level,
+  // for a new job the daemon's default.
   std::optional<protocol::Durability> durability = {};
   protocol::LayoutSpec layout = {};
-  // 0: four pieces of at most 32 MiB, sharded two (the least), on GPUs also the gradients of three layers; of a
-  // reader: 1 MiB.
+  // Bytes of the gradient arena. 0 with shared attachment: four pieces of at most 32 MiB. 0 with sharded attachment: two pieces
+  // (the least), on GPUs also the gradients of three layers. 0 for a reader: 1 MiB.
   uint64_t grad_arena_bytes = 0;
-  uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
+  uint64_t extra_state_bytes = 64 * protocol::kKiB;  // bytes reserved for extra_state of one step
   // Bytes in each rank's arena for the activations of a forward pass (ActivationStore). Ignored for a reader.
   uint64_t activation_bytes = 0;
-  // Not of a reader: keeps what this rank did in the newest step, for `forebay trace`; 68 KiB. For all ranks
-  // what the job's first session says.
+  // True: the events of this rank in the newest step are recorded for `forebay trace`, in 68 KiB. The job's first session
+  // decides for all ranks. Ignored for a reader.
   bool trace = true;
-  Timeout timeout = std::chrono::seconds(60);  // for Attach and for calls without their own
-  // Not of a reader: how long a call waits for a daemon that is being restarted (`systemctl restart forebayd`),
-  // within its own time. The session then goes on; after this long it has ended with E_DAEMON_GONE. Not set:
-  // FOREBAY_DAEMON_WAIT in seconds, else kDaemonWait.
+  Timeout timeout = std::chrono::seconds(60);  // limit of Attach and of calls that take no timeout
+  // Longest time that a call waits for a daemon that is being restarted (`systemctl restart forebayd`), within the call's own
+  // limit. The session then continues. After this time the session has ended with E_DAEMON_GONE. Ignored for a reader. Not set:
+  // FOREBAY_DAEMON_WAIT in seconds, or, if unset, kDaemonWait.
   std::optional<Timeout> daemon_wait = {};
   InterruptCheck interrupt_check = {};       // empty: none
   std::shared_ptr<gpu::Device> device = {};  // empty: gpu::HostDevice
-  bool is_on_gpu = false;                    // for AdminClient::Plan; Attach asks the device
+  // Read by AdminClient::Plan alone. Attach asks the device.
+  bool is_on_gpu = false;
 };
 
 // The right to read one partition's weights until it is released.
@@ -116,8 +116,8 @@ struct Lease {
   std::span<const std::byte> bytes = {};  // the partition within the window
 };
 
-// Elements of a partition from `first_elem` on, as many as `to` has room for, and where on the device
-// they go.
+// Destination in device memory for the elements of a partition from `first_elem` on. The size of `to` is the number of elements
+// times their width.
 struct WeightsCopy {
   uint32_t partition = 0;
   uint64_t first_elem = 0;
@@ -130,8 +130,8 @@ struct FetchTicket {
   uint32_t partition = 0;
 };
 
-// Bytes that a rank commits with a step. They count as one: first the parts of `front`, most of which are the same in each
-// step (buffers), then `own`. Does not own them.
+// Bytes that a rank commits with a step: the parts of `front`, most of which are the same in each step (buffers), then `own`.
+// The daemon stores them as one string of bytes. The caller owns the bytes.
 struct ExtraState {
   using Bytes = std::span<const std::byte>;
 
@@ -176,10 +176,10 @@ enum class GradFill : uint8_t {
 struct StateRange {
   std::string param;        // by name
   std::string state;        // "master", or a moment as torch calls it: "exp_avg", "sum", ...
-  uint64_t first_elem = 0;  // from the start of the parameter
+  uint64_t first_elem = 0;  // offset from the start of the parameter
 };
 
-// Since Attach. Times are wall time spent inside the calls.
+// Counts since Attach. Times are wall time spent inside the calls.
 struct Counters {
   uint64_t rpc_calls = 0;  // control-plane calls; a steady step makes none
   uint64_t commands = 0;   // ring entries written
@@ -192,50 +192,46 @@ struct Counters {
   uint64_t copied_bytes = 0;   // bytes that CopyWeights copied
   uint64_t grad_bytes = 0;
   uint64_t private_slots = 0;  // slots that had to be private memory
-  uint64_t reattaches = 0;     // to a daemon that was restarted
+  uint64_t reattaches = 0;     // number of attaches to a restarted daemon
 };
 
-// One session. With shared attachment (a layout without partitions) partition g is group g, every rank
-// delivers addends of every gradient, and the weights window holds the groups where the layout says.
-// With sharded attachment rank r owns the layout's partitions of owner r: it writes their initial
-// parameters and delivers their reduced gradients; it may fetch any partition, and the lease says where
-// the bytes are.
+// One session. With shared attachment (a layout without partitions) partition g is group g, every rank delivers addends of
+// every gradient, and the weights window holds the groups at the offsets of the layout. With sharded attachment rank r owns the
+// layout's partitions of owner r: the rank writes the initial parameters of its partitions and delivers their reduced
+// gradients. A rank may fetch any partition, and the lease tells the place of the bytes.
 //
-// The weights window has one address for the life of the object, also after Detach and
-// after the daemon's death.
+// The weights window has one address for the life of the object, also after Detach and after the daemon's death.
 //
-// Where the daemon is restarted under its jobs, a session with a rank attaches again within the next call, and
-// goes on: windows, leases, gradients on their way and the calls that wait stay what they are.
+// If the daemon is restarted while its jobs run, a session with a rank attaches again within the next call and continues.
+// Windows, leases, gradients in flight and waiting calls stay valid.
 //
-// Every call that waits returns E_DAEMON_GONE within a second of the daemon's death, E_TIMEOUT when
-// its own time is up (the outcome is then unknown; Step may be called again with the same
-// arguments), E_INTERRUPTED when the interrupt check says so. In a forked child every call returns
-// E_FORKED and the destructor touches nothing.
+// Every call that waits returns E_DAEMON_GONE within a second of the daemon's death, E_TIMEOUT at the end of the call's own
+// time limit (the outcome is then unknown; Step may be called again with the same arguments), and E_INTERRUPTED if the
+// interrupt check returns true. In a forked child every call returns E_FORKED and the destructor touches nothing.
 //
-// Errors     E_DEVICE where a call of the device's failed, now or in the background: the session has ended
-//            then, as if the process had, and every later call says so.
-//            What fails after its call has returned is kept, the first of its kind. A release error
-//            is returned once, by the next Fetch, Release, gradient call or Step. A gradient error
-//            is returned by every gradient call and Step until DropGradients; E_NONFINITE until a
-//            Step has returned it. After that, and after E_GRAD_DROPPED and E_DRAM_LIMIT of Step, the
-//            attempt at the step begins anew: gradients are delivered again.
-// Threads    Any. Calls are serialised: one that waits holds up the others, but for the accessors.
-// Ownership  Spans die with the object, or with what weights_owner() and grad_owner() returned.
+// Errors     E_DEVICE if a call of the device failed, now or in the background: the session has then ended, as if
+//            the process had, and every later call returns E_DEVICE.
+//            An error after a call has returned is stored, the first of each kind. A release error is returned
+//            once, by the next Fetch, Release, gradient call or Step. A gradient error is returned by every
+//            gradient call and Step until DropGradients; E_NONFINITE until a Step has returned it. After that,
+//            and after E_GRAD_DROPPED and E_DRAM_LIMIT of Step, the step restarts from scratch: every
+//            gradient must be delivered again.
+// Threads    Any. Calls are serialised: a call that waits delays all others except the accessors.
+// Ownership  Spans are valid as long as the object, or as the results of weights_owner() and grad_owner().
 class Attachment {
  public:
-  // Connects, attaches and maps. Waits until other jobs have made room, the job's memory is made,
-  // the initial parameters are written, a step under way is over and an older session of the rank
-  // is closed.
+  // Connects, attaches and maps the arenas. Waits until other jobs have freed enough memory, the job's memory is allocated, the
+  // initial parameters are written, a step in flight has ended and an older session of the rank is closed.
   //
   // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_JOB_EXISTS, E_JOB_FAILED, E_BUSY,
   //         E_FENCED, E_LAYOUT, E_UNSUPPORTED, E_OPTION, E_RANK, E_RANGE, E_EXTRA_STATE, E_MEMLOCK,
-  //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_SWAP_IO, E_LIMIT, and those above. Nothing is left
-  //         behind.
+  //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_SWAP_IO, E_LIMIT, and those of the class. A failed attach leaves
+  //         nothing behind.
   //
-  // Over several nodes every rank of the job attaches at once, and all of them raise what one of them meets. A step
-  // that some nodes have committed and the others have prepared is committed by these too; one that none has is dropped.
-  // Where a node has lost newer steps, all go back to the newest durable one that every node has (went_back_from).
-  // Errors  E_STEP  the nodes stand at different steps all the same, and have no durable one in common.
+  // For a job over several nodes every rank attaches at once, and an error of one rank is returned on all ranks. A step that
+  // some nodes have committed and the others have prepared is committed by the others too. A step that no node has committed is
+  // dropped. If a node has lost newer steps, all nodes return to the newest durable step that every node has (went_back_from).
+  // Errors  E_STEP  the nodes still stand at different steps, and have no durable step in common.
   static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
 
   // The last part of Attach, for tests that play the daemon: from mapped arenas and a ring.
@@ -243,7 +239,7 @@ class Attachment {
 
   Attachment(const Attachment&) = delete;
   Attachment& operator=(const Attachment&) = delete;
-  // Without a Detach before it the daemon counts the rank as lost.
+  // Ends the session. If Detach was not called before, the daemon counts the rank as lost.
   ~Attachment();
 
   uint32_t rank() const;
@@ -252,66 +248,68 @@ class Attachment {
   // True if some partitions' weights are on swap. The weights arena is then a cache, and only a lease tells the place of a
   // partition's weights.
   bool weights_on_swap() const;
-  // This session must write its partitions, then call InitialDone. Of a new job with shared attachment it is rank 0,
-  // which the attaches of the others wait for.
+  // True if this session must write its partitions, then call InitialDone. In a new job with shared attachment only rank 0
+  // writes, and the attaches of all other ranks wait for rank 0.
   bool writes_initial() const;
-  uint64_t committed_step() const;  // the newest step this session knows of
+  uint64_t committed_step() const;  // newest step known to this session
   // The newest step of any node, if this attach took a job over several nodes back to an older step. Otherwise 0.
   uint64_t went_back_from() const;
-  std::span<const std::byte> extra_state() const;        // this rank's, of the step found at attach
-  std::span<const std::byte> rank0_extra_state() const;  // the same of rank 0
-  // Partitions in the order of a step; empty before the first.
+  // of this rank, from the step found at attach
+  std::span<const std::byte> extra_state() const;
+  std::span<const std::byte> rank0_extra_state() const;  // of rank 0, from the same step
+  // Partitions (sharded: this rank's own) in the order in which a step touches them. Empty before the first step.
   std::span<const uint32_t> trace() const;
   const protocol::Layout& layout() const;
   std::string device_access() const;  // how the device reaches the arenas, for people
-  absl::Status CheckPartition(uint32_t partition) const;     // E_RANGE where there is none
-  std::span<const std::byte> weights() const;                // the whole window, read-only
-  std::span<const std::byte> weights(uint32_t group) const;  // one group of it; shared alone
-  std::shared_ptr<const void> weights_owner() const;         // keeps the window mapped
-  // From now on this process may write into weights(), if InstallSegvHandler (client/window_registry.h) was called: the
-  // pages around a write become its own, and show what was written to this process alone until DropWrittenWeights.
-  // read(2) and other system calls that would write there fail (EFAULT) where the pages are not its own yet.
+  absl::Status CheckPartition(uint32_t partition) const;  // E_RANGE: no such partition
+  std::span<const std::byte> weights() const;             // the whole window, read-only
+  // weights of one group; shared attachment alone
+  std::span<const std::byte> weights(uint32_t group) const;
+  std::shared_ptr<const void> weights_owner() const;  // keeps the window mapped
+  // Lets this process write into weights() from now on, if InstallSegvHandler (client/window_registry.h) was called. The pages
+  // around a write become private to this process: only this process sees what was written, until DropWrittenWeights. read(2)
+  // and other system calls that would write into pages which are not private yet fail with EFAULT.
   //
   // Errors  E_UNSUPPORTED  sharded, or a reader. E_LIMIT  kWindowsMax.
   absl::Status AllowWeightWrites();
   bool has_written_weights() const;
-  // The ranges that are this process's own, at least 2 MiB around each write.
+  // Returns the ranges that are private to this process, at least 2 MiB around each write.
   std::vector<WeightsRange> WrittenWeights() const;
-  // The daemon's bytes behind all of weights(), mapped once more; as long as weights().
+  // Maps the weights that the daemon holds a second time, without this process's writes. The mapping has the size of weights().
   absl::StatusOr<std::shared_ptr<const std::byte>> DaemonWeights() const;
-  // No other thread writes meanwhile.
+  // Undoes this process's writes into weights(). No other thread may write meanwhile.
   void DropWrittenWeights();
-  // AttachOptions::activation_bytes; none once detached.
+  // Room for activations, of AttachOptions::activation_bytes. Empty after Detach.
   std::span<std::byte> activation_room() const;
-  std::shared_ptr<const void> activation_owner() const;  // keeps it mapped and registered
-  // A word for the user of the room, which is lost when bytes of the room are lost. Null if there is no room.
+  // keeps the activation room mapped and registered
+  std::shared_ptr<const void> activation_owner() const;
+  // A word for the owner of the activation room. The word is lost if bytes of the room are lost. Null if the room is empty.
   std::atomic<uint64_t>* activation_mark() const;
   // Records the work of the caller's own streams for `forebay trace`.
   std::shared_ptr<internal::DeviceTrace> device_trace() const;
 
-  // Asks the daemon whether the session goes on. OK while a call runs on another thread: that call ends with
-  // the error.
+  // Asks the daemon whether the session continues. Returns OK while a call runs on another thread: that call returns the error.
   //
   // Errors  E_RANK_LOST  another rank was lost. E_FENCED, E_DAEMON_GONE, E_TIMEOUT.
   absl::Status CheckSession(Timeout timeout);
 
-  // All bytes of a partition; sharded: of one that this rank owns. InitialDone returns when the job is
-  // ready: sharded, when every rank has called it.
+  // WriteInitial writes all bytes of a partition, with sharded attachment of a partition that this rank owns. InitialDone
+  // returns when the job is ready, with sharded attachment when every rank has called InitialDone.
   absl::Status WriteInitial(uint32_t partition, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status InitialDone(Timeout timeout);
 
-  // Sets one state of a partition's elements from `first_elem` on, by name as ReadState; the others stay.
-  // "master" sets the weights too, which are the masters rounded: as initial parameters instead of
-  // WriteInitial (then every rank writes all of its partitions so), or between steps. Moments between steps
-  // alone: in format int8 whole groups of 128 elements of a parameter's part in the partition. With shared
-  // attachment any one rank writes, with sharded the owner.
+  // Writes `values` to one state of a partition, from element `first_elem` on. `state` is a name as in ReadState. All other
+  // states and elements are unchanged. Writing "master" sets the weights too, to the rounded masters. Masters can be written
+  // instead of WriteInitial (then every rank writes all of its partitions so), or between steps. Moments can be written between
+  // steps alone: in format int8 whole groups of 128 elements of a parameter's part in the partition. With shared attachment any
+  // one rank writes, with sharded attachment the owner.
   //
-  // Errors  E_NONFINITE  one is not finite, is rounded to infinity, or is a square (a second moment) below 0:
-  //                      nothing is written.
+  // Errors  E_NONFINITE  a value is not finite, is rounded to infinity, or is a second moment below 0: nothing is
+  //                      written.
   //         E_RANGE      no such state or elements, frozen parameters among them, a part of a group.
-  //         E_STEP       this rank has called step.
+  //         E_STEP       this rank has called Step.
   //         E_LEASE      this session holds a lease on the partition.
-  //         E_SWAP_NOSPC durable steps keep what is there, and swap has no slot for another version; a part may be
+  //         E_SWAP_NOSPC durable steps retain the old version, and swap has no slot for another version; a part may be
   //                      written.
   absl::Status WriteState(uint32_t partition, uint64_t first_elem, std::string_view state,
                           std::span<const float> values, Timeout timeout);
@@ -320,23 +318,21 @@ class Attachment {
   // Errors  E_RANGE  no such parameter, a frozen one, or more than kUpdatesMax updates. E_STEP as above.
   absl::Status WriteUpdates(uint32_t param, uint64_t updates, Timeout timeout);
 
-  // Asks for a lease and returns: IsFetchDone looks, FinishFetch waits, CancelFetch gives up (a lease
-  // that arrives later is given back). A ticket is used up by a FinishFetch that returns neither
-  // E_TIMEOUT nor E_INTERRUPTED, and by CancelFetch. StartFetch waits, at most
-  // AttachOptions::timeout, only while kRingEntries commands are in flight.
+  // StartFetch asks for a lease and returns. IsFetchDone looks, FinishFetch waits, and CancelFetch gives up: a lease that
+  // arrives later is released. A ticket is used up by CancelFetch, and by a FinishFetch that returns neither E_TIMEOUT nor
+  // E_INTERRUPTED. StartFetch waits, at most AttachOptions::timeout, only while kRingEntries commands are in flight.
   //
-  // Errors  E_LEASE  the ticket is used up, or another attachment's.
+  // Errors  E_LEASE  the ticket is used up, or belongs to another attachment.
   absl::StatusOr<FetchTicket> StartFetch(uint32_t partition);
   absl::StatusOr<bool> IsFetchDone(const FetchTicket& ticket);
   absl::StatusOr<Lease> FinishFetch(const FetchTicket& ticket, Timeout timeout);
   absl::Status CancelFetch(const FetchTicket& ticket);
 
-  // StartFetch and FinishFetch; cancelled where it gives up.
+  // Calls StartFetch, then FinishFetch. Cancels the fetch on E_TIMEOUT and E_INTERRUPTED.
   absl::StatusOr<Lease> Fetch(uint32_t partition, Timeout timeout);
-  // Leases the partitions (one after the other where weights are on swap, else at once), begins to copy on
-  // `stream`, and returns. A lease is given back when the
-  // copies from its partition have ended: by this call where they end at once, else by a thread of the
-  // session's or a later call. Step waits for the copies first.
+  // Leases the partitions, begins to copy on `stream`, and returns. Leases are taken one after the other if weights are on
+  // swap, otherwise all at once. A lease is released when the copies from its partition have ended: by this call if the copies
+  // end at once, otherwise by a thread of the session or by a later call. Step waits for the copies first.
   //
   // Ownership  `to` lives until the copies have ended; the stream is borrowed.
   // Errors     E_RANGE  no such partition or elements, memory of another device, or a misaligned address.
@@ -351,36 +347,35 @@ class Attachment {
   // Errors  E_UNSUPPORTED  weights_on_swap().
   absl::StatusOr<std::vector<std::span<const std::byte>>> Locate(
       std::span<const uint32_t> partitions, Timeout timeout);
-  // Asks for all of them at once, so that each Locate that follows waits for its own partitions alone.
+  // Asks for the places of all `partitions` at once, so that each later Locate waits for its own partitions alone.
   absl::Status LocateAhead(std::span<const uint32_t> partitions, Timeout timeout);
 
   // Releases leases whose copies have ended. Returns the number of leases that still wait for their copies.
   absl::StatusOr<size_t> GiveBackCopied();
 
-  // Does not wait for its completion.
+  // Releases a lease. Does not wait for the daemon's completion.
   absl::Status Release(const Lease& lease);
 
-  // Gradients travel in pieces: ranges of a partition of at most kGradPieceBytesMax. Two ways to deliver,
-  // a partition by one of them in a step:
+  // Gradients travel in pieces: ranges of a partition of at most kGradPieceBytesMax. A partition is delivered in one of two
+  // ways in a step:
   //
-  //   a parameter at a time   AddGradient copies it into the open pieces it lies in, and delivers
-  //                           each piece as soon as all its parameters are there. FlushGradients
-  //                           delivers what is there of the others: call it where no more gradients
-  //                           of a partition will come (after the module's backward) and at the end of
-  //                           backward. What was not added by then has no gradient, unless a later
-  //                           AddGradient still brings it; Step flushes too.
-  //   a partition at a time   GradSlot, fill it, GradReady: every parameter of it has a gradient.
+  //   a parameter at a time   AddGradient copies the gradient into the open pieces that contain the parameter, and
+  //                           delivers each piece as soon as all its parameters were added. FlushGradients delivers
+  //                           the incomplete pieces: call it when no more gradients of a partition will come (after
+  //                           the module's backward) and at the end of backward. A parameter that was not added by
+  //                           then has no gradient, unless a later AddGradient still adds it. Step flushes too.
+  //   a partition at a time   GradSlot, fill the slot, GradReady: every parameter of the partition has a gradient.
   //
-  // A parameter without a gradient on any rank is not updated; with one on some, the others count as
-  // zero. To begin the step anew (a bad batch, an exception in backward): DropGradients.
+  // A parameter without a gradient on any rank is not updated. If some ranks have a gradient of a parameter, the missing ones
+  // count as zero. DropGradients restarts the step from scratch (a bad batch, an exception in backward).
 
-  // The whole gradient of parameter `param` of the layout, in the gradients' dtype; sharded: of what this
-  // rank owns of it, box after box. Waits, at most `timeout`,
-  // for room while pieces delivered earlier hold it.
+  // Adds the whole gradient of parameter `param` of the layout, in the gradients' dtype. With sharded attachment: of the
+  // elements that this rank owns, box after box. While pieces delivered earlier fill the arena, waits for room, at most
+  // `timeout`.
   //
   // Errors  E_GRAD_REPEAT  the parameter has a gradient in this pass, or its partition was delivered.
   //         E_RANGE        no such parameter, or another number of bytes.
-  //         E_RANK         sharded: the rank owns nothing of it.
+  //         E_RANK         sharded: the rank owns no element of the parameter.
   //         E_STEP         shared: the rank has asked for a norm (GradNorm).
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
@@ -393,7 +388,8 @@ class Attachment {
   //            while the session is locked. The stream is borrowed.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, gpu::Stream& ready,
                            const std::shared_ptr<const void>& keep, Timeout timeout);
-  absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all
+  // empty: of all partitions
+  absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);
 
   // Begins a further backward pass of the step. Gradients added from now on, of any parameter, are added in float32 to the
   // gradients that this rank has delivered. Delivers the open pieces of the pass before. With shared attachment the job's
@@ -406,56 +402,55 @@ class Attachment {
   //                        they were not until now. The step was not applied.
   absl::Status BeginPass();
 
-  // The norm of a parameter's gradient, or of the whole (empty); 0 where there is none. Delivers open
-  // pieces first. Sharded: of what this rank owns, of all passes so far. Shared: of the job's gradient,
-  // the mean over the ranks; waits until every other rank has asked too or called step, and ends this
-  // rank's delivery of the step.
+  // Returns the norm of a parameter's gradient, or with an empty `param` of the whole gradient. Returns 0 if no gradient
+  // exists. Delivers open pieces first. Sharded: the norm of the elements that this rank owns, of all passes so far. Shared:
+  // the norm of the job's gradient, the mean over the ranks. A shared call waits until every other rank has called GradNorm or
+  // Step too, and ends this rank's delivery of the step.
   //
-  // Errors  E_NONFINITE, E_GRAD_DROPPED  as Step; Step says it again, DropGradients begins anew.
+  // Errors  E_NONFINITE, E_GRAD_DROPPED  as Step; Step returns the error again, DropGradients starts from scratch.
   //         E_RANGE                      no such parameter.
   absl::StatusOr<double> GradNorm(std::optional<uint32_t> param, Timeout timeout);
 
-  // The partition's open slot, made and filled where there is none: room for its gradient. Waits
-  // for room while gradients delivered earlier hold it; is private memory where open slots hold it,
-  // or where the partition is larger than a piece.
+  // Returns the partition's open slot: memory for the partition's gradient. If no slot is open, opens and fills one. Waits for
+  // room while gradients delivered earlier fill the arena. The slot is private memory if open slots fill the arena, or if the
+  // partition is larger than a piece.
   absl::StatusOr<std::span<std::byte>> GradSlot(uint32_t partition, GradFill fill, Timeout timeout);
-  // Keeps the open slot mapped; or null.
+  // Keeps the partition's open slot mapped. Null if the partition has no open slot.
   std::shared_ptr<const void> grad_owner(uint32_t partition);
 
-  // Delivers the open slot, whose bytes are the daemon's from now on. Returns at once, but for a
-  // private slot, which waits for room in the arena, at most AttachOptions::timeout.
+  // Delivers the open slot. The daemon owns its bytes from now on. Returns at once, except for a private slot, which waits for
+  // room in the arena, at most AttachOptions::timeout.
   //
   // Errors  E_NOT_READY  the partition has no open slot.
   absl::Status GradReady(uint32_t partition);
 
-  // Forgets open slots and pieces and the kept gradient error. Where something of this attempt was
-  // delivered, this rank's next attempt at the step begins: what all ranks have delivered in older
-  // ones is discarded, and a Step of theirs returns E_GRAD_DROPPED.
+  // Forgets open slots, open pieces and the stored gradient error. If something of this attempt was delivered, this rank begins
+  // its next attempt at the step: the daemon discards the gradients that all ranks have delivered in older attempts, and a Step
+  // of those ranks returns E_GRAD_DROPPED.
   absl::Status DropGradients();
 
-  // Before the last backward pass of step `t`: Step will have these hyper-parameters and this edit, and will
-  // not clip. What is delivered from now on is updated at once (AttachOptions::early_updates). A promise that
-  // is not kept costs time alone: Step updates those blocks anew.
+  // Announces, before the last backward pass of step `t`, that Step will have these hyper-parameters and this edit, and will
+  // not clip. Blocks whose gradients are delivered from now on are updated at once (AttachOptions::early_updates). A broken
+  // promise costs time alone: Step updates those blocks again.
   //
   // Errors  E_STEP  t is not the next step.
   absl::Status AnnounceStep(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
                             Timeout timeout, const GradientEdit& edit = {});
 
-  // Applies step `t` once all ranks have called it. Open pieces are delivered; open slots are neither
-  // delivered nor dropped.
+  // Applies step `t` once all ranks have called Step. Open pieces are delivered. Open slots are neither delivered nor dropped.
   //
   // Errors  E_OVERFLOW      masters became non-finite; the step is committed nevertheless.
-  //         E_NONFINITE     a gradient, or the sum of all ranks'. Nothing was applied.
-  //         E_GRAD_DROPPED  another rank has begun the step anew. Nothing was applied.
-  //                         After these two the rank is at the newest attempt: bring all gradients of
-  //                         the step again, then call Step.
+  //         E_NONFINITE     a gradient, or the sum of all ranks' gradients. Nothing was applied.
+  //         E_GRAD_DROPPED  another rank has restarted the step from scratch. Nothing was applied.
+  //                         After E_NONFINITE and E_GRAD_DROPPED the rank is at the newest attempt: deliver all
+  //                         gradients of the step again, then call Step.
   absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
                                   double max_grad_norm, const ExtraState& extra_state,
                                   Timeout timeout, const GradientEdit& edit = {});
 
-  // Reads out.size() elements (0: none) of a state as float32, whatever the format holds it in, and returns how
-  // many updates the parameter has had (torch's "step"). All of one step: a reader that meets another
-  // one between two pieces begins anew.
+  // Reads out.size() elements (possibly 0) of a state, converted to float32 from any format. Returns the number of updates that
+  // the parameter has had (torch's "step"). All elements are of one step: a reader that finds another step between two pieces
+  // reads from the beginning again.
   //
   // Errors  E_RANGE  no such parameter, state or elements; a frozen parameter has no states.
   absl::StatusOr<uint64_t> ReadState(const StateRange& range, std::span<float> out,
@@ -472,8 +467,8 @@ class Attachment {
   //         E_UNSUPPORTED  the attachment has no daemon.
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes, Timeout timeout);
 
-  // Ends the session in good order; views stay readable. While the daemon is being restarted it ends here
-  // alone: the next daemon sees that the rank does not come back.
+  // Ends the session in good order. Views stay readable. While the daemon is being restarted, Detach does not tell the daemon:
+  // the next daemon notices that the rank does not return.
   absl::Status Detach();
 
   Counters counters() const;

@@ -14,13 +14,13 @@ namespace forebay::client {
 
 inline constexpr char kDefaultSocket[] = "/run/forebay/forebay.sock";
 
-// `request`, else FOREBAY_SOCKET, else kDefaultSocket.
+// Returns `request`, or if empty FOREBAY_SOCKET, or if unset kDefaultSocket.
 std::string SocketPath(std::string_view request);
 
-// `request`, else FOREBAY_RUN, else a token of this process alone.
+// Returns `request`, or if empty FOREBAY_RUN, or if unset a token of this process alone.
 std::string RunToken(std::string_view request);
 
-// `request`, else FOREBAY_DAEMON_WAIT in seconds, else kDaemonWait.
+// Returns `request`, or if not set FOREBAY_DAEMON_WAIT in seconds, or if unset kDaemonWait.
 //
 // Errors  E_OPTION  the variable is no number of seconds.
 absl::StatusOr<Timeout> DaemonWait(std::optional<Timeout> request);
@@ -31,17 +31,17 @@ bool SaysDaemonWait();
 // Time that an attach waits for a daemon if none answers: DaemonWait() if `request` or FOREBAY_DAEMON_WAIT is set, else 0.
 absl::StatusOr<Timeout> FirstDaemonWait(std::optional<Timeout> request);
 
-// FOREBAY_GATEWAY: the program forebay-gateway; empty: it is looked for.
+// FOREBAY_GATEWAY: path of the program forebay-gateway. Empty if unset: the client searches for the program.
 std::string GatewayProgram();
-// FOREBAY_REMOTE, else /etc/forebay/remote: the folder with what a gateway on another node asks for.
+// FOREBAY_REMOTE, or if unset /etc/forebay/remote: the folder of the address and credentials for a gateway on another node.
 std::string RemoteFolder();
-// The folders of PATH.
+// Folders of PATH.
 std::vector<std::string> ProgramFolders();
 // Environment of forebay-gateway as an agent: all variables of this process, UCX_LOG_LEVEL=fatal unless UCX_LOG_LEVEL is set,
 // and UCX_WARN_UNUSED_ENV_VARS=n.
 std::vector<std::string> AgentEnvironment();
 
-// NVTX_INJECTION64_PATH: the library of a tool of NVIDIA's; empty: none.
+// NVTX_INJECTION64_PATH: path of the library of an NVIDIA tool. Empty if unset.
 std::string NvtxTool();
 
 // "pid-PID-START", START in clock ticks since boot: no two processes of one boot have the same.

@@ -330,7 +330,7 @@ int32_t forebay_step(forebay_session* session, const forebay_step_args* args, in
     }
     std::vector<forebay::protocol::HyperParams> hyper;
     for (const forebay_hyper& one : std::span(args->hyper, args->hyper_count)) {
-      hyper.push_back(std::bit_cast<forebay::protocol::HyperParams>(one));  // the same fields
+      hyper.push_back(std::bit_cast<forebay::protocol::HyperParams>(one));  // equal fields
     }
     ASSIGN_OR_RETURN(const forebay::client::StepResult done,
                      attachment.Step(args->step, hyper, args->max_grad_norm,

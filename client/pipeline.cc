@@ -102,7 +102,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
   std::unique_ptr<Pipeline> made(
       new Pipeline(std::move(attachment), std::move(device), std::move(communicator), options));
   RETURN_IF_ERROR(made->CheckOtherRanks(made->CheckParts()));
-  const uint32_t own = made->attachment_->rank();  // on its node
+  const uint32_t own = made->attachment_->rank();  // rank on its node
   for (const protocol::GroupPlace& place : layout.groups()) {
     Group& group = made->groups_.emplace_back();
     group.shard_elems = FlatShardElems(place.elems, ranks);
@@ -504,7 +504,7 @@ absl::Status Pipeline::BeginPass() {
   RETURN_IF_ERROR(CheckReduced());
   RETURN_IF_ERROR(attachment_->BeginPass());
   for (Group& group : groups_) {
-    group.gradient.reset();  // until it has been copied others hold it
+    group.gradient.reset();  // the copy in flight holds its own reference
     group.pass = Group::Pass::kOpen;
   }
   return absl::OkStatus();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ZeRO for a training loop of its own: groups of weights that are gathered ahead of compute, gradients that
-// are reduced and delivered behind it.
+// ZeRO for a caller's training loop. A pipeline gathers groups of weights ahead of compute. It reduces gradients and delivers
+// them behind compute.
 #pragma once
 
 #include <sys/types.h>
@@ -39,29 +39,30 @@ struct PipelineOptions {
   ZeroStage stage = ZeroStage::kWeights;
   // Most bytes of groups that are gathered ahead of their use, in the order of the step before. The same on every rank.
   uint64_t prefetch_bytes = 0;
-  // Groups of at most so many bytes stay gathered until the step. The same on every rank.
+  // Most bytes of a group that stays gathered until the step. The same on every rank.
   uint64_t resident_bytes = 0;
-  // Time limit of each call of the session. Collectives have a limit of their own.
+  // Time limit of each call of the session. Collectives have a separate limit.
   Timeout timeout = std::chrono::seconds(60);
 };
 
 // Gathers weights and reduces gradients for one rank of a job. ShardFlat(), or over several nodes ShardFlatOfNode(), made the
 // job's layout for as many ranks as the communicator has. All ranks make the same calls in the same order. In a step each group
-// is gathered and released as often as forward and backward use it. Its gradient is made and reduced once. Then Step is called.
+// is gathered and released as often as forward and backward use the group. Its gradient is allocated and reduced once. Then
+// Step is called.
 //
-// Work runs on streams of its own, in the order that events give: the CPU waits for none of it but in Step.
-// If gradients that are together larger than the largest one wait for their reduction, compute waits for the first of them.
-// While a collective waits, the daemon is asked whether another rank was lost.
+// Work runs on the pipeline's streams, ordered by events. The CPU waits for the work in Step alone. If gradients that are
+// together larger than the largest one wait for their reduction, compute waits for the first of them. While a collective waits,
+// the pipeline asks the daemon whether another rank was lost.
 //
-// Errors     E_DEVICE, E_RANK_LOST, and those of Attachment's calls. After one of a collective, which the
-//            others end with too, every later call says the same; nothing of the step is applied.
-//            E_FORKED in a child of the process: nothing has happened.
+// Errors     E_DEVICE, E_RANK_LOST, and those of Attachment's calls. A collective that fails ends with an error on
+//            every rank. Every later call then returns that error; nothing of the step is applied.
+//            E_FORKED in a child of the process: the call has no effect.
 // Threads    One at a time.
 // Ownership  Spans are valid until Release (weights) or Reduce (gradients).
 class Pipeline {
  public:
-  // Errors  E_OPTION         something is missing; session, device and collectives are of different devices;
-  //                          there is no such stage; the options are not those of the other ranks.
+  // Errors  E_OPTION         a pointer is null; session, device and collectives are of different devices; the
+  //                          stage does not exist; the options differ from those of the other ranks.
   //         E_RANK           the communicator's rank is not the session's.
   //         E_RANGE          the layout is of another number of ranks, or neither ShardFlat() nor
   //                          ShardFlatOfNode() made it.
@@ -75,30 +76,32 @@ class Pipeline {
   Pipeline& operator=(const Pipeline&) = delete;
   ~Pipeline();
 
-  // The parameters of a new job, a whole group of host memory at a time: this rank's part is written.
-  // Attachment::InitialDone behind the last.
+  // Writes this rank's part of a group's initial parameters. `whole` is the whole group in host memory. Attachment::InitialDone
+  // follows the last group.
   absl::Status WriteInitial(uint32_t group, std::span<const std::byte> whole);
 
-  // The whole group, its parameters end to end, for work of `compute` that is begun from now on.
+  // Returns the whole group, its parameters end to end, for work begun on `compute` from now on.
   //
   // Errors  E_LEASE  the group is in use already.
   absl::StatusOr<std::span<const std::byte>> Gather(uint32_t group, gpu::Stream& compute);
-  // Work of `compute`, which lives as long as the pipeline, begun so far is the last of this use.
+  // Ends one use of a group: work begun on `compute` so far is the last that reads the weights. `compute` must live as long as
+  // the pipeline.
   //
   // Errors  E_LEASE  the group is not in use.
   absl::Status Release(uint32_t group, gpu::Stream& compute);
 
-  // Memory for the whole gradient of a group, in the layout's grad_dtype, of any content, for work of
-  // `compute`, which lives as long as the pipeline. Frozen parameters have room, which is ignored.
+  // Returns uninitialised memory for the whole gradient of a group, in the layout's grad_dtype, for work of `compute`, which
+  // must live as long as the pipeline. Elements of frozen parameters are included and ignored.
   //
-  // Errors  E_GRAD_REPEAT  it was reduced in this pass already.
+  // Errors  E_GRAD_REPEAT  the gradient was reduced in this pass already.
   absl::StatusOr<std::span<std::byte>> Gradient(uint32_t group, gpu::Stream& compute);
-  // Work of `compute` begun so far has filled it: its mean over the ranks goes to the daemon.
+  // Reduces the gradient of a group, which work begun on `compute` so far fills. The mean over the ranks is delivered to the
+  // daemon.
   //
   // Errors  E_NOT_READY  the group has no gradient.
   absl::Status Reduce(uint32_t group, gpu::Stream& compute);
 
-  // Begins a further backward pass (Attachment::BeginPass): gradients from now on are added to those of the passes before.
+  // Begins a further backward pass (Attachment::BeginPass). Later gradients are added to the gradients of earlier passes.
   absl::Status BeginPass();
 
   // Waits until all collectives have ended successfully, then calls Attachment::Step.
@@ -109,21 +112,21 @@ class Pipeline {
                                   double max_grad_norm, std::span<const std::byte> extra_state,
                                   const GradientEdit& edit = {});
 
-  uint64_t device_bytes() const { return *device_bytes_; }  // bytes that are allocated now
+  uint64_t device_bytes() const { return *device_bytes_; }  // bytes allocated now
   uint64_t device_bytes_max() const { return device_bytes_max_; }
 
  private:
   class CountedMemory;
-  using Users = absl::InlinedVector<gpu::Stream*, 2>;  // each once
+  using Users = absl::InlinedVector<gpu::Stream*, 2>;  // each stream once
   static void AddUser(Users& users, gpu::Stream& stream);
   struct Group {
     uint64_t shard_elems = 0;
     uint64_t own_elems = 0;  // elements in this rank's part; the rest is padding
     std::optional<uint32_t> partition;
-    std::vector<uint32_t> own_boxes;  // in the layout's
+    std::vector<uint32_t> own_boxes;  // indices of this rank's boxes in the layout
     std::shared_ptr<CountedMemory> weights;
     std::shared_ptr<const gpu::Event> gathered;
-    Users users;  // since they were gathered
+    Users users;  // streams that used the weights since the gather
     bool in_use = false;
     std::shared_ptr<CountedMemory> gradient;  // filled by compute; kStates: until the step
     enum class Pass : uint8_t { kOpen, kFilling, kReduced } pass = Pass::kOpen;
@@ -163,10 +166,11 @@ class Pipeline {
   absl::Status FreeReduced(gpu::Stream& compute);
   absl::Status CheckReduced() const;
   absl::Status WaitForCollectives(Timeout patience);
-  uint64_t weights_bytes_max() const;                 // most bytes of all groups at one time
-  uint64_t gradient_bytes_max() const;                // most bytes of their gradients
+  uint64_t weights_bytes_max() const;  // most bytes of all groups at one time
+  // most bytes of the groups' gradients at one time
+  uint64_t gradient_bytes_max() const;
   uint64_t weights_bytes(const Group& group) const;   // bytes of the whole group, with padding
-  uint64_t gradient_bytes(const Group& group) const;  // bytes of its gradient, with padding
+  uint64_t gradient_bytes(const Group& group) const;  // bytes of the group's gradient, with padding
 
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<gpu::Device> device_;
@@ -179,13 +183,13 @@ class Pipeline {
       std::make_shared<std::pmr::synchronized_pool_resource>();
   std::shared_ptr<std::atomic<uint64_t>> device_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   uint64_t device_bytes_max_ = 0;
-  std::unique_ptr<gpu::Stream> copy_;     // weights come on it, and are freed behind it
+  std::unique_ptr<gpu::Stream> copy_;     // gathers and frees weights
   std::unique_ptr<gpu::Stream> collect_;  // collectives
   std::vector<Group> groups_;
   uint64_t largest_gradient_bytes_ = 0;
   std::vector<uint32_t> order_;        // groups in the order of this step's gathers
-  std::vector<uint32_t> expected_;     // order of the step before
-  std::vector<Reduction> reductions_;  // in their order
+  std::vector<uint32_t> expected_;     // order_ of the step before
+  std::vector<Reduction> reductions_;  // in the order of their begin
   absl::Status failed_;
 };
 

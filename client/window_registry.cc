@@ -87,7 +87,7 @@ bool UseWindowOf(const void* address, const Use& use) {
   return window != nullptr;
 }
 
-// Whether the write goes on in pages of this process's own.
+// Makes the pages around `address` private to this process. Returns whether the write can continue.
 bool MakePagesOwn(const void* address) {
   bool taken = false;
   UseWindowOf(address, [&taken](Window& window, uintptr_t number) {
@@ -148,7 +148,7 @@ void OnSegv(int signal_number, siginfo_t* info, void* context) {
 
 std::vector<WindowPart> WindowParts(const protocol::Layout& layout) {
   std::vector<WindowPart> parts;
-  if (!layout.is_shared()) return parts;  // a cache of slots: nobody's view
+  if (!layout.is_shared()) return parts;  // sharded: a cache of slots, no view
   const protocol::LayoutSpec& spec = layout.spec();
   const uint64_t width = SizeBytes(spec.dtype);
   for (size_t i = 0; i < spec.params.size(); ++i) {

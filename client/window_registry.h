@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fate of a write into a job's weights: the pages become the writer's own where that is allowed, else it is
-// explained which parameter was meant.
+// Handles writes of this process into a job's weights. If the window allows writes, the pages become private to the process.
+// Otherwise an explanation on stderr names the parameter.
 //
-// A signal handler has no argument of ours, so this table and the handler are the process's own:
-// the one place of the client with global state.
+// A signal handler has no argument of the client's. The table of windows and the handler are therefore global: the only global
+// state of the client.
 #pragma once
 
 #include <cstddef>
@@ -42,10 +42,11 @@ class WindowRegistration {
   WindowRegistration& operator=(const WindowRegistration&) = delete;
   ~WindowRegistration();
 
-  // From now on what this process writes into the window is its own. `file`: the window is a shared mapping of it, from
-  // the first byte on; outlives the registration. False where the table was full. At most once.
+  // Makes what this process writes into the window from now on private to this process. The window must be a shared mapping of
+  // `file` from the first byte on, and `file` must outlive the registration. Returns false if the table was full. To be called
+  // at most once.
   bool AllowWrites(int file);
-  // Null before AllowWrites.
+  // Private pages of the window. Null before AllowWrites.
   internal::WrittenPages* written() const;
 
  private:
@@ -60,13 +61,13 @@ class WindowRegistration {
 std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> window,
                                                    std::string job, std::vector<WindowPart> parts);
 
-// Writes to `fd` which parameter `address` belongs to and what to do instead of writing there;
-// false, and nothing written, where it lies in no window. Async-signal-safe.
+// Writes an explanation to `fd`: the parameter to which `address` belongs, and what to do instead of writing to it. Returns
+// false and writes nothing if `address` lies in no window. Async-signal-safe.
 bool ExplainWrite(const void* address, int fd);
 
-// From now on a write into a window that allows it goes on in pages of this process's own. Any other SIGSEGV within a window
-// is explained on stderr before the handler that was there runs (or the process dies, as it would have). A second call does
-// nothing.
+// Installs a handler of SIGSEGV. After a write into a window that allows writes, the process continues with private pages. Any
+// other SIGSEGV within a window is explained on stderr before the previous handler runs (or the process dies, as it would
+// have). A second call does nothing.
 void InstallSegvHandler();
 
 }  // namespace forebay::client

@@ -13,11 +13,12 @@
 namespace forebay::client::internal {
 namespace {
 
-// A shared gradient waits for lower ranks, a sharded one for nobody: one piece fills, one travels.
+// Pieces in the arena. With shared attachment a gradient waits for lower ranks. With sharded attachment no gradient waits: one
+// piece is filled while one is in flight.
 constexpr uint64_t kPiecesInSharedArena = 4;
 constexpr uint64_t kPiecesInShardedArena = 2;
 constexpr uint64_t kGroupsOnTheirWay = 3;
-constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
+constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // bytes of a piece of state read
 
 // Bytes of the gradient arena that keep a GPU busy. The processor asks for room ahead of the GPU: while the GPU computes one
 // layer, the gradients of a second layer are copied and those of a third are added up. The largest group is usually the

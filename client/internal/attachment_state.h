@@ -109,7 +109,7 @@ struct SessionParts {
   uint64_t trace_bytes = 0;
   // Counters, with committed_step set.
   std::shared_ptr<SessionGauge> gauge = {};
-  // Time limit of calls that have none of their own.
+  // Time limit of calls that take no timeout.
   Timeout timeout{};
   InterruptCheck interrupt_check;
   std::shared_ptr<gpu::Device> device;
@@ -133,7 +133,7 @@ struct Attachment::State {
 
     State* const session;
     bool arrived = false;
-    // Its caller gave up.
+    // True if the caller of the command gave up.
     bool abandoned = false;
     // Range of the arena that the command uses. Freed when the answer arrives after its caller gave up.
     std::optional<uint64_t> range;
@@ -145,7 +145,7 @@ struct Attachment::State {
     std::optional<uint64_t> arena_offset;
     std::shared_ptr<internal::Mapping> owner;
     std::span<std::byte> bytes;
-    // Event after the last copy from the device into the slot. Null if there was no copy.
+    // Event after the last copy from the device into the slot. Null if the device copied nothing into the slot.
     std::shared_ptr<const gpu::Event> copied = {};
   };
   // A range of a partition that AddGradient fills.
@@ -160,7 +160,7 @@ struct Attachment::State {
     // NOLINTNEXTLINE(modernize-use-nullptr): of clang 14
     auto operator<=>(const ElemPlace&) const = default;
   };
-  using Pieces = std::pmr::map<ElemPlace, OpenPiece>;  // by first element
+  using Pieces = std::pmr::map<ElemPlace, OpenPiece>;  // keyed by the first element
   // Leases whose weights are being copied to the device.
   struct CopiesInFlight {
     std::pmr::vector<uint64_t> leases;
@@ -179,7 +179,7 @@ struct Attachment::State {
   };
   struct StepInFlight {
     uint64_t t = 0;
-    std::pmr::vector<std::byte> request;  // without extra_state
+    std::pmr::vector<std::byte> request;  // request of the step without extra_state
     std::pmr::vector<uint64_t> presence;
     std::shared_ptr<Answer> answer;
     // Over several nodes: the nodes' outcome, this rank's command that tells it to the daemon, and whether the gradients that
@@ -232,8 +232,7 @@ struct Attachment::State {
   absl::StatusOr<std::shared_ptr<Answer>> Start(const protocol::Command& command,
                                                 const internal::WaitLimits& limits);
   absl::Status WaitFor(const Answer& answer, const internal::WaitLimits& limits);
-  // Start, then WaitFor. A caller that gives up leaves the answer to arrive later, and `range`,
-  // where there is one, to be freed then.
+  // Calls Start, then WaitFor. If the caller gives up, the answer still arrives later, and `range` (if not null) is freed then.
   absl::StatusOr<protocol::Completion> Call(const protocol::Command& command,
                                             internal::BusyRange* range,
                                             const internal::WaitLimits& limits);
@@ -255,7 +254,7 @@ struct Attachment::State {
                             uint64_t width, const internal::WaitLimits& limits);
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
   absl::Status CheckCopies(std::span<const WeightsCopy> copies);
-  using Leases = std::pmr::vector<Lease>;  // by ascending partition
+  using Leases = std::pmr::vector<Lease>;  // in ascending order of partition
   // Leases all partitions of `wanted`, and begins to copy on `behind`.
   absl::Status LeaseAndCopy(std::span<const WeightsCopy> wanted, gpu::Stream& behind,
                             const internal::WaitLimits& limits);
@@ -273,11 +272,11 @@ struct Attachment::State {
                             std::span<const std::byte> from, const internal::WaitLimits& limits);
   // Retains an E_DEVICE, which every later call then returns. Returns the status.
   absl::Status KeepDeviceError(absl::Status status);
-  // Ends the session, so that the daemon and the other ranks go on without it.
+  // Ends the session. The daemon and the other ranks then continue without the session.
   void EndAfterDeviceError();
   // Returns whether the device does no more work before the event: the work is done, or the device failed.
   bool HasEnded(const gpu::Event& event);
-  // Whether all copies into a slot have ended.
+  // Returns whether all copies into a slot have ended.
   bool HasEnded(const std::shared_ptr<const gpu::Event>& copied) {
     return copied == nullptr || HasEnded(*copied);
   }
@@ -285,7 +284,7 @@ struct Attachment::State {
   // Handles copies that have ended: releases their leases, sends their gradients, drops references to their sources. Errors are
   // retained. Never blocks. Returns HasCopies().
   bool LookAtCopies();
-  // Looks until `ended()`. E_TIMEOUT, E_INTERRUPTED.
+  // Calls LookAtCopies until `ended()` is true. E_TIMEOUT, E_INTERRUPTED.
   absl::Status WaitForCopies(absl::FunctionRef<bool()> ended, const internal::WaitLimits& limits);
   absl::Status EndWeightCopies(const internal::WaitLimits& limits);
   absl::Status CheckReadsInPlace(std::span<const uint32_t> partitions) const;
@@ -324,7 +323,7 @@ struct Attachment::State {
     protocol::SetPresent(presence, param);
     protocol::SetPresent(pass_presence, param);
   }
-  // Whether any trainable parameter in a range has a gradient (`any`), and whether any lacks one (`missing`).
+  // Tells whether any trainable parameter in a range has a gradient (`any`), and whether any lacks one (`missing`).
   struct Coverage {
     bool any = false;
     bool missing = false;
@@ -379,7 +378,7 @@ struct Attachment::State {
   std::unique_ptr<gpu::PinnedRing> ring;  // null: the device reads the weights by itself
   std::unique_ptr<gpu::Stream> stream;
   absl::Status device_error;
-  bool is_ended = false;  // because of it
+  bool is_ended = false;  // true: the session has ended because of device_error
   internal::CommandPort port;
   internal::Waiter waiter;
   internal::GradSlots slots;
@@ -390,48 +389,48 @@ struct Attachment::State {
   Pieces pieces{&memory};
   // Ranges that were delivered in this pass: first element to end.
   std::pmr::map<ElemPlace, uint64_t> delivered{&memory};
-  bool has_delivered = false;  // in this attempt
+  bool has_delivered = false;  // true: this attempt has delivered something
   uint32_t pass = 0;           // number of this attempt's pass, from BeginPass
   // True if this rank asked for a norm in this attempt (shared attachment). It then delivers nothing more.
   bool has_asked_norm = false;
   std::vector<uint64_t> pass_presence;  // parameters with a gradient in this pass
-  std::vector<uint64_t> presence;       // the same for this attempt; see wire.h
+  std::vector<uint64_t> presence;       // parameters with a gradient in this attempt; see wire.h
   uint64_t attempt = 0;
-  uint64_t exchanges = 0;                                             // that have ended well
-  std::vector<std::string> exchanged;                                 // what the last of them gave
-  std::pmr::map<uint64_t, std::shared_ptr<Answer>> fetches{&memory};  // by FetchTicket::id
+  // number of exchanges that have succeeded
+  uint64_t exchanges = 0;
+  std::vector<std::string> exchanged;                                 // result of the last exchange
+  std::pmr::map<uint64_t, std::shared_ptr<Answer>> fetches{&memory};  // keyed by FetchTicket::id
   uint64_t last_ticket = 0;
   std::vector<uint64_t> orphan_leases;  // leases granted to fetches whose callers gave up
   std::pmr::map<uint32_t, std::shared_ptr<Answer>> located_ahead{
-      &memory};                                           // by partition: no leases
+      &memory};                                           // by partition; without leases
   std::pmr::list<CopiesInFlight> copies{&memory};         // copies of weights
   std::pmr::list<GradientCopy> gradient_copies{&memory};  // on `stream`
   std::pmr::list<UnsentGradient> unsent{&memory};
   std::optional<StepInFlight> step;
   // Extra state of the step in flight, or of the newest step before it. Most of it is the same in each step.
   std::vector<std::byte> sent_extra_state;
-  std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
+  std::optional<protocol::TraceWriter> trace;  // nullopt in tests that play the daemon themselves
   const std::shared_ptr<internal::DeviceTrace> device_trace =
       std::make_shared<internal::DeviceTrace>();
   static constexpr std::chrono::seconds kQuestionPeriod{1};
   std::chrono::steady_clock::time_point next_question{};
-  bool has_asked = false;  // and has no answer
-  absl::Status over;       // what the answer was; OK: it goes on
+  bool has_asked = false;  // true: a question is unanswered
+  absl::Status over;       // answer to the last question; OK: the session continues
   absl::Status kept_release_error;
   absl::Status kept_grad_error;
   bool detached = false;
   // Set while the daemon is being restarted.
   std::optional<internal::Deadline> restart_deadline;
   std::chrono::steady_clock::time_point restart_begin{};
-  uint64_t calls_before = 0;       // of the connections before this one
-  internal::CopyWatch copy_watch;  // dies first
+  uint64_t calls_before = 0;       // calls of all earlier connections
+  internal::CopyWatch copy_watch;  // destroyed first
 };
 
-// Every call on the session holds one: calls run one at a time, not in a forked child, not after a
-// Detach.
+// Lock that every call on the session holds. Calls run one at a time, not in a forked child, not after a Detach.
 class [[nodiscard]] Attachment::CallLock {
  public:
-  enum class Busy : uint8_t { kWait, kGiveUp };  // while another call runs
+  enum class Busy : uint8_t { kWait, kGiveUp };  // choice while another call runs
 
   explicit CallLock(State& state, Busy busy = Busy::kWait);
   ~CallLock();

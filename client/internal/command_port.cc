@@ -111,12 +111,12 @@ void CommandPort::Handle(const protocol::Completion& completion, const absl::Sta
 
 absl::Status CommandPort::PollAlive() {
   if (is_restarting()) return absl::OkStatus();
-  // Before the ring is read: what the daemon answered before its death still counts.
+  // Looks for the daemon's death before the ring is read: answers from before its death still count.
   const bool gone = DaemonGone();
   RETURN_IF_ERROR(Poll());
   if (!gone || is_restarting_) return broken_;
   if (options_.outlives_daemon && DaemonDied()) {
-    RETURN_IF_ERROR(Poll());  // it may have ended the session meanwhile
+    RETURN_IF_ERROR(Poll());  // the daemon may have ended the session before its death
     SetRestarting();
   } else {
     broken_ = DaemonGoneError();

@@ -20,8 +20,10 @@
 
 namespace forebay::client::internal {
 
-// Restart  Where the daemon has ended the channel to be restarted, or has died and its job has not, commands are kept,
-//          and none of these calls fails, until Resume() sends them or Close() gives them up.
+// Sends commands to the daemon and handles their completions.
+//
+// Restart  After the daemon has ended the channel for its restart, or has died and its job has not, commands are
+//          retained, and none of these calls fails, until Resume() sends the commands or Close() drops them.
 // Threads  One at a time. Completions are handled on the thread that calls Poll.
 class CommandPort {
  public:
@@ -37,11 +39,11 @@ class CommandPort {
     std::function<absl::Status(const protocol::Completion&)> explain = {};
   };
 
-  // The completion, and its error as a status.
+  // Receives the completion of a command, and its error as a status.
   using OnDone = absl::AnyInvocable<void(const protocol::Completion&, const absl::Status&)>;
 
   enum class Pause : uint8_t {
-    kWoken,        // something arrived, or there was no need to sleep
+    kWoken,        // something arrived, or no sleep was needed
     kUndisturbed,  // the time was up, or a signal arrived
   };
 
@@ -59,14 +61,14 @@ class CommandPort {
   // Handles the completions that have arrived. Errors as TrySend.
   absl::Status Poll();
 
-  // Poll for calls that neither send nor wait: E_DAEMON_GONE where the daemon is dead. Completions
-  // that the daemon wrote before its death are handled first.
+  // Polls, for calls that neither send nor wait. Completions that the daemon wrote before its death are handled first. Then
+  // returns E_DAEMON_GONE if the daemon is dead.
   absl::Status PollAlive();
 
   // Sleeps until something arrives, the daemon dies, a signal comes or `limit` is over.
   absl::StatusOr<Pause> Sleep(std::chrono::milliseconds limit);
 
-  // The daemon is being restarted, and all that it sent was handled: the channel is used no more.
+  // True if the daemon is being restarted and all completions that it sent were handled. The channel is used no more.
   bool is_restarting() const { return is_restarting_ && broken_.ok(); }
   // Returns whether a command of this kind was sent and not answered.
   bool IsPending(protocol::Op op) const;
@@ -103,12 +105,12 @@ class CommandPort {
   void GiveBackStale(const protocol::Command& command, OnDone& on_done);
 
   Options options_;
-  std::pmr::map<uint64_t, Pending> pending_;  // by tag; at most kRingEntries
+  std::pmr::map<uint64_t, Pending> pending_;  // keyed by tag; at most kRingEntries
   bool is_restarting_ = false;
   uint64_t newest_lease_ = 0;
   uint64_t newest_stale_lease_ = 0;
   std::pmr::set<uint64_t> held_;     // leases
-  std::vector<uint64_t> held_then_;  // when the newest restart was noticed
+  std::vector<uint64_t> held_then_;  // value of held_ when the newest restart was noticed
   uint64_t next_tag_ = 1;
   uint64_t commands_ = 0;
   uint64_t sleeps_ = 0;

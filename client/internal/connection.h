@@ -49,13 +49,13 @@ struct SessionTerms {
   FileIdentity grad_arena = {};
 };
 
-// Describes the first difference between two terms. Empty if there is none.
+// Describes the first difference between two terms. Empty if the terms are equal.
 std::string Difference(const SessionTerms& before, const SessionTerms& after);
 
 // A session as a daemon has granted it, before its arenas are mapped and Control::Mapped is called.
 struct GrantedSession {
   SessionTerms terms;
-  // These four are empty in tests that play the daemon themselves.
+  // `reply`, `weights`, `grad_arena` and `connection` are empty in tests that play the daemon themselves.
   AttachReply reply = {};
   protocol::UniqueFd weights = {};
   protocol::UniqueFd grad_arena = {};

@@ -28,13 +28,13 @@ namespace forebay::client::internal {
 
 struct ConnectOptions {
   std::string socket;                           // its path, or "ucx://HOST:PORT" of a gateway
-  const RemoteArenas* remote_arenas = nullptr;  // of a rank that attaches again to one
+  const RemoteArenas* remote_arenas = nullptr;  // set for a rank that attaches again to a gateway
   uint32_t protocol_version = protocol::kProtocolVersion;
 };
 
 // State of a session that a restarted daemon needs to continue it.
 struct SessionBefore {
-  std::span<const uint64_t> held_leases = {};  // only with weights on swap
+  std::span<const uint64_t> held_leases = {};  // empty unless weights are on swap
   uint64_t grad_arena_inode = 0;
   uint64_t newest_tag = 0;                      // newest command that was sent
   uint64_t exchanges = 0;                       // exchanges whose answers arrived
@@ -95,7 +95,7 @@ class Control {
   // session has ended.
   absl::Status Explain(const protocol::Completion& completion, const WaitLimits& limits);
 
-  // A call without results but its outcome; `request` makes it.
+  // Makes a call that returns nothing but its outcome. `request` makes the request.
   template <typename MakeRequest>
   absl::Status CallForOutcome(const std::string& what, const WaitLimits& limits,
                               MakeRequest request) {
@@ -109,7 +109,7 @@ class Control {
   }
 
   ControlThread& thread() { return *thread_; }
-  int daemon_pidfd() const { return pidfd_.get(); }  // -1 where the daemon's pid is not known
+  int daemon_pidfd() const { return pidfd_.get(); }  // -1 if the daemon's pid is unknown
 
  private:
   Control() = default;

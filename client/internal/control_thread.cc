@@ -26,8 +26,8 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// kj ignores SIGPIPE for the whole process when its loop is made. The thread blocks every signal,
-// which is enough for it; the process keeps what it had.
+// Restores the process's action for SIGPIPE, which kj sets to ignore for the whole process when its loop is created. The
+// control thread blocks every signal, so it does not need that action.
 class SigpipeKeeper {
  public:
   SigpipeKeeper() { ::sigaction(SIGPIPE, nullptr, &before_); }
@@ -39,8 +39,8 @@ class SigpipeKeeper {
   struct sigaction before_ {};
 };
 
-// One thread at a time: two that keep and restore the action for SIGPIPE at once would leave it
-// ignored. (A process that forks meanwhile cannot connect in its child.)
+// Creates the loop of kj, one thread at a time: two threads that save and restore the action for SIGPIPE at once would leave
+// SIGPIPE ignored. (A process that forks meanwhile cannot connect in its child.)
 kj::AsyncIoContext MakeIo() {
   static protocol::Mutex mutex;
   const protocol::MutexLock lock(mutex);

@@ -11,21 +11,21 @@
 
 namespace forebay::client::internal {
 
-// A thread that begins with the first copy which outlives the call that began it: where copies end at
-// once, as on the host, there is none.
+// Looks at copies in flight on a thread. The thread starts with the first copy that outlives the call that began it: if all
+// copies end at once, as on the host, no thread starts.
 //
 // Threads  Any.
 class CopyWatch {
  public:
-  // `look` is called under `session_mutex`; false: nothing is under way any more.
+  // `look` is called under `session_mutex`. It returns false if no copy is in flight.
   CopyWatch(protocol::Mutex& session_mutex, std::function<bool()> look)
       : session_mutex_(session_mutex), look_(std::move(look)) {}
   CopyWatch(const CopyWatch&) = delete;
   CopyWatch& operator=(const CopyWatch&) = delete;
   ~CopyWatch() { Stop(); }
 
-  void Begin();  // to look, until nothing is under way
-  void Stop();   // for good; without `session_mutex`
+  void Begin();  // starts to look, until no copy is in flight
+  void Stop();   // ends the thread for good; call without `session_mutex`
 
  private:
   void Loop();

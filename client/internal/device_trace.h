@@ -13,27 +13,28 @@
 
 namespace forebay::client::internal {
 
-// Nobody waits for what it records. Work whose device has failed is left out.
+// Records the times of work on a device's streams for the trace. No thread waits for that work. Work of a failed device is not
+// recorded.
 //
 // Threads  Any.
 class DeviceTrace {
  public:
-  // Keeps nothing until Enable.
+  // Records nothing until Enable.
   DeviceTrace() = default;
   DeviceTrace(const DeviceTrace&) = delete;
   DeviceTrace& operator=(const DeviceTrace&) = delete;
 
   void Enable();
-  void Disable();  // and forgets
+  void Disable();  // also drops all records
 
-  // A point before work of the stream; null: this work is not kept.
+  // Marks the point before work of the stream. Returns null if this work is not recorded.
   std::shared_ptr<const gpu::TimedEvent> Begin(gpu::Stream& stream);
   // Records the work of the same stream since Begin as `event`. The event's times are ignored, and its name lives until Take.
   void End(gpu::Stream& stream, std::shared_ptr<const gpu::TimedEvent> begun,
            const protocol::ClientEvent& event);
 
-  // Hands over, with their times, the events of work that has ended, and forgets them.
-  // Returns  How much work was not kept since the last call because there was too much.
+  // Passes the events of work that has ended to `take`, with their times, and drops them.
+  // Returns  Number of events that were lost since the last call because there were too many.
   uint64_t Take(absl::FunctionRef<void(const protocol::ClientEvent&)> take);
 
  private:

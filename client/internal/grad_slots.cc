@@ -76,7 +76,7 @@ std::optional<uint64_t> GradSlots::FindOpen(Among among, uint64_t size_bytes) co
   return found;
 }
 
-// With one more open range, which is in a run between the open ones.
+// Returns whether a free run for the largest piece remains if the given range, which lies between open ranges, opens too.
 bool GradSlots::LeavesRoom(uint64_t offset_bytes, uint64_t size_bytes) const {
   const uint64_t end_bytes = offset_bytes + size_bytes;
   bool leaves_room = false;

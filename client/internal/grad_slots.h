@@ -10,9 +10,9 @@
 
 namespace forebay::client::internal {
 
-// Ranges of the arena. Open ones are being filled by the caller, busy ones are the daemon's until
-// their completion. Open ranges always leave one run as long as the largest piece, busy ranges
-// aside: so whatever the caller keeps open, one piece can still travel.
+// Allocates ranges of the gradient arena. The caller fills open ranges. The daemon reads busy ranges until their completion.
+// Apart from busy ranges, open ranges always leave one free run as long as the largest piece, so that one piece can still
+// travel.
 //
 // Threads  One at a time.
 // Limits   Sizes are multiples of 64 and at most `largest_bytes`; largest_bytes <= capacity_bytes.
@@ -28,15 +28,16 @@ class GradSlots {
                      std::pmr::memory_resource* memory = std::pmr::get_default_resource())
       : options_(options), ranges_(memory) {}
 
-  // An open range, or nothing: then waiting for busy ranges helps only where FitsWithoutBusy().
+  // Allocates an open range. Returns its offset, or nullopt if no run is free. Waiting for busy ranges then helps only if
+  // FitsWithoutBusy().
   std::optional<uint64_t> AllocateOpen(uint64_t size_bytes);
   bool FitsWithoutBusy(uint64_t size_bytes) const;
 
-  // A busy range, or nothing while other busy ranges are in its way.
+  // Allocates a busy range. Returns its offset, or nullopt while other busy ranges take the room.
   std::optional<uint64_t> AllocateBusy(uint64_t size_bytes);
 
-  void Deliver(uint64_t offset_bytes);  // an open range becomes busy
-  // An open range becomes two: its first `size_bytes`, which are fewer than all, and the rest.
+  void Deliver(uint64_t offset_bytes);  // makes an open range busy
+  // Splits an open range into two open ranges: the first `size_bytes`, fewer than all, and the rest.
   void Split(uint64_t offset_bytes, uint64_t size_bytes);
   void Free(uint64_t offset_bytes);
 
@@ -57,10 +58,10 @@ class GradSlots {
   bool LeavesRoom(uint64_t offset_bytes, uint64_t size_bytes) const;
 
   Options options_;
-  std::pmr::map<uint64_t, Range> ranges_;  // by offset
+  std::pmr::map<uint64_t, Range> ranges_;  // keyed by offset
 };
 
-// A busy range that is given back, unless HandOver() leaves that to a later Free().
+// Owns a busy range. The destructor frees the range, unless HandOver() was called: a later GradSlots::Free() then frees it.
 class BusyRange {
  public:
   BusyRange(GradSlots& slots, uint64_t offset_bytes)

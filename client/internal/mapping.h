@@ -16,15 +16,14 @@ enum class MapAccess : uint8_t { kRead, kReadWrite };
 // Ownership  Every user of the bytes holds the shared_ptr.
 class Mapping {
  public:
-  // The first `size_bytes` of a shared file, at an address where 2 MiB pages of the file stay 2
-  // MiB pages.
+  // Maps the first `size_bytes` of a shared file, at an address where the file's 2 MiB pages stay 2 MiB pages.
   //
   // Errors  E_PROTOCOL  the file is shorter, or can shrink under the mapping.
   //         E_LIMIT     no address space.
   static absl::StatusOr<std::shared_ptr<Mapping>> MapFile(int fd, uint64_t size_bytes,
                                                           MapAccess access);
 
-  // Zeroed private memory.
+  // Maps zeroed private memory.
   static absl::StatusOr<std::shared_ptr<Mapping>> MapPrivate(uint64_t size_bytes);
 
   Mapping(std::byte* address, uint64_t size_bytes) : address_(address), size_bytes_(size_bytes) {}
@@ -32,10 +31,10 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
-  // From now on this process only reads it: a write ends in SIGSEGV.
+  // Makes the mapping read-only for this process. A later write ends in SIGSEGV.
   void MakeReadOnly();
 
-  // Written only where it was mapped so.
+  // Bytes of the mapping. Writable only if mapped with kReadWrite.
   std::span<std::byte> bytes() const { return {address_, size_bytes_}; }
 
  private:

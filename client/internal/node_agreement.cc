@@ -21,7 +21,7 @@ using protocol::MakeError;
 using protocol::StepDecision;
 using protocol::StepSummary;
 
-// Before the text of an error, or the summary.
+// Head of an encoded message. The text of an error or a summary follows.
 struct Head {
   NodeMessage::Kind kind;
   uint8_t is_new;
@@ -32,7 +32,7 @@ struct Head {
   uint64_t durable_step;
   uint64_t durable_before;
   uint32_t message_bytes;  // bytes of the error's message; its hint follows
-  uint32_t digests;        // behind the summary
+  uint32_t digests;        // number of digests, which follow the summary
 };
 static_assert(sizeof(Head) == 48);
 
@@ -76,7 +76,7 @@ std::string WhoSays(std::span<const NodeMessage> messages, Say say) {
   return absl::StrJoin(parts, ", ");
 }
 
-// The error of the lowest rank that has one of its own, and what it does to the step; nothing: none has.
+// Returns the error of the lowest rank that sent its own error, and the decision that follows. nullopt: no rank sent one.
 std::optional<StepOutcome> FirstError(std::span<const NodeMessage> messages) {
   std::optional<StepOutcome> outcome;
   bool is_own = false;
@@ -116,7 +116,7 @@ uint64_t NewestCommonStep(std::span<const NodeMessage> messages) {
 // Two nodes have other weights of a partition; OK: none has.
 absl::Status CompareReplicas(std::span<const NodeMessage> messages, const protocol::Layout& layout,
                              uint64_t step) {
-  std::map<uint64_t, std::pair<uint64_t, size_t>> seen;  // by partition: digest, rank
+  std::map<uint64_t, std::pair<uint64_t, size_t>> seen;  // partition -> digest, rank
   for (size_t rank = 0; rank < messages.size(); ++rank) {
     for (const ReplicaDigest& one : messages[rank].digests) {
       const auto [first, is_new] = seen.emplace(one.partition, std::pair(one.digest, rank));

@@ -47,8 +47,8 @@ constexpr int kLoaderFailed = 127;
 constexpr int kEndLimitMs = 3000;
 constexpr size_t kLogCharsMax = 2000;
 
-// Paths where the program may be: beside this library, in the bin folder of an installation in /usr, of one in /usr/local or of
-// a wheel, seen from the library's folder; then the folders of PATH.
+// Possible paths of the program: in the folder of this library, in the bin folder of an installation in /usr, of one in
+// /usr/local or of a wheel, as seen from that folder; then in the folders of PATH.
 std::vector<std::string> Candidates() {
   std::vector<std::string> paths;
   Dl_info info{};
@@ -214,7 +214,7 @@ RemoteAgent::~RemoteAgent() {
 }
 
 absl::Status RemoteAgent::WhyItEnded(const absl::Status& otherwise) {
-  constexpr int kDeathMs = 1000;  // its socket closes a moment before it counts as dead
+  constexpr int kDeathMs = 1000;  // an agent's socket closes shortly before waitpid sees its death
   if (!HasEnded(kDeathMs)) return otherwise;
   std::string text(kLogCharsMax, '\0');
   const ssize_t got = ::pread(log_.get(), text.data(), text.size(), 0);

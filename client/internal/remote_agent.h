@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The process that stands between this one and a gateway on another node: UCX and TLS live there, and what fails in
-// them ends that process and not this one.
+// The process that connects this process to a gateway on another node. UCX and TLS run in that process, so that their
+// failures end that process alone.
 #pragma once
 
 #include <sys/types.h>
@@ -16,28 +16,31 @@
 
 namespace forebay::client::internal {
 
-// "HOST:PORT" of "ucx://HOST:PORT"; nothing: the socket of a daemon on this node.
+// Returns "HOST:PORT" of "ucx://HOST:PORT". nullopt: `socket` is that of a daemon on this node.
 std::optional<std::string> RemoteAddress(std::string_view socket);
 
-// Arenas of a session that an agent has made; those of a rank that comes back are given to the next one.
+// Arenas that the agent of a session has created. If the rank attaches again, the next agent gets the same arenas.
 struct RemoteArenas {
   protocol::UniqueFd weights;
   protocol::UniqueFd grad_arena;
 };
 
+// A running agent: the process that connects a rank to a gateway on another node.
+//
 // Threads  One at a time.
 class RemoteAgent {
  public:
-  // Starts forebay-gateway (environment.h says which) in a process group of its own. It ends with this process, or
-  // when its socket is closed. `arenas`: null but for a rank that comes back.
+  // Starts forebay-gateway (environment.h finds the program) in a new process group. The agent ends with this process, or when
+  // its socket is closed. `arenas`: not null only for a rank that attaches again.
   //
-  // Errors  E_UNSUPPORTED  there is no such program. E_LIMIT. E_OPTION: the address is not HOST:PORT.
+  // Errors  E_UNSUPPORTED  the program was not found. E_LIMIT. E_OPTION: the address is not HOST:PORT.
   static absl::StatusOr<std::unique_ptr<RemoteAgent>> Start(const std::string& address,
                                                             const RemoteArenas* arenas);
 
   RemoteAgent(const RemoteAgent&) = delete;
   RemoteAgent& operator=(const RemoteAgent&) = delete;
-  ~RemoteAgent();  // once its socket is closed; waits until it has ended
+  // To be called after the agent's socket was closed. Waits until the agent has ended.
+  ~RemoteAgent();
 
   protocol::UniqueFd ReleaseSocket() { return std::move(socket_); }
   // Returns why the agent has ended: the error that it printed, E_UNSUPPORTED if its libraries could not be loaded, else

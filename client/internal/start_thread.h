@@ -10,8 +10,8 @@
 
 namespace forebay::client::internal {
 
-// A thread on which no signal of the program is handled. E_LIMIT, which names it `what`, where no
-// thread is left.
+// Starts a thread that handles no signals of the program. E_LIMIT, which names the thread `what`: the system has no more
+// threads.
 absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run);
 
 }  // namespace forebay::client::internal

@@ -48,7 +48,7 @@ absl::Status Waiter::Wait(absl::FunctionRef<bool()> done, const WaitLimits& limi
       RETURN_IF_ERROR(reattach_(limits));
       continue;
     }
-    // Only after a pause or a signal: in Python the check waits for the interpreter's lock.
+    // The check runs only after a pause or a signal, because in Python it waits for the interpreter's lock.
     if (pause == CommandPort::Pause::kUndisturbed && limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");
     }

@@ -29,7 +29,7 @@ WrittenPages::WrittenPages(std::span<const std::byte> window, int file)
 
 bool WrittenPages::Map(const WindowRange& range, int protection, int kind) const {
   void* const address = reinterpret_cast<void*>(begin_ + range.begin_bytes);
-  // This is the system call itself, because a signal handler calls it: mmap() of ThreadSanitizer takes locks, and counts as a
+  // A signal handler runs this code, so it makes the system call itself: mmap() of ThreadSanitizer takes locks, and counts as a
   // write of the whole range.
   return ::syscall(SYS_mmap, address, range.end_bytes - range.begin_bytes, protection,
                    kind | MAP_FIXED, file_, static_cast<off_t>(range.begin_bytes)) != -1;
@@ -41,7 +41,7 @@ bool WrittenPages::MakeOwn(uintptr_t address) {
   for (;;) {
     Chunk before = Chunk::kShared;
     if (chunk.compare_exchange_strong(before, Chunk::kChanging)) break;
-    if (before == Chunk::kOwn) return true;  // since the fault
+    if (before == Chunk::kOwn) return true;  // another thread made the chunk private
     ::sched_yield();
   }
   const WindowRange range{.begin_bytes = index * chunk_bytes_,

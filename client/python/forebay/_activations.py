@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ._device import HostDevice
 
 LEAST_BYTES = 64 << 10  # smaller tensors stay: their copies would cost more than they free
-PENDING_BYTES = 256 << 20  # that wait on the device for their copies before compute waits for them
+PENDING_BYTES = 256 << 20  # bytes waiting for their copies on the device before compute waits too
 
 
 class Activations:
@@ -32,7 +32,7 @@ class Activations:
 
         self.store: ActivationStore = _core.ActivationStore(attachment)
         self.device = device
-        self.stayed_bytes = 0  # of what the room was too small for
+        self.stayed_bytes = 0  # bytes for which the room was too small
         self._pending: deque[tuple[weakref.ref[Saved], int]] = deque()  # and bytes
         self._pending_bytes = 0
         # Saved tensors by generation, storage, version and place.
@@ -80,7 +80,7 @@ class Activations:
             return tensor
         saved = Saved(self, number, key, tensor, self._last)
         self._last = weakref.ref(saved)
-        if not self.device.is_host:  # its copy is under way
+        if not self.device.is_host:  # the copy is in flight
             saved.keep(tensor, stream)
             self._pending.append((self._last, size_bytes))
             self._pending_bytes += size_bytes
@@ -151,8 +151,8 @@ class Saved:
     ) -> None:
         self.number, self.key = number, key
         self.size_bytes = tensor.numel() * tensor.element_size()
-        self._original: torch.Tensor | None = None  # until it was copied
-        self._stream = 0  # that it was made on
+        self._original: torch.Tensor | None = None  # None once copied
+        self._stream = 0  # stream that the tensor was made on
         self._room, self._before = room, before
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._version = tensor._version
@@ -173,7 +173,7 @@ class Saved:
 
     def keep(self, tensor: torch.Tensor, stream: int) -> None:
         """Until leave(): the copy of what work of the stream has made is under way."""
-        self._original, self._stream = tensor.detach(), stream  # of one version
+        self._original, self._stream = tensor.detach(), stream  # tensor and stream of one version
 
     def leave(self) -> None:
         """It was copied: nobody may have written it before that."""

@@ -14,7 +14,7 @@ from .optimizers import Optimizer
 if TYPE_CHECKING:
     from ._optimizer import ForebayOptimizer
 
-# By the very class: one that inherits from it may step in another way.
+# Keyed by the exact class, because a subclass may step in another way.
 KINDS: dict[type, type[Optimizer]] = {
     torch.optim.Adam: optimizers.Adam,
     torch.optim.AdamW: optimizers.AdamW,
@@ -72,7 +72,7 @@ def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any, dict[str, Any] |
 def take_over(opt: ForebayOptimizer, theirs: Any, states: dict[str, Any] | None) -> ForebayOptimizer:
     """The hooks of an optimizer of torch's, and its states in a new job; those of one that has steps are newer."""
     if isinstance(theirs, torch.optim.Optimizer) and theirs is not opt:
-        for name in HOOKS:  # the very dicts: a handle that the caller has removes there
+        for name in HOOKS:  # the dicts themselves: a caller's handle removes its hook from them
             setattr(opt, name, getattr(theirs, name))
     if states is not None and opt.committed_step == 0:
         try:

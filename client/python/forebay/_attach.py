@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .sharded.nodes import Nodes
 
 _trained_here: set[tuple[str, str]] = set()  # socket and job
-PARAM_GROUPS_MAX = 4096  # of the wire
+PARAM_GROUPS_MAX = 4096  # limit of the wire
 # Keys that a parameter group may have besides the optimizer's hyper-parameters. Schedulers set "initial_lr".
 KNOWN_OPTIONS = {
     *("params", "name", "initial_lr"), *TORCH_IMPLEMENTATIONS, *TORCH_OPTIONS, *RULE_OPTIONS
@@ -61,7 +61,7 @@ class Request:
     run: str
     resume: bool
     durability: str  # empty: the job's, of a new one the daemon's default
-    daemon_wait: float | None  # None: FOREBAY_DAEMON_WAIT, else 60
+    daemon_wait: float | None  # seconds; None: FOREBAY_DAEMON_WAIT, else 60
 
     @property
     def rank(self) -> int:
@@ -217,7 +217,7 @@ def shard(
 
     groups = optimizer.params if request.param_groups is None else request.param_groups
     if groups is not None and not isinstance(groups, Groups):
-        groups = list(groups)  # before their parameters are replaced
+        groups = list(groups)  # copied before their parameters are replaced
     before = dict(model.named_parameters(remove_duplicate=False))
     shard_plan.shard(model, **fsdp)
     if groups is None:
@@ -500,7 +500,7 @@ def _room_bytes(buffers: Buffers, wanted: int | None) -> int:
     """The room for extra_state, buffers included. Errors: E_EXTRA_STATE where they have none."""
     needed = buffers.size_bytes()
     room = wanted
-    if room is None:  # in whole units: slightly other buffers than the job's get E_LAYOUT by name
+    if room is None:  # whole units: slightly different buffers than the job's get E_LAYOUT by name
         units = -(-needed // ROOM_UNIT_BYTES) + 1
         room = min(units * ROOM_UNIT_BYTES, EXTRA_STATE_BYTES_MAX)
     if room > EXTRA_STATE_BYTES_MAX:
@@ -531,7 +531,7 @@ def _print_stack_at_segv() -> None:
     try:
         faulthandler.enable(all_threads=False)
     except (AttributeError, OSError, RuntimeError, ValueError):
-        pass  # no stderr with a descriptor: the explanation comes without the stack
+        pass  # stderr has no descriptor: the explanation then lacks the stack
 
 
 def _format(optimizer: Optimizer, plan: Plan) -> str:

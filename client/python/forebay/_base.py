@@ -29,7 +29,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.exposed_ns = 0
-        self.reported_ns = 0  # of them, at the last stats()
+        self.reported_ns = 0  # part of exposed_ns that the last stats() reported
         # The newest committed step, from the end of the step before it; 0 before the first step.
         self.step_ns = self.step_exposed_ns = 0
         self._step_began = time.monotonic_ns(), 0

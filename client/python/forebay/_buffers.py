@@ -21,7 +21,7 @@ from .errors import unsupported, usage_error
 
 MAGIC = b"FBB1"
 HEADER = struct.Struct("<4sIQ")
-EXTRA_STATE_BYTES_MAX = (480 << 20) - HEADER.size  # of the daemon, less the header
+EXTRA_STATE_BYTES_MAX = (480 << 20) - HEADER.size  # limit of the daemon, less the header
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -44,7 +44,7 @@ class Buffers:
                 if tensor is not None and name in saved and id(tensor) not in seen:
                     seen.add(id(tensor))
                     self._slots.append((name, weakref.ref(module), key))
-        self._packed: list[bytes] = []  # of the newest step, by buffer
+        self._packed: list[bytes] = []  # packed buffers of the newest step
         self.named()  # refuses at attach what a step could not read
 
     def named(self) -> list[tuple[str, torch.Tensor]]:

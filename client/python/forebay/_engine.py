@@ -35,14 +35,14 @@ class Group:
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
-        self.members: list[Member] = []  # in the order of the group
+        self.members: list[Member] = []  # members in the order of the group
         self.expected = 0  # gradients of a backward
-        self.forwards = 0  # that are running
+        self.forwards = 0  # number of running forwards
         self.in_backward = False
         self.lease: int | None = None
         self.arrived = 0  # gradients of this attempt, of all backwards
-        self.delivered = 0  # of them, those that were there at the last flush
-        self.awaited = 0  # of them, those that will be there when this backward has brought all
+        self.delivered = 0  # gradients that had arrived at the last flush
+        self.awaited = 0  # gradients that will have arrived at the end of this backward
 
     def forget_gradients(self) -> None:
         self.arrived = self.delivered = self.awaited = 0
@@ -60,8 +60,8 @@ class Member(abc.ABC):
         self.trainable = parameter.trainable
         self.index, self.group = index, group  # index: in the order of the layout
         self.arrived = False  # a gradient of this attempt
-        self.gradient_pass = 0  # in which pass the newest one did; passes count from 1
-        self.scale, self.bounds = 1.0, UNBOUNDED  # of the gradient, by the caller
+        self.gradient_pass = 0  # pass of the newest gradient; passes count from 1
+        self.scale, self.bounds = 1.0, UNBOUNDED  # edit of the gradient by the caller
         self.delivered = self._proxy()
 
     @abc.abstractmethod
@@ -198,9 +198,9 @@ class Engine:
         self._backward = Backward.NONE
         # Autograd owns the callback at the end of a backward: it dies with a backward that fails.
         self._end_of_backward: Callable[[], EndOfBackward | None] = lambda: None
-        self._arrived_before = 0  # gradients that were there as the backward began
-        self._gradient_pass = 1  # of this attempt, as the daemon counts them
-        self._asked_norm = False  # in this attempt
+        self._arrived_before = 0  # gradients that had arrived as the backward began
+        self._gradient_pass = 1  # pass of this attempt, counted as by the daemon
+        self._asked_norm = False  # True: this attempt asked for a norm
         for member in self.members():
             member.engine = weakref.ref(self)
 
@@ -257,7 +257,8 @@ class Engine:
         for group in self.groups:
             group.in_backward, group.forwards = False, 0
             self.release_unused(group)
-        if self.attachment is not None:  # also what an interrupt has kept from `lease`
+        # releases also leases that an interrupted `lease` still holds
+        if self.attachment is not None:
             self.attachment.release_all()
 
     # ------------------------------------------------------------------------------- the backward
@@ -424,7 +425,7 @@ class Engine:
             after = "its gradient was cleared, and others were not: the daemon has it"
         else:
             return
-        if self._arrived() == self._arrived_before:  # this backward has brought nothing
+        if self._arrived() == self._arrived_before:  # this backward brought no gradient
             self._backward = Backward.FINISHED
         raise late_gradient(member.name, after)
 

@@ -26,7 +26,7 @@ _VIEWS = (aten.detach.default, aten.alias.default, aten.view.default)
 class Delivered(Protocol):
     """Where the gradient went."""
 
-    name: str  # of the parameter
+    name: str  # name of the parameter
 
     def norm(self) -> float:
         """Scaled; of this rank's part where it is sharded, of all passes."""

@@ -25,7 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from ._plan import Parameter, Plan
 from .errors import DETACH, UsageError, unsupported
 
-OWN_METHODS = ("_apply", "__deepcopy__", "__prepare_scriptable__")  # of a guarded module, in its __dict__
+# methods in a guarded module's __dict__
+OWN_METHODS = ("_apply", "__deepcopy__", "__prepare_scriptable__")
 _owners: dict[int, str] = {}  # id of an attached parameter: its name
 _windows: set[int] = set()  # addresses of those that are the daemon's memory themselves
 _global_hooks: list[Removable] = []
@@ -118,7 +119,7 @@ class ApplyGuard:
                     f"convert before forebay.attach, or {DETACH}",
                 )
 
-        # A function that keeps every attached parameter as it is may still copy it (.to("cpu:0")).
+        # A function that returns every attached parameter unchanged may still copy it (.to("cpu:0")).
         def others_alone(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if id(tensor) in _owners else function(tensor)
 
@@ -195,7 +196,7 @@ class ScriptGuard:
 
 def _keeps(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:
     """Whether the function gives each tensor back as it was: its type, kind of memory and values."""
-    own = torch.Generator("cpu")  # the script's random numbers go on as if nothing was asked
+    own = torch.Generator("cpu")  # the script's random numbers continue unchanged
     values = torch.rand(64, generator=own, device="cpu").to(tensor.device, tensor.dtype)
     probe = values.clone()
     wanted = function(probe)

@@ -33,7 +33,7 @@ class BeforeForward(InertOnCopy):
             return
         in_backward = torch._C._current_graph_task_id() != -1  # a recomputation
         if not in_backward and not torch.is_grad_enabled():
-            return  # only this rank's own step changes the weights, and returns when it has
+            return  # only this rank's step changes the weights, and returns afterwards
         began = time.monotonic_ns()
         if in_backward:
             engine.enter_backward()
@@ -41,7 +41,7 @@ class BeforeForward(InertOnCopy):
             after_backward = AfterBackward(self._engine, self._numbers)
             for node in graph_nodes((args, kwargs), set()):
                 node.register_prehook(after_backward)
-        # All of them first: AfterForward runs also if a fetch fails.
+        # Registers all hooks first, because AfterForward runs also if a fetch fails.
         for number in self._numbers:
             engine.groups[number].forwards += 1
         engine.clock.add_short(began)

@@ -10,4 +10,4 @@ def return_free_memory() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
-        pass  # not glibc: the allocator keeps it
+        pass  # not glibc: the allocator retains the memory

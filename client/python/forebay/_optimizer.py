@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from .optimizers import HyperRow, Optimizer
 
 PIECE_ELEMS = 1 << 20  # states are hashed in pieces of this many
-# After these errors the step begins anew; after others the same step can be asked for again.
+# After these errors the step restarts from scratch. After other errors the same step can be called again.
 GRADIENTS_LOST = {"E_NONFINITE", "E_OVERFLOW", "E_GRAD_DROPPED", "E_DRAM_LIMIT"}
-# After these nobody knows yet whether the step was applied; after others of the same step it was not.
+# After these errors the outcome of the step is unknown. After other errors of a step, the step was not applied.
 OUTCOME_UNKNOWN = {"E_TIMEOUT", "E_INTERRUPTED", "E_DAEMON_GONE", "E_RANK_LOST", "E_FENCED", "E_FORKED"}
 
 _attached: weakref.WeakSet[ForebayOptimizer] = weakref.WeakSet()
@@ -91,7 +91,7 @@ class ForebayOptimizer(StateDicts):
         super().__init__(param_groups, defaults)
         self.state = DaemonState(self)  # type: ignore[assignment]
         self._plan, self._engine, self._guards, self._handles = plan, engine, guards, handles
-        self._rule = rule  # one of forebay.optimizers
+        self._rule = rule  # an instance of a class of forebay.optimizers
         self._max_grad_norm = float(rule.max_grad_norm or 0.0)
         self._grad_norm: float | None = None
         self._members = [member for group in engine.groups for member in group.members]
@@ -99,8 +99,8 @@ class ForebayOptimizer(StateDicts):
         assert engine.attachment is not None
         self._extra_state = users_part(bytes(engine.attachment.extra_state)) or None
         self._pending_state: bytes | None = None
-        self._edit = (1.0, *UNBOUNDED)  # of the gradient, in the last step
-        self._loss: Any = None  # of its closure
+        self._edit = (1.0, *UNBOUNDED)  # edit of the gradient in the last step
+        self._loss: Any = None  # result of the last step's closure
         self._finalizer = weakref.finalize(self, _end, engine, handles, guards, os.getpid())
         self._finalizer.atexit = False  # _leave_all() is
         self._phase = Phase.TRAINING
@@ -254,7 +254,8 @@ class ForebayOptimizer(StateDicts):
             if error.code == "E_OVERFLOW":  # the step is committed nevertheless
                 self._extra_state = call.extra_state or None
             if error.code not in OUTCOME_UNKNOWN:
-                self._engine.under_way = before  # this call was refused: an older one goes on
+                # this call was refused: an older call is still in flight
+                self._engine.under_way = before
             raise
         finally:
             self._phase = Phase.TRAINING

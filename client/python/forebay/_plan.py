@@ -15,7 +15,7 @@ from .errors import UsageError, unsupported, usage_error
 # The parameters outside of any layer stay one group up to this size; above it, each child has its
 # own.
 ROOT_GROUP_BYTES = 16 << 20
-CHECKED_ELEMS = 1 << 18  # at a time: torch makes three tensors of as many
+CHECKED_ELEMS = 1 << 18  # elements checked at a time: torch makes three tensors of this size
 # Formats of the optimizer's state for parameters of a type, the default first.
 FORMATS = {
     torch.float32: ("fp32",),
@@ -39,7 +39,7 @@ class Parameter:
     group: int = -1
     param_group: int = 0
     offset: int = 0  # elements from the start of its group
-    elems: int = 0  # of the job's type, that hold it
+    elems: int = 0  # number of elements of the job's type that hold the parameter
     weights: torch.dtype | None = None  # the type of its weights, where it may be another
 
     @property
@@ -69,9 +69,9 @@ class Plan:
     dtype: torch.dtype
     # Parameters with elements, in the order of the layout.
     parameters: list[Parameter] = field(default_factory=list)
-    # All parameters, empty ones too, in the order of the model.
+    # All parameters in the order of the model, with empty ones.
     named: list[Parameter] = field(default_factory=list)
-    # Each by every name that it has in the model.
+    # Parameters keyed by every name that they have in the model.
     by_name: dict[str, Parameter] = field(default_factory=dict)
     group_names: list[str] = field(default_factory=list)
     # Modules, each with the groups that it fetches.

@@ -68,7 +68,7 @@ class Progress:
         self._is_open = node is None or node.rank == 0
         self._began = time.monotonic(), opt.committed_step
         self._shown_s, self._shown_step = float("-inf"), -1
-        self._width = 0  # of the line that stands on the terminal
+        self._width = 0  # characters of the line on the terminal
         self._values: dict[str, float] = {}
 
     def update(self, **values: float) -> None:
@@ -106,7 +106,7 @@ class Progress:
     ) -> None:
         if error is None:
             self.close()
-        self._end_line()  # after an error no daemon is asked: it may be gone
+        self._end_line()  # after an error the daemon is not asked: it may be dead
 
     def _end_line(self) -> None:
         if self._width:

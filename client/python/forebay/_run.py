@@ -40,5 +40,5 @@ def _process(pid: int) -> str:
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return str(pid)  # it has ended
+        return str(pid)  # the process has ended
     return f"{pid}.{stat.rpartition(')')[2].split()[19]}"

@@ -88,7 +88,7 @@ def run_of_process() -> str:
         store = dist.distributed_c10d._get_default_store()
         if store is not None:  # MPI's has none
             token = _common_run = bytes(store.compare_set(STORE_KEY, "", token)).decode()
-    except RuntimeError:  # the process that has served it is gone
+    except RuntimeError:  # the process that served the store has ended
         pass
     return token
 

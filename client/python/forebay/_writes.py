@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._plan import Plan
     from .states.state_dict import StateDicts
 
-# After these errors of a rank its parameters are the daemon's again; after others the next step() sends them.
+# After these errors a rank's parameters are the daemon's again. After other errors the next step() sends them.
 REFUSED = {"E_NONFINITE", "E_OPTION", "E_RANK", "E_UNSUPPORTED"}
 
 
@@ -32,8 +32,8 @@ class Piece:
     daemon's."""
 
     parameter: Parameter
-    first: int  # in the parameter, in elements of the job's type
-    own: torch.Tensor  # in the job's type
+    first: int  # offset in the parameter, in elements of the job's type
+    own: torch.Tensor  # the written values, in the job's type
     daemons: torch.Tensor
 
     def is_written(self) -> torch.Tensor:
@@ -58,7 +58,8 @@ def send(opt: StateDicts) -> None:
         return attachment.drop_written_weights()
     if engine.under_way is not None:
         raise _refusal(attachment, _names(pieces), f"while the outcome of step {engine.under_way.number} is unknown")
-    engine.release_all()  # of a forward whose backward has not come: a write waits for leases
+    # releases leases of a forward without a backward yet: a write waits for leases
+    engine.release_all()
     call = f"step() after a write into {_names(pieces)}"
     same = "have written different parameters", "write the same on every rank, between the same steps"
 
@@ -140,7 +141,7 @@ def _names(pieces: list[Piece]) -> str:
 def _check(piece: Piece) -> None:
     """Errors: E_NONFINITE, E_UNSUPPORTED where the daemon cannot take the values."""
     name, dtype = piece.parameter.name, piece.parameter.tensor.dtype
-    # Two finite numbers of 16 bits, which the job keeps as one of 32, are a finite one.
+    # Two finite numbers of 16 bits that the job stores as one of 32 bits form a finite number.
     if dtype != piece.own.dtype and (piece.own.dtype != torch.float32 or dtype not in DTYPE_NAMES):
         raise unsupported(
             f"a write into parameter {name}: it was frozen at attach, and is {dtype} among weights of "

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from ._core import OPTIMIZERS, check_hyper_parameters
 from .errors import usage_error
 
-HyperRow = dict[str, float]  # of one parameter group: each hyper-parameter of the daemon
+HyperRow = dict[str, float]  # hyper-parameters of one parameter group, as the daemon names them
 
 # Options that choose how torch computes. They do not change the result.
 TORCH_IMPLEMENTATIONS = ("foreach", "fused")
@@ -71,7 +71,7 @@ class Optimizer:
         lr = getattr(self, "lr", 0.0)
         try:
             valid = not isinstance(lr, str) and float(lr) >= 0
-        except (TypeError, ValueError, RuntimeError):  # of a tensor of several elements
+        except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
             valid = False
         if not valid:
             raise usage_error(

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// std::condition_variable::wait(lock), as every libstdc++ since GCC 4.4 has it. That of GCC 12 has a version of its own beside
-// it, to which the linker would bind what it links here: the wheel would not load where libstdc++ is older. For the linker's
-// option --wrap.
+// Binds std::condition_variable::wait(lock) to the symbol version that every libstdc++ since GCC 4.4 has (linker option
+// --wrap). GCC 12 added another version, which the linker would choose: the wheel would then not load with an older libstdc++.
 
 __asm__(
     ".symver wait_of_every_libstdcxx,"

@@ -51,8 +51,8 @@ using protocol::DType;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// For `torch.from_dlpack` and `numpy.from_dlpack`. Not marked read-only: torch would warn. The page
-// table stops a write to the weights, and the handler of SIGSEGV explains it.
+// Array for `torch.from_dlpack` and `numpy.from_dlpack`. Not marked read-only, because torch would warn. The page table stops a
+// write to the weights, and the handler of SIGSEGV explains the write.
 using View = nb::ndarray<nb::array_api>;
 using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
@@ -124,7 +124,7 @@ class EndedObjects {
             }};
   }
 
-  void GiveUp() {  // with the GIL
+  void GiveUp() {  // call with the GIL held
     std::vector<PyObject*> objects;
     {
       const protocol::MutexLock lock(mutex_);
@@ -239,7 +239,7 @@ client::AllGather AllGatherBy(std::shared_ptr<const void> function) {
   };
 }
 
-// In seconds, of an attach.
+// Seconds that an attach waits for a daemon.
 double FirstDaemonWait(std::optional<double> daemon_wait) {
   const auto request =
       daemon_wait.has_value() ? std::optional(TimeoutOf(*daemon_wait)) : std::nullopt;
@@ -439,8 +439,8 @@ CopyList MakeCopyList(std::vector<CopyTuple> copies) {
   return list;
 }
 
-// `address` has room for `size_bytes` of the device's memory: a tensor that the caller keeps alive until
-// work of `stream` behind the copies has begun.
+// Copies weights to `size_bytes` bytes of device memory at `address`. The caller keeps the tensor at `address` alive until work
+// of `stream` behind the copies has begun.
 void CopyWeights(PyAttachment& self, const CopyList& list, uintptr_t address, uint64_t size_bytes,
                  double timeout, uintptr_t stream) {
   if (size_bytes < list.end_bytes) {
@@ -584,7 +584,7 @@ nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyp
 nb::tuple ReadState(PyAttachment& self, const std::string& param, const std::string& state,
                     uint64_t first, uint64_t elems, double timeout) {
   const client::StateRange range{.param = param, .state = state, .first_elem = first};
-  Check(self->CheckStateRange(range, elems));  // before memory is taken
+  Check(self->CheckStateRange(range, elems));  // checks before memory is allocated
   auto values = std::make_shared<std::vector<float>>(elems);
   const uint64_t updates =
       ValueOrThrow(WithoutGil([&] { return self->ReadState(range, *values, TimeoutOf(timeout)); }));

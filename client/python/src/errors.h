@@ -13,12 +13,12 @@ namespace forebay::python {
 
 void BindErrors(nanobind::module_& module);
 
-// Raises. Where a signal handler of Python's raised inside the call, that exception goes on instead.
+// Raises `status` as a Python exception. If a Python signal handler raised inside the call, that exception is raised instead.
 //
 // Threads  Holds the GIL.
 [[noreturn]] void Raise(const absl::Status& status);
 
-// Runs `call` without the GIL; its status or value comes back with it.
+// Runs `call` without the GIL. Returns the result of the call.
 template <typename Call>
 auto WithoutGil(Call call) {
   const nanobind::gil_scoped_release released;

@@ -33,7 +33,7 @@ from ..errors import unsupported, usage_error
 from . import accelerate
 
 STATE_BYTES = 256 << 10  # room for a Position
-LOG_ENTRIES = 512  # of log_history that commit with a step, the newest
+LOG_ENTRIES = 512  # newest entries of log_history that commit with a step
 MAGIC = b"forebay Trainer 1\0"  # in front of a Position
 COMMITTED = "committed step"  # in place of a checkpoint's folder
 # Fields of TrainerState that commit with a step. The arguments or the launch determine the other fields.
@@ -62,7 +62,8 @@ PRIVATE = (
     "_run_epoch",
 )
 
-_claims: dict[str, object] = {}  # by job: that of the Trainer that has trained it in this process
+# job -> claim of the Trainer that has trained the job in this process
+_claims: dict[str, object] = {}
 _attached: weakref.WeakSet[ForebayOptimizer] = weakref.WeakSet()  # by Trainers
 
 logger = logging.get_logger(__name__)
@@ -95,10 +96,10 @@ class Position:
     """Where a Trainer is as it calls the optimizer's step(); commits with the step. What follows a step (the scheduler,
     logging, evaluation, saving) is done again from here."""
 
-    call: int  # of train(), from 1
+    call: int  # number of the call of train(), from 1
     epoch: int
-    updates: int  # of the epoch, this step among them
-    state: dict[str, Any]  # of TrainerState, before the step
+    updates: int  # updates of the epoch, this step included
+    state: dict[str, Any]  # fields of TrainerState before the step
     control: dict[str, Any]
     callbacks: list[tuple[str, dict[str, Any]]]
     scheduler: dict[str, Any]
@@ -108,8 +109,9 @@ class Position:
     flos: float
     epoch_began: RandomNumbers
     random_numbers: RandomNumbers
-    tries: int = 1  # of this call of train(): one more after each memory error (auto_find_batch_size)
-    batch_size: int = 0  # of this try
+    # attempts of this call of train(), one more after each memory error (auto_find_batch_size)
+    tries: int = 1
+    batch_size: int = 0  # batch size of this attempt
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -142,7 +144,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         self._options, self._room_bytes = dict(forebay or {}), STATE_BYTES
         self._claim = object()
-        self._position: Position | None = None  # to go on from
+        self._position: Position | None = None  # where training resumes
         self._call, self._tries, self._epoch, self._updates = 0, 0, 0, 0
         self._has_attached = False
         self._epoch_began = self._random_numbers = RandomNumbers.now()
@@ -186,7 +188,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model = self.model if model is None else model
         buffers_bytes = Buffers(model).size_bytes()
         opt = self.optimizer
-        if isinstance(opt, ForebayOptimizer):  # which the script has attached
+        if isinstance(opt, ForebayOptimizer):  # the script has attached the optimizer
             if opt._engine.node is not None:
                 self._claim_job(opt._engine.node.job)
         else:
@@ -247,7 +249,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         position = self._position_now(float(grad_norm))
         packed = MAGIC + pickle.dumps(position)
         logged = position.state["log_history"]
-        while len(packed) > self._room_bytes and logged:  # the older half is left out
+        while len(packed) > self._room_bytes and logged:  # drops the older half
             del logged[: -(len(logged) // 2) or None]
             packed = MAGIC + pickle.dumps(position)
         self.optimizer.optimizer.extra_state = packed

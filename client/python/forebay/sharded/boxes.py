@@ -46,7 +46,7 @@ class ShardPlan:
     partitions: list[tuple[int, int, int, list[tuple[int, int, int, int, int]]]] = field(
         default_factory=list
     )
-    index: dict[str, int] = field(default_factory=dict)  # of parameters, by name
+    index: dict[str, int] = field(default_factory=dict)  # parameter name -> index
     # Partition and elements of each box of a parameter.
     places: dict[tuple[str, Box], Source] = field(default_factory=dict)
     # The ranks that hold each box, ascending; the first owns it.
@@ -154,7 +154,7 @@ def make_shard_plan(
     part_of = _parts(meshes or [range(len(held))] * len(held))
     first_of: dict[str, int] = {}  # rank that holds a part of the parameter
     of_name: dict[str, Held] = {}
-    members: dict[str, dict[str, None]] = {}  # of groups, in order
+    members: dict[str, dict[str, None]] = {}  # members of each group, in order
     for rank, of_rank in enumerate(held):
         for one in of_rank:
             known = of_name.setdefault(one.name, one)

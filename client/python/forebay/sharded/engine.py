@@ -49,11 +49,11 @@ class ShardGroup(Group):
         self.shard_members: list[ShardMember] = []
         self.copied: list[ShardMember] = []  # the members that are not read in place
         self.copies: Any = None  # a CopyList
-        self.elems = 0  # of all their padded shards
+        self.elems = 0  # elements of all padded shards of the members
         self.paddings: list[slice] = []
-        self.buffer: torch.Tensor | None = None  # of a gather that has begun
-        self.taken: set[int] = set()  # of the members, by index
-        self.partitions: list[int] = []  # of the members that are read in place
+        self.buffer: torch.Tensor | None = None  # buffer of a gather in flight
+        self.taken: set[int] = set()  # indices of the members that took their weights
+        self.partitions: list[int] = []  # partitions of the members that are read in place
         self.places: list[int] = []  # theirs, in bytes within the window
         self.located = -1  # the version of the weights that they were found for
 
@@ -75,14 +75,14 @@ class ShardMember(Member):
         self.local_shape, self.padded_shape = torch.Size(one.local_shape), one.padded_shape
         super().__init__(parameter, index, group)
         self._storage = parameter.tensor.untyped_storage()  # empty: that of a DTensor
-        self.first = 0  # in the unit's buffer, where it is copied
+        self.first = 0  # first element in the unit's buffer, if copied
         self.source: Source | None = None  # where it is read in place
         self.in_place: torch.Tensor | None = None
         self.elems = one.local.numel()
         self.is_owned = False
         self.replica_groups: list[dist.ProcessGroup] = []  # together: all ranks with the same boxes
         self.backward = 0  # the last that has brought a gradient, by number
-        self.replica_norm: float | None = None  # of a gradient that another rank delivers
+        self.replica_norm: float | None = None  # norm of a gradient that another rank delivers
         self.copies: Any = None  # a CopyList
 
     def _proxy(self) -> torch.Tensor:
@@ -168,7 +168,7 @@ class ShardedEngine(Engine):
         of_name = {parameter.name: parameter for parameter in plan.parameters}
         self._process_groups = fsdp.process_groups_of(plan.units)
         self.shard_groups = []
-        self.partition_of: dict[int, int] = {  # this rank's, by group
+        self.partition_of: dict[int, int] = {  # group -> partition of this rank
             group: number
             for number, (group, owner, _, _) in enumerate(plan.layout.partitions)
             if owner + plan.layout.first_rank == rank
@@ -186,19 +186,20 @@ class ShardedEngine(Engine):
             sources = (one.source for one in group.shard_members)
             group.partitions = sorted({one.partition for one in sources if one is not None})
         self._partitions = sorted({one for group in self.shard_groups for one in group.partitions})
-        self._version = 0  # of the weights that are read in place: a step or write makes another
+        self._version = 0  # version of the weights read in place, counting steps and writes
         self._asked = -1  # the version whose places the daemon was asked for
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
-        self._backwards = 0  # that have begun
+        self._backwards = 0  # number of backwards begun
         self._pass = 0  # the backward that the attachment's pass is of
         # Says the scalars of the next step call, before the last of a step's backward passes.
         self.announce: Callable[[], None] = lambda: None
         self._passes, self._begun = passes, 0  # a step's, and of this attempt
         self._has_said = rank != 0
         self.rank = rank
-        self.nodes: Nodes | None = None  # of a job over several
+        self.nodes: Nodes | None = None  # None: the job is on one node
         self._prefetch_bytes = prefetch_bytes
-        self._order: dict[int, Unit] = {}  # by group, as forwards before the first step gather them
+        # group -> unit, in the order of gathers before the first step
+        self._order: dict[int, Unit] = {}
 
     def shards(self) -> Iterator[ShardMember]:
         """All members, group by group."""
@@ -218,7 +219,7 @@ class ShardedEngine(Engine):
                 group.paddings.append(slice(member.first + member.elems, member.first + padded_elems))
             group.elems += padded_elems
             group.copied.append(member)
-        if member.boxes:  # all of them are of the same ranks
+        if member.boxes:  # all boxes of a parameter have the same holders
             holders = layout.holders[one.name, member.boxes[0]]
             member.is_owned = holders[0] == rank
             member.replica_groups = [
@@ -355,7 +356,7 @@ class ShardedEngine(Engine):
         all of them have to call it."""
         masters, at = values.detach().to("cpu", torch.float32).contiguous().view(-1), 0
         assert self.attachment is not None
-        member.wait_for_replicas()  # they have read what the owner replaces
+        member.wait_for_replicas()  # replicas have then read what the owner replaces
         try:
             for box in member.boxes if member.is_owned else ():
                 source = self.plan.layout.places[member.name, box]
@@ -365,7 +366,7 @@ class ShardedEngine(Engine):
                 )
                 at += source.elems
         finally:
-            member.wait_for_replicas()  # they read what the owner has written
+            member.wait_for_replicas()  # replicas then read what the owner has written
             self.forget_weights(member.group)
 
     def forget_weights(self, group: ShardGroup) -> None:
@@ -548,11 +549,12 @@ class ShardedEngine(Engine):
             self._backwards += 1  # a pipeline schedule reduces, after the backwards of its chunks
         if member.arrived and member.is_edited:
             raise late_gradient(member.name, "its gradient was scaled or clamped")
-        # FSDP2 reduces a layer once for each use where it has kept gradients of backwards before.
+        # FSDP2 reduces a layer once for each use if the layer has gradients of earlier backwards.
         again = member.arrived and member.backward == self._backwards
         if again or (self._pass not in (0, self._backwards) and self._arrived() > 0):
             self.attachment.begin_pass()
-            if self._passes == 1:  # nobody has said how many there are: which is the last?
+            # the number of passes was not announced, so the last pass is unknown
+            if self._passes == 1:
                 self.announce = lambda: None
         self._pass = member.backward = self._backwards
         if not member.is_owned:

@@ -27,7 +27,7 @@ def _wrong_torch(message: str) -> UsageError:
 try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-except ImportError:  # before torch 2.6
+except ImportError:  # torch older than 2.6
     raise _wrong_torch("it has no torch.distributed.fsdp.fully_shard") from None
 
 _PARAM_ATTRIBUTES = (
@@ -309,7 +309,7 @@ class Unit:
         for param in self._group.fsdp_params:
             whole = getattr(param, "_unsharded_param", None)
             for gradient in (
-                vars(param).get("unsharded_accumulated_grad"),  # before torch 2.15
+                vars(param).get("unsharded_accumulated_grad"),  # in torch older than 2.15
                 getattr(whole, "grad", None),
             ):
                 if gradient is not None:
@@ -368,7 +368,7 @@ class Unit:
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:
                 whole.grad = None
-            if "unsharded_accumulated_grad" in vars(param):  # before torch 2.15
+            if "unsharded_accumulated_grad" in vars(param):  # in torch older than 2.15
                 param.unsharded_accumulated_grad = None
         self.reshard()
 

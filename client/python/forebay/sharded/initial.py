@@ -73,7 +73,7 @@ class NewBuffer:
     key: str
     before: torch.Tensor
     made: torch.Tensor  # takes its place
-    version: int  # of `made`, when nothing was written yet
+    version: int  # version of `made` before any write
 
     @property
     def is_persistent(self) -> bool:
@@ -155,7 +155,8 @@ class Initial:
         a buffer would set them again."""
         if not self._is_meta:
             return
-        made: dict[int, tuple[str, torch.Tensor]] = {}  # of several modules, once
+        # parameters that several modules share, each once
+        made: dict[int, tuple[str, torch.Tensor]] = {}
         for prefix, module in self._model.named_modules():
             for key, before in module._buffers.items():
                 if before is None or not (before.is_meta or self._checkpoint is not None):

@@ -36,7 +36,7 @@ class Nodes:
 
     world_ranks: int
     own: range
-    group: dist.ProcessGroup  # of all ranks, on CPUs: no work of a GPU waits for it
+    group: dist.ProcessGroup  # all ranks, on CPUs: no GPU work waits for the group
 
     def all_gather(self, own: bytes) -> list[bytes]:
         """What every rank sends, by rank. A collective."""
@@ -60,7 +60,7 @@ def find(socket: str, daemon_wait: float | None) -> Nodes | None:
             E_UNSUPPORTED where the ranks of a daemon do not follow each other.
     """
     places: list[Place] = []
-    for _ in range(3):  # one that is started again while they ask is another one
+    for _ in range(3):  # a daemon restarted between two answers changes its place
         before, places = places, collectives.gather(collectives.together(lambda: _place(socket, daemon_wait)))
         if places == before or len({place.daemon for place in places}) == 1:
             break
@@ -72,7 +72,7 @@ def find(socket: str, daemon_wait: float | None) -> Nodes | None:
         return None
     _refuse_gaps(daemons)
     group = dist.new_group(backend="gloo", timeout=_patience())
-    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    assert isinstance(group, dist.ProcessGroup)  # the group contains this rank
     return Nodes(len(daemons), range(own[0], own[-1] + 1), group)
 
 

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class Reader(Protocol):
     """Where the bytes come from."""
 
-    name: str  # of the parameter
+    name: str  # name of the parameter
     local_shape: torch.Size
     padded_shape: torch.Size
 
@@ -153,8 +153,8 @@ def _write(
     targets: list[ShardTensor], function: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """An operator in place, on copies that then go to the daemon."""
-    wholes: dict[int, torch.Tensor] = {}  # by the reader's id
-    parts: dict[int, torch.Tensor] = {}  # by the target's id
+    wholes: dict[int, torch.Tensor] = {}  # id of the reader -> whole tensor
+    parts: dict[int, torch.Tensor] = {}  # id of the target -> part
     for target in targets:
         whole = wholes.setdefault(id(target.reader), target.reader.read())
         parts[id(target)] = target.seen_in(whole)

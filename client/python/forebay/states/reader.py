@@ -36,7 +36,8 @@ class Reader:
 
     def __init__(self, plan: Plan, attachment: Attachment, timeout: float) -> None:
         self._plan, self._attachment, self._timeout = plan, attachment, timeout
-        self._members: list[list[Parameter]] = [[] for _ in plan.group_names]  # of each group
+        # members of each group
+        self._members: list[list[Parameter]] = [[] for _ in plan.group_names]
         for parameter, offset in zip(plan.parameters, attachment.param_offsets):
             parameter.offset = offset
             self._members[parameter.group].append(parameter)

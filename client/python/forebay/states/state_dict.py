@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from ..sharded.engine import ShardedEngine, ShardMember
 
 T = TypeVar("T")
-PIECE_ELEMS = 1 << 20  # of a state, that are read, checked or written at once; whole groups of int8's scales
-REPORT_BYTES_MAX = 4096  # of the wire, from one rank to the others
-# While states are written, how many updates the first trainable parameter has had: kUpdatesMax of the wire,
-# which no training reaches.
+PIECE_ELEMS = 1 << 20  # elements read, checked or written at once; a multiple of int8's group
+REPORT_BYTES_MAX = 4096  # limit of the wire for a report of one rank
+# Update count of the first trainable parameter while states are written: kUpdatesMax of the wire, which no training reaches.
 LOADING = 1 << 53
 # Options that have one value in the daemon. Other options in torch's parameter groups are carried along.
 FIXED_OPTIONS = {*RULE_OPTIONS, "maximize", "differentiable"}
@@ -213,7 +212,8 @@ class StateDicts(torch.optim.Optimizer):
 
         def write() -> None:
             self._refuse_half_loaded("save_state()")
-            if self._engine.rank == 0 or self._engine.is_over_nodes:  # all bring what is on their nodes
+            # each rank brings its node's states
+            if self._engine.rank == 0 or self._engine.is_over_nodes:
                 _write_file(self, attachment, os.fsdecode(path))
 
         together(self, write, "save_state()")
@@ -343,7 +343,7 @@ class _Loaded:
         tensor_of: dict[Any, torch.Tensor] = dict(zip(saved, tensors))
         members = opt._trainable
         self.steps = {member.name: 0 for member in members.values()}
-        # By parameter: whole tensors of its shape, or this rank's shard.
+        # Parameter -> state -> whole tensors of the parameter's shape, or this rank's shard.
         self.values: dict[str, dict[str, torch.Tensor | FileTensor]] = {name: {} for name in self.steps}
         for key, entry in state_dict["state"].items():
             member = members.get(tensor_of[key]) if key in tensor_of else None
@@ -357,7 +357,8 @@ class _Loaded:
                     "load what an optimizer over the same parameters has saved",
                 )
         # Found before any rank writes: sharded, each rank sets the count that the others read here.
-        half = opt._may_be_half_loaded and _is_half_loaded(opt)  # moments may be there before their count
+        # moments may be loaded before their count
+        half = opt._may_be_half_loaded and _is_half_loaded(opt)
         fresh = [member for member in members.values() if self.steps[member.name] == 0 and not half]
         self._stay = {member.name for member in fresh if _updates(opt, member) == 0}
 
@@ -577,7 +578,8 @@ def _load(opt: StateDicts, make: Callable[[], _Loaded]) -> None:
     loaded = together(opt, make, "load_state_dict()", lambda one: one.digest())
     engine = opt._engine
     if engine.mode == "shared":
-        engine.release_all()  # of a forward whose backward has not come: a write waits for leases
+        # releases leases of a forward without a backward yet: a write waits for leases
+        engine.release_all()
     with without_interrupts():
         opt._may_be_half_loaded = True
         together(opt, loaded.write, "load_state_dict()")
@@ -730,7 +732,7 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
             state_file.write(path, tensors, {"format": "pt", "forebay": described}, pieces)
     finally:
         for _ in pieces if engine.is_over_nodes else ():
-            pass  # each piece is a collective
+            pass  # takes part in the collective of each piece
 
 
 def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
@@ -770,7 +772,7 @@ def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
         for tensor in group["params"]:
             index = sum(map(len, indices))
             indices[-1].append(index)
-            member = members.get(id(tensor))  # None: it has no elements
+            member = members.get(id(tensor))  # None: the tensor has no elements
             if member is None or not member.trainable:
                 continue
             names = [f"{member.name}.{state}" for state in (*states, "step")]
