@@ -14,8 +14,7 @@
 
 namespace forebay::protocol {
 
-// Owns a descriptor; whoever holds the capability over a connection that passes descriptors gets a
-// copy of it.
+// Owns a descriptor. A peer that holds the capability over a connection that passes descriptors gets a copy of the descriptor.
 class DescriptorServer final : public schema::Descriptor::Server {
  public:
   explicit DescriptorServer(UniqueFd fd) : fd_(std::move(fd)) {}
@@ -35,8 +34,8 @@ void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome);
 // E_INTERNAL.
 absl::Status StatusOf(schema::Outcome::Reader outcome);
 
-// A broken connection as a Status: the error that the peer aborted it with, E_DAEMON_GONE where the
-// peer is gone, else E_PROTOCOL. `what` names the call.
+// Converts a broken connection to a Status: the error with which the peer aborted the connection, E_DAEMON_GONE if the peer has
+// closed it, else E_PROTOCOL. `what` names the call.
 absl::Status StatusOf(const kj::Exception& exception, std::string_view what);
 
 }  // namespace forebay::protocol

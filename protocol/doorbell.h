@@ -7,15 +7,15 @@
 
 namespace forebay::protocol {
 
-// A non-blocking eventfd that no exec inherits: for threads of one process, or where the other
-// process alone writes it. Whoever shares an eventfd can fill it and make it blocking, so a process
-// never writes one that it has given away.
+// Creates a non-blocking eventfd that no exec inherits, for threads of one process, or for another process that alone writes
+// it. A process that shares an eventfd can fill it and make it blocking. So a process never writes an eventfd that it has
+// passed on.
 //
 // Errors  E_LIMIT  no descriptor is left; names the errno.
 absl::StatusOr<UniqueFd> MakeDoorbell();
 
-// Wakes whoever waits on the eventfd `fd`. Never blocks where nobody else holds `fd`; a counter that
-// is full wakes as well. Async-signal-safe.
+// Wakes the threads that wait on the eventfd `fd`. Never blocks if no other process holds `fd`. A full counter wakes as well.
+// Async-signal-safe.
 void RingDoorbell(int fd);
 
 // Clears the eventfd's counter.
@@ -28,10 +28,12 @@ struct SocketDoorbell {
   UniqueFd waiter;  // goes to the side that waits: readable after a ring
 };
 
+// Creates a doorbell of two connected sockets.
+//
 // Errors  E_LIMIT  no descriptor is left; names the errno.
 absl::StatusOr<SocketDoorbell> MakeSocketDoorbell();
 
-// Wakes whoever waits on the other end of `ringer`. Never blocks, whatever the other side does.
+// Wakes the waiter on the other end of `ringer`. Never blocks, not even if the other process misbehaves.
 void RingSocketDoorbell(int ringer);
 
 // Discards every ring so far. Never blocks.

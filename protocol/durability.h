@@ -11,8 +11,8 @@
 namespace forebay::protocol {
 
 enum class DurabilityLevel : uint8_t {
-  kMemory,  // everything; what a trainer's death undoes is nothing at any level
-  kEpoch,   // at most so many steps
+  kMemory,  // all training; a trainer's death undoes nothing at any level
+  kEpoch,   // a bounded number of steps
   kStep,    // no step that was answered
 };
 
@@ -20,7 +20,7 @@ struct Durability {
   static constexpr uint32_t kStepsMax = 1'000'000;
 
   DurabilityLevel level = DurabilityLevel::kMemory;
-  // 1 to kStepsMax: every so many steps one is made durable. 1 at kStep, 0 at kMemory.
+  // Number of steps from one durable step to the next, 1 to kStepsMax. 1 at kStep, 0 at kMemory.
   uint32_t steps = 0;
 
   bool operator==(const Durability&) const = default;

@@ -16,7 +16,7 @@ enum class ErrorId : uint16_t {
   kNone = 0,
   kInternal = 1,     // E_INTERNAL: a bug of ours that was caught
   kDaemonGone = 2,   // E_DAEMON_GONE: the daemon died or closed the connection
-  kNoDaemon = 3,     // E_NO_DAEMON: nobody listens on the socket
+  kNoDaemon = 3,     // E_NO_DAEMON: no process listens on the socket
   kProtocol = 4,     // E_PROTOCOL: another protocol version, or a message no client of ours sends
   kTimeout = 5,      // E_TIMEOUT: the call's own limit ran out; the outcome is unknown
   kPermission = 6,   // E_PERMISSION: the job or socket belongs to another user
@@ -52,7 +52,7 @@ enum class ErrorId : uint16_t {
   kLimit = 35,         // E_LIMIT: a named maximum (sessions, groups, leases) is reached
   kJobExists = 36,     // E_JOB_EXISTS: another run has trained this job; its step and the ways out
   kGradPartial = 37,   // E_GRAD_PARTIAL: a step with a parameter that was delivered in part
-  kGradDropped = 38,   // E_GRAD_DROPPED: another rank has begun the step anew; deliver again
+  kGradDropped = 38,   // E_GRAD_DROPPED: another rank has restarted the step; deliver again
   kDevice = 39,        // E_DEVICE: a call of CUDA or NCCL failed; its name and cause
   kDeviceMemory = 40,  // E_DEVICE_MEMORY: needed and free bytes of the device
   kSwapTimeout = 41,   // E_SWAP_TIMEOUT: the disk has not answered in time; path, offset, seconds
@@ -73,14 +73,14 @@ ErrorId ErrorIdFromName(std::string_view name);  // kInternal where unknown
 // A Status with the id's code; id and hint travel as payloads. An empty hint: the id's own.
 absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hint = {});
 
-// Copies an error into memory of its own. Copies of a Status share memory and count their owners in a library that race
-// detectors do not see into: give the result of this function to another thread.
+// Copies an error into new memory. Copies of a Status share memory and count their owners in a library that race detectors do
+// not see into: give the result of this function to another thread.
 absl::Status Unshared(const absl::Status& status);
 
-ErrorId IdOf(const absl::Status& status);  // kNone for OK, kInternal where no payload is there
+ErrorId IdOf(const absl::Status& status);  // kNone for OK, kInternal without a payload
 std::string HintOf(const absl::Status& status);
 
-// True where the caller may attach again or wait and retry: kUnavailable, kResourceExhausted.
+// True if the caller may attach again, or wait and retry: kUnavailable, kResourceExhausted.
 bool IsRetryable(const absl::Status& status);
 
 // "error[E_SWAP_NOSPC]: message\nhint: ..." without a trailing newline; what a terminal shows.
@@ -89,7 +89,7 @@ std::string FormatError(const absl::Status& status);
 // Prints FormatError() and a newline on standard error.
 void PrintError(const absl::Status& status);
 
-// The error in a text that ends with one of FormatError; OK where there is none.
+// Parses the error at the end of a text that FormatError wrote. OK if the text has none.
 absl::Status ParseError(std::string_view text);
 
 // errno as text with the object in front: "swap path 0: open /x: No such file or directory".

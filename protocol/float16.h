@@ -7,6 +7,6 @@
 namespace forebay::protocol {
 
 float WidenFp16(uint16_t bits);             // exact, denormals included; a NaN stays one
-uint16_t RoundToFp16(uint32_t float_bits);  // to nearest, ties to even; a NaN stays one
+uint16_t RoundToFp16(uint32_t float_bits);  // rounds to nearest, ties to even; a NaN stays one
 
 }  // namespace forebay::protocol

@@ -51,7 +51,7 @@ std::string SnakeCase(capnp::Text::Reader name) {
   return key;
 }
 
-// The fields that have a meaning. "obsolete14" only keeps its number from being used again.
+// Returns the fields in use. A field "obsolete14" only reserves its number.
 std::vector<capnp::StructSchema::Field> FieldsOf(const capnp::DynamicStruct::Reader& object) {
   std::vector<capnp::StructSchema::Field> fields;
   for (const auto field : object.getSchema().getFields()) {

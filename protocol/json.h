@@ -8,8 +8,9 @@
 
 namespace forebay::protocol {
 
-// A struct or a list as indented JSON: keys are the schema's names in snake_case, in its order;
-// integers are exact, doubles read back as they are. Fields named "obsolete..." are left out. What is no UTF-8 in a text becomes U+FFFD.
+// Encodes a struct or a list as indented JSON. Keys are the schema's names in snake_case, in the schema's order. Integers are
+// exact, and doubles parse back to the same value. Fields named "obsolete..." are omitted. Bytes of a text that are not UTF-8
+// become U+FFFD.
 std::string JsonOf(const capnp::DynamicValue::Reader& value);
 
 }  // namespace forebay::protocol

@@ -24,20 +24,20 @@ namespace forebay::protocol {
 // before has room for exactly this many, so the bytes of its jobs are the same.
 inline constexpr uint32_t kParamGroupRowsMin = 64;
 
-// A box's states begin at a multiple of this many elements, so that no two share a cache line.
+// Alignment of a box's states, in elements: no two boxes share a cache line.
 inline constexpr uint64_t kStatesAlignElems = 64;
 
-// Gradients in a grad arena begin at a multiple of this.
+// Alignment of gradients in a grad arena.
 inline constexpr uint64_t kGradAlignBytes = 64;
 
 // A parameter of the model. Parameters are in the model's order: those of one group are neighbours, and groups ascend from 0.
 // Within a group frozen parameters should come last (PartitionPlace::gradient_elems).
 struct ParamSpec {
-  // Unique, 1 to kNameBytesMax bytes.
+  // Unique name, 1 to kNameBytesMax bytes.
   std::string name;
-  // Empty: a scalar; no dimension is 0.
+  // Dimensions, none 0. Empty: a scalar.
   std::vector<uint64_t> shape;
-  // Gathered together; < kGroupsMax.
+  // Number of the group, whose parameters are gathered together; < kGroupsMax.
   uint32_t group = 0;
   // Number of the parameter group, which has its own hyper-parameters; < kParamGroupsMax.
   uint32_t param_group = 0;
@@ -47,7 +47,7 @@ struct ParamSpec {
   bool operator==(const ParamSpec&) const = default;
 };
 
-// Independent of the world size: ranks belong to the job's sessions, not to its layout.
+// Input of a layout. Independent of the world size: ranks belong to the job's sessions, not to its layout.
 struct LayoutSpec {
   DType dtype = DType::kFloat32;  // type of the weights
   // Element type of delivered gradients: the type of the weights, or float32. Empty: the type of the weights.
@@ -58,7 +58,8 @@ struct LayoutSpec {
   std::vector<ParamSpec> params;
   // Name of each group, for messages and the trace.
   std::vector<std::string> group_names;
-  // Empty: shared attachment, where the node is the one owner and holds every group whole.
+  // Partitions of sharded attachment. Empty: shared attachment, in which the node is the only owner and holds every group
+  // whole.
   std::vector<PartitionSpec> partitions;
   // True for a job over several nodes: the partitions are those of one node's ranks, and other nodes hold the other elements.
   bool is_part = false;
@@ -69,7 +70,7 @@ struct LayoutSpec {
   bool operator==(const LayoutSpec&) const = default;
 };
 
-// The key of a parameter in stochastic rounding, whatever its place in the layout.
+// Returns the key of a parameter in stochastic rounding. The key does not depend on the parameter's place in the layout.
 //
 // Source  FNV-1a, 64 bits: Fowler, Noll & Vo, draft-eastlake-fnv.
 uint64_t NameHash(std::string_view name);
@@ -78,13 +79,13 @@ struct ParamPlace {
   uint32_t group;
   uint32_t param_group;
   bool trainable;
-  uint64_t offset_elems;  // from the start of its group
+  uint64_t offset_elems;  // offset from the start of its group
   uint64_t elems;
   uint64_t name_hash;
 };
 
 struct GroupPlace {
-  // Shared attachment: from the start of the weights arena; a multiple of kPageBytes. Else 0.
+  // Shared attachment: offset from the start of the weights arena, a multiple of kPageBytes. Sharded attachment: 0.
   uint64_t weights_offset_bytes;
   uint64_t elems;
   // The group's parameters are [param_begin, param_end).
@@ -96,31 +97,31 @@ struct PartitionPlace {
   uint32_t group;
   uint32_t owner;
   uint32_t replica;
-  // From the start of the owner's weights; a multiple of kPageBytes.
+  // Offset from the start of the owner's weights, a multiple of kPageBytes.
   uint64_t weights_offset_bytes;
   uint64_t elems;
-  // The gradient ends after the last trainable box: frozen parameters at the end of their group take no room in gradients and
-  // in their sums. 0: all parameters are frozen.
+  // Number of elements of the gradient, which ends after the last trainable box. Frozen parameters at the end of their group
+  // take no memory in gradients and in their sums. 0: all parameters are frozen.
   uint64_t gradient_elems;
   // The partition's boxes are [box_begin, box_end).
   uint32_t box_begin;
   uint32_t box_end;
 };
 
-// A box's elements lie end to end in the weights of its partition and, where the parameter is
-// trainable, in the states of its owner. There each box begins at a multiple of kStatesAlignElems
-// (int8: kScaleElems); what lies between is padding, which weights and gradients do not have.
+// Place of a box's elements. They lie end to end in the weights of its partition and, if the parameter is trainable, in the
+// states of its owner. In the states each box begins at a multiple of kStatesAlignElems (int8: kScaleElems); the elements
+// between boxes are padding, which weights and gradients do not have.
 struct BoxPlace {
   BoxSpec box;
   uint32_t partition;
-  uint64_t partition_elem;  // from the start of the partition
-  uint64_t states_elem;     // from the start of the owner's states
+  uint64_t partition_elem;  // offset from the start of the partition
+  uint64_t states_elem;     // offset from the start of the owner's states
 };
 
 struct OwnerPlace {
   uint32_t owner;
   uint64_t weights_bytes;
-  uint64_t states_elems;  // with padding
+  uint64_t states_elems;  // elements of the states, with padding
 };
 
 // A checked LayoutSpec with every offset. Immutable.
@@ -135,11 +136,11 @@ class Layout {
   const LayoutSpec& spec() const { return spec_; }
   std::span<const ParamPlace> params() const { return params_; }
   std::span<const GroupPlace> groups() const { return groups_; }
-  // Parameter groups that a step call names at least: 1 + the largest ParamSpec::param_group.
+  // Least number of parameter groups in a step call: 1 + the largest ParamSpec::param_group.
   uint32_t param_groups() const { return param_groups_; }
-  // Parameter groups that a step call has room for.
+  // Most parameter groups in a step call.
   uint32_t param_group_rows() const { return std::max(param_groups_, kParamGroupRowsMin); }
-  // In the order of the spec; with shared attachment partition g is group g.
+  // Partitions in the order of the spec. With shared attachment partition g is group g.
   std::span<const PartitionPlace> partitions() const { return partitions_; }
   std::span<const BoxPlace> boxes() const { return boxes_; }
   std::span<const OwnerPlace> owners() const { return owners_; }
@@ -151,24 +152,23 @@ class Layout {
   uint64_t states_elems() const;
   // Bytes of the weights arena, which holds all owners' weights.
   uint64_t weights_bytes() const;
-  // Each box begins at a multiple of this many elements in the states.
+  // Alignment of a box in the states, in elements.
   uint64_t states_align_elems() const;
   DType grad_dtype() const { return spec_.grad_dtype.value_or(spec_.dtype); }
-  // Rounded up to kGradAlignBytes: room for the gradient of any partition, for its weights, and for a
-  // range of its masters.
+  // Bytes that hold the gradient of any partition, its weights, or a range of its masters. Rounded up to kGradAlignBytes.
   uint64_t largest_gradient_bytes() const { return largest_gradient_bytes_; }
   // Bytes of a partition's weights, and of its gradient (gradient_elems). With shared attachment partition g is group g.
   uint64_t partition_bytes(uint32_t partition) const;
   uint64_t gradient_bytes(uint32_t partition) const;
   std::span<const BoxPlace> boxes_of(uint32_t partition) const;
-  // The number in the world of a rank of this node.
+  // Returns the number in the world of a rank of this node.
   uint32_t WorldRank(uint32_t rank) const { return spec_.first_rank + rank; }
-  // For messages: the name of the group, sharded "NAME of rank 1".
+  // Returns the name of a partition for messages: the name of the group, sharded "NAME of rank 1".
   std::string PartitionName(uint32_t partition) const;
-  // "group 3 (NAME)", sharded "group 3 (NAME of rank 1)".
+  // Returns "group 3 (NAME)", sharded "group 3 (NAME of rank 1)".
   std::string DescribePartition(uint32_t partition) const;
 
-  // First difference between two layouts in words, for E_LAYOUT; empty where they are equal.
+  // Describes the first difference between two layouts, for E_LAYOUT. Empty if the layouts are equal.
   static std::string Difference(const LayoutSpec& have, const LayoutSpec& want);
 
  private:

@@ -171,7 +171,7 @@ absl::StatusOr<LayoutSpec> DecodeLayout(std::span<const std::byte> bytes) {
   auto words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
   std::memcpy(words.begin(), bytes.data(), bytes.size());
   capnp::ReaderOptions options;
-  // Each word once, and room for empty lists
+  // The reader may traverse each word once, and some more for empty lists.
   options.traversalLimitInWords = 2 * words.size() + 64;
   options.nestingLimit = 8;
 

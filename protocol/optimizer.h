@@ -51,7 +51,7 @@ enum class HyperRange : uint8_t {
   kZero,         // 0 alone
 };
 
-std::string_view Describe(HyperRange range);  // "in [0, 1)", for messages
+std::string_view Describe(HyperRange range);  // e.g. "in [0, 1)", for messages
 bool Contains(HyperRange range, double value);
 
 struct HyperParamInfo {
@@ -66,7 +66,7 @@ struct HyperParamInfo {
 // Names of a moment's planes, as torch calls the state.
 struct MomentInfo {
   std::string_view name;
-  std::string_view scale_name;  // in format int8
+  std::string_view scale_name;  // name of the scales in format int8
 };
 
 struct OptimizerInfo {
@@ -135,7 +135,7 @@ inline constexpr std::array kLambHyper = {Lr(1e-3), Beta1(0.9), Beta2(0.999), Ep
 
 }  // namespace optimizer_table
 
-// In the order of the enum.
+// Optimizers in the order of the enum.
 inline constexpr std::array<OptimizerInfo, kOptimizerCount> kOptimizers = {{
     {Optimizer::kAdamW, "adamw", optimizer_table::kAdamMoments, optimizer_table::kAdamWHyper},
     {Optimizer::kAdam, "adam", optimizer_table::kAdamMoments, optimizer_table::kAdamHyper},
@@ -207,7 +207,7 @@ uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uin
 // torch names them. State 0 is the master; the moments follow.
 std::vector<std::string> StateNames(Optimizer optimizer);
 
-// Whether a value can be written into a state (its index there): it stays finite in what holds it, and a
+// Returns whether a value can be written into the state of index `state`: the value stays finite in the stored type, and a
 // second moment is not below 0.
 constexpr bool IsStorable(Optimizer optimizer, StateFormat format, size_t state, float value) {
   if (state == 0) return IsFiniteAs(format.weights, value);

@@ -54,17 +54,17 @@ inline constexpr size_t kMomentsMax = 3;
 // Storage of masters and moments: docs/reference/formats.md.
 enum class Format : uint8_t { kFp32 = 1, kExact = 2, kBf16 = 3, kInt8 = 4 };
 
-// A format and the type of the weights beside it. The planes of a state depend on these two and on the optimizer.
+// A format and the type of the weights. These two and the optimizer determine the planes of a state.
 struct StateFormat {
   Format format;
   DType weights;
 
-  static const StateFormat kFp32;      // beside float32 weights, which are the master
-  static const StateFormat kExact;     // beside bfloat16 weights
-  static const StateFormat kBf16;      // likewise
-  static const StateFormat kInt8;      // likewise
-  static const StateFormat kFp32Bf16;  // kFp32 beside bfloat16 weights
-  static const StateFormat kFp32Fp16;  // kFp32 beside float16 weights
+  static const StateFormat kFp32;      // with float32 weights, which are the master
+  static const StateFormat kExact;     // with bfloat16 weights
+  static const StateFormat kBf16;      // with bfloat16 weights
+  static const StateFormat kInt8;      // with bfloat16 weights
+  static const StateFormat kFp32Bf16;  // kFp32 with bfloat16 weights
+  static const StateFormat kFp32Fp16;  // kFp32 with float16 weights
 };
 inline constexpr StateFormat StateFormat::kFp32 = {Format::kFp32, DType::kFloat32};
 inline constexpr StateFormat StateFormat::kExact = {Format::kExact, DType::kBFloat16};
@@ -73,7 +73,6 @@ inline constexpr StateFormat StateFormat::kInt8 = {Format::kInt8, DType::kBFloat
 inline constexpr StateFormat StateFormat::kFp32Bf16 = {Format::kFp32, DType::kBFloat16};
 inline constexpr StateFormat StateFormat::kFp32Fp16 = {Format::kFp32, DType::kFloat16};
 
-// All state formats.
 inline constexpr size_t kStateFormatCount = 6;
 inline constexpr StateFormat kStateFormats[kStateFormatCount] = {
     StateFormat::kFp32, StateFormat::kExact,    StateFormat::kBf16,

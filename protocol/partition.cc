@@ -115,7 +115,7 @@ struct ReplicaBox {
 // Boxes of one parameter and replica, in ascending order of the first element.
 absl::Status CheckDisjoint(const BoxedParam& param, std::span<const ReplicaBox> boxes,
                            uint64_t& comparisons) {
-  std::vector<const BoxSpec*> open;  // that reach into the range of the current box
+  std::vector<const BoxSpec*> open;  // boxes that reach into the range of the current box
   for (const ReplicaBox& entry : boxes) {
     const BoxSpec& box = *entry.box;
     std::erase_if(open, [&](const BoxSpec* other) { return other->end_elem() <= box.first_elem; });

@@ -15,10 +15,10 @@ namespace forebay::protocol {
 // `stride_elems` after the one before. A part of consecutive elements is one run; a block of columns
 // of a matrix is one run a row.
 struct BoxSpec {
-  uint32_t param = 0;  // in the order of the layout
+  uint32_t param = 0;  // index of the parameter in the layout
   uint64_t first_elem = 0;
   uint64_t run_elems = 0;
-  // Above run_elems; equal to it where there is one run.
+  // Distance from one run to the next, above run_elems. Equal to run_elems if the box is one run.
   uint64_t stride_elems = 0;
   uint64_t runs = 1;
 
@@ -29,18 +29,18 @@ struct BoxSpec {
   bool operator==(const BoxSpec&) const = default;
 };
 
-// One owner's part of a group. Replica 0 is the state's home: reads, norms and exports count only replica 0.
+// Part of a group that one owner holds. Replica 0 is the state's home: reads, norms and exports count only replica 0.
 struct PartitionSpec {
   uint32_t group = 0;
   uint32_t owner = 0;
   uint32_t replica = 0;
-  // In ascending order of (param, first_elem), at least one.
+  // At least one box, in ascending order of (param, first_elem).
   std::vector<BoxSpec> boxes;
 
   bool operator==(const PartitionSpec&) const = default;
 };
 
-// A parameter, as CheckPartitions needs it.
+// Fields of a parameter that CheckPartitions needs.
 struct BoxedParam {
   std::string_view name;
   uint32_t group = 0;
@@ -49,9 +49,9 @@ struct BoxedParam {
 
 enum class Coverage : uint8_t { kWhole, kPart };  // kPart: other nodes hold some of the elements
 
-// Checks partitions that a client has named: their order, (group, owner, replica) ascending; every
-// box's shape and bounds, without a sum that could wrap around; no two boxes of one replica overlap;
-// replica 0 holds every element, of kWhole.
+// Checks partitions that a client has sent: the ascending order of (group, owner, replica), every box's shape and bounds
+// (without a sum that could wrap around), no overlap of two boxes of one replica, and, with kWhole, that replica 0 holds every
+// element.
 //
 // Limits  Boxes of one parameter whose strides differ are compared run by run, with a bound on that
 //         work: no list of boxes takes longer than about a second.

@@ -22,13 +22,13 @@ inline constexpr uint32_t kRemoteMagic = 0x31524246;  // "FBR1" on a little-endi
 inline constexpr uint64_t kRemotePieceBytes = uint64_t{256} << 10;
 // Bytes of a piece of weights or states that the agent reads itself.
 inline constexpr uint64_t kRemoteReadBytes = uint64_t{16} << 20;
-inline constexpr uint32_t kRemotePiecesInFlight = 32;  // in each session
+inline constexpr uint32_t kRemotePiecesInFlight = 32;  // limit of each session
 // Bits in tags. kAgentTag: a request of the agent itself; a trainer's command never has it. kGatewayTag: a command of the
 // gateway itself to the daemon.
 inline constexpr uint64_t kAgentTag = uint64_t{1} << 63;
 inline constexpr uint64_t kGatewayTag = uint64_t{1} << 62;
 
-using RemoteSecret = std::array<std::byte, 16>;  // one per session, exchanged over TLS
+using RemoteSecret = std::array<std::byte, 16>;  // secret of one session, exchanged over TLS
 
 enum class RemoteKind : uint16_t {
   kNone = 0,
@@ -82,7 +82,7 @@ struct RemoteHeader {
   uint64_t number = 0;
   uint64_t offset_bytes = 0;
   uint64_t length_bytes = 0;
-  uint64_t pieces = 0;  // of kCompletion and kAhead
+  uint64_t pieces = 0;  // number of pieces; set in kCompletion and kAhead
   // A Command or a Completion.
   std::array<std::byte, 64> entry = {};
 

@@ -19,13 +19,15 @@
 
 namespace forebay::protocol {
 
-// E_RING: the peer's index is not one that our code writes. `own` and `peer` are this side's index
-// and the other's.
+// Returns E_RING: the peer's index has a value that our code never writes. `own` is this side's index, `peer` the other side's.
 absl::Status BadRingIndex(const char* which, uint64_t own, uint64_t peer);
 
-// Writes the header of a zeroed ring for a client that speaks `version`; the daemon does so before it gives the memory away.
+// Writes the header of a zeroed ring for a client that speaks `version`. The daemon calls this before it passes the memory to
+// the client.
 void FormatRing(RingMemory& ring, uint32_t version = kProtocolVersion);
 
+// Checks the header of a ring.
+//
 // Errors  E_RING  another magic, version or size.
 absl::Status CheckRingHeader(const RingMemory& ring);
 
@@ -70,8 +72,7 @@ enum class PushResult : uint8_t {
   kPushedAsleep,  // the consumer may sleep: ring its doorbell
 };
 
-// Writes entries. Believes of the consumer's line only what can be true: the index has moved by no
-// more than what lay in the ring.
+// Writes entries. Checks the consumer's index: it may have moved by no more than the number of entries in the ring.
 //
 // Threads  One. The consumer is another thread or process.
 // Limits   Never blocks, no system call.
@@ -94,7 +95,7 @@ class RingProducer {
     return asleep ? PushResult::kPushedAsleep : PushResult::kPushed;
   }
 
-  // Entries the consumer has taken out so far, by its own word, checked. Errors as Push.
+  // Number of entries that the consumer has taken so far, read from its line and checked. Errors as Push.
   absl::StatusOr<uint64_t> ConsumedHead() {
     RETURN_IF_ERROR(Refresh());
     return head_;
@@ -130,7 +131,7 @@ class RingConsumer {
   RingConsumer(RingLine& head_line, const RingLine& tail_line, std::span<const Entry> entries)
       : head_line_(&head_line), tail_line_(&tail_line), entries_(entries) {}
 
-  // Nothing where the ring is empty.
+  // Takes the next entry. Returns nothing if the ring is empty.
   //
   // Errors  E_RING  the producer's index went backwards, or further ahead than the ring is long.
   absl::StatusOr<std::optional<Entry>> Pop() {
@@ -144,8 +145,8 @@ class RingConsumer {
     return std::optional<Entry>(entry);
   }
 
-  // Asks for a doorbell and looks once more. True: the ring is empty and every later push will
-  // ring; wait, then EndSleep(). False: something is there (the request is taken back). Errors as
+  // Requests a doorbell and looks at the ring once more. Returns true if the ring is empty: every later push will ring. The
+  // caller then waits and calls EndSleep(). Returns false if an entry has arrived: the request is then withdrawn. Errors as
   // Pop.
   absl::StatusOr<bool> PrepareSleep() {
     internal::StoreWord<uint32_t>(head_line_->sleeping, 1, std::memory_order_seq_cst);

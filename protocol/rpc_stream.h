@@ -82,7 +82,7 @@ class AnswersFirst final : public capnp::MessageStream {
 
   Messages stream_;
   int writes_ = 0;
-  kj::Own<kj::PromiseFulfiller<void>> written_;  // for the read that waits
+  kj::Own<kj::PromiseFulfiller<void>> written_;  // resolves the read that waits for the next write
 };
 
 }  // namespace forebay::protocol

@@ -8,11 +8,11 @@
 
 namespace forebay::protocol {
 
-// Writes all of `text` to standard output, nothing of which stays in a buffer. From the first call on a reader that has gone is
-// an error and no signal: what the program has started ends in order.
+// Writes all of `text` to standard output, unbuffered. From the first call on, a closed reader causes an error and no signal,
+// so that the program's children end in order.
 //
-// Errors  kCancelled  its reader has gone: there is nobody to tell.
-//         E_LIMIT     it takes no more, as a full disk.
+// Errors  kCancelled  the reader has closed standard output.
+//         E_LIMIT     standard output takes no more, as a full disk.
 absl::Status WriteOutput(std::string_view text);
 
 }  // namespace forebay::protocol

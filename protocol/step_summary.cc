@@ -11,7 +11,7 @@
 namespace forebay::protocol {
 namespace {
 
-constexpr uint64_t kDigitMax = uint64_t{1} << 48;  // for 2^16 nodes
+constexpr uint64_t kDigitMax = uint64_t{1} << 48;  // limit of a digit merged over 2^16 nodes
 
 absl::Status BadSummary(const std::string& what) {
   return MakeError(ErrorId::kProtocol, absl::StrCat("the summary of a step ", what));

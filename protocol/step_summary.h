@@ -19,9 +19,9 @@ namespace forebay::protocol {
 enum class StepDecision : uint32_t {
   kNone = 0,    // a node's own summary
   kCommit = 1,  // every node has prepared the step
-  // The call was refused somewhere: every rank calls the step again, with the gradients that it has delivered.
+  // A call was refused on some node: every rank calls the step again, with the gradients that it has delivered.
   kRepeat = 2,
-  kDrop = 3,      // gradients were lost somewhere: every rank begins the step anew
+  kDrop = 3,      // some gradients were lost: every rank restarts the step from scratch
   kWithdraw = 4,  // sent by a rank: it does not call the step now
 };
 
@@ -34,25 +34,26 @@ struct StepSummaryHead {
   uint64_t step = 0;
   StepDecision decision = StepDecision::kNone;
   uint32_t params = 0;  // number of parameters of the layout
-  // Hash of what an update takes beside the gradients: scale, bounds, max_grad_norm, hyper-parameters. The same on all
-  // nodes.
+  // Hash of all inputs of an update except gradients: scale, bounds, max_grad_norm, hyper-parameters. The same on all nodes.
   uint64_t scalars = 0;
-  uint64_t overflowed = 0;  // masters in the step before that are not reported yet
+  uint64_t overflowed = 0;  // masters that overflowed in the step before and are not reported yet
   SquareDigits squares = {};
 };
 static_assert(sizeof(StepSummaryHead) == 32 + 8 * kSquareDigits);
 
 struct StepSummary {
   StepSummaryHead head;
-  // Bit i % 64 of word i / 64 is parameter i: a rank of the node has a gradient of it; one of its ranks holds a part of
-  // it and has none. PresenceWords(params) words each.
+  // Two bit sets of PresenceWords(params) words each. Bit i % 64 of word i / 64 stands for parameter i. In the first set: some
+  // rank of the node has a gradient of the parameter. In the second set: some rank of the node holds a part of the parameter
+  // and has no gradient of it.
   std::vector<uint64_t> present;
   std::vector<uint64_t> lacking;
 
   // Adds another node's summary. The result has the same bits in any order of nodes. Both summaries are of one step, with the
   // same scalars and parameters.
   void Merge(const StepSummary& other);
-  // The first parameter that some rank has a gradient of and another one lacks; params: none.
+  // Returns the first parameter that has a gradient on some rank and lacks one on another rank. Returns `params` if no such
+  // parameter exists.
   uint32_t FirstPartial() const;
 };
 
@@ -69,8 +70,8 @@ struct StepRegion {
   uint64_t offset_bytes = 0;
   uint64_t size_bytes = 0;
 };
-// Offset in the arena of the summary of a step over several nodes. The daemon writes its node's summary there, and the client
-// writes the world's.
+// Offset in the arena of the summary of a step over several nodes. The daemon writes its node's summary at this offset, and the
+// client writes the world's summary.
 uint64_t StepSummaryOffset(const StepRegion& region, const Layout& layout);
 // Bytes at the end of the step region, behind the request: the client's mark and, for a job over several nodes, a summary.
 uint64_t StepRegionTailBytes(const Layout& layout, bool is_over_nodes);
@@ -78,7 +79,9 @@ uint64_t StepRegionTailBytes(const Layout& layout, bool is_over_nodes);
 // Encodes a summary in StepSummaryBytes(head.params) bytes.
 void EncodeStepSummary(const StepSummary& summary, std::span<std::byte> to);
 std::vector<std::byte> EncodeStepSummary(const StepSummary& summary);
-// Errors  E_PROTOCOL  not the size of a summary of `params` parameters, an unknown decision, bits or digits that no
+// Decodes a summary.
+//
+// Errors  E_PROTOCOL  not the size of a summary of `params` parameters, an unknown decision, or bits or digits that no
 //                     summary has.
 absl::StatusOr<StepSummary> DecodeStepSummary(std::span<const std::byte> bytes, uint64_t params);
 

@@ -58,7 +58,7 @@ void TraceWriter::Committed(uint64_t step) {
   StoreWord(half.records_used, records_, std::memory_order_relaxed);
   StoreWord(half.step, step, std::memory_order_relaxed);
   StoreWord(memory_.commits, ++commits_, std::memory_order_release);
-  // Before what is written over the other half.
+  // Orders the commit before the writes of the next step over the other half.
   std::atomic_thread_fence(std::memory_order_release);
   records_ = left_out_ = 0;
 }

@@ -35,8 +35,8 @@ struct ClientEvent {
   uint64_t bytes = 0;
 };
 
-// The client's end. Events since the last commit belong to the next step. Events beyond kTraceRecords are left out, except the
-// step's own event, whose name tells how many were left out.
+// Writes the client's trace. Events since the last commit belong to the next step. Events beyond kTraceRecords are omitted,
+// except the step's own event, whose name tells the number of omitted events.
 //
 // Threads  One at a time.
 class TraceWriter {
@@ -46,7 +46,7 @@ class TraceWriter {
   TraceWriter& operator=(const TraceWriter&) = delete;
 
   void Add(const ClientEvent& event);
-  void LeaveOut(uint64_t events) { left_out_ += events; }  // events that were never made
+  void LeaveOut(uint64_t events) { left_out_ += events; }  // events that were not recorded
   void Committed(uint64_t step);
 
  private:
@@ -56,8 +56,8 @@ class TraceWriter {
   uint64_t left_out_ = 0;
 };
 
-// The daemon's end: reads a client's events of its newest step. The client may lie: events with an unknown lane are dropped,
-// and bytes of names that are not printable ASCII become '?'.
+// Reads, for the daemon, a client's events of its newest step. The client may lie: events with an unknown lane are dropped, and
+// bytes of names that are not printable ASCII become '?'.
 //
 // Returns  Nothing if the trace has no events of `step`, or if the client is beginning to overwrite them.
 std::vector<TraceRecord> ReadTrace(const TraceMemory& memory, uint64_t step);

@@ -13,8 +13,9 @@ namespace forebay::protocol {
 inline constexpr uint64_t kKiB = uint64_t{1} << 10;
 inline constexpr uint64_t kMiB = uint64_t{1} << 20;
 inline constexpr uint64_t kGiB = uint64_t{1} << 30;
-inline constexpr double kGb = 1e9;            // for rates: GB/s
-inline constexpr uint64_t kPageBytes = 4096;  // also the alignment of every O_DIRECT transfer
+inline constexpr double kGb = 1e9;  // unit of rates: GB/s
+// bytes of a page; also the alignment of every O_DIRECT transfer
+inline constexpr uint64_t kPageBytes = 4096;
 inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
 
 constexpr uint64_t RoundUp(uint64_t value, uint64_t multiple) {

@@ -14,11 +14,11 @@
 
 namespace forebay::protocol {
 
-// Raised by one with every change that an older peer would misread; hello() refuses a peer of
-// another version, unless it is the client of a daemon and speaks that of the release before.
+// Version of the protocol. Every change that an older peer would misread adds 1. hello() refuses a peer of another version,
+// except a client of a daemon that speaks the version of the release before.
 inline constexpr uint32_t kProtocolVersion = 14;
-// The version of the release before: ranks that run go on with a daemon that is upgraded under them. A session is served
-// in the form of the version that its client speaks.
+// Version of the release before: running ranks continue while their daemon is upgraded. A session is served in the form of the
+// version that its client speaks.
 inline constexpr uint32_t kProtocolVersionBefore = 14;
 constexpr bool IsServedVersion(uint32_t version) {
   return version >= kProtocolVersionBefore && version <= kProtocolVersion;
@@ -26,45 +26,43 @@ constexpr bool IsServedVersion(uint32_t version) {
 
 // ------------------------------------------------------------------------------------ ring entries
 
-// Client to daemon. Each command is answered by exactly one Completion with its tag, in any order.
+// Commands of the client to the daemon. The daemon answers each command with exactly one Completion with its tag, in any order.
 enum class Op : uint16_t {
-  // Grad arena -> weights of a range of `partition`, which is the rank's own; only before kInitialDone.
+  // Copies a range of weights of `partition`, which is the rank's own, from the grad arena. Only before kInitialDone.
   kWriteInitial = 1,
-  // The rank has written what it must: with shared attachment every group, with sharded attachment its
-  // own partitions. Answered when the job is ready: sharded, when every rank has said so.
+  // Tells that the rank has written its initial parameters: with shared attachment every group, with sharded attachment its own
+  // partitions. Answered when the job is ready, with sharded attachment after every rank's kInitialDone.
   kInitialDone = 2,
-  // Read lease on the weights of `partition`; answered when its bytes are those of committed_step.
+  // Asks for a read lease on the weights of `partition`. Answered when the bytes are those of committed_step.
   kFetch = 3,
-  kRelease = 4,  // gives lease `lease_id` back
-  // Contribution of this rank to a range of `partition`; the bytes are free again once answered.
+  kRelease = 4,  // releases lease `lease_id`
+  // Delivers this rank's gradient of a range of `partition`. The bytes are free again once answered.
   kGradReady = 5,
-  // Barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed. Of a job over several
-  // nodes it is answered with kStepPrepared and this node's StepSummary (step_summary.h), and what comes of the step is
-  // decided by kDecide.
+  // Step call, a barrier. The StepRequest lies at arena_offset_bytes. Answered when `step` is committed. For a job over several
+  // nodes the answer is kStepPrepared with this node's StepSummary (step_summary.h), and kDecide then decides the step.
   kStep = 6,
-  // Decodes a state of parameter `partition` (its index) into the grad arena: float32 of consecutive
-  // elements, which may be none
+  // Decodes a state of parameter `partition` (its index) into the grad arena: float32 of consecutive elements, possibly none.
   kReadState = 7,
-  // Grad arena (float32) -> a state of a range of `partition`, which is the rank's own (shared attachment:
-  // any rank's). Masters set the weights too, which are the masters rounded: before kInitialDone in ranges
-  // as below, or between steps, any elements. Moments between steps, of trainable parameters; in format int8
-  // whole groups of kScaleElems, counted from the start of the box, or to its end.
+  // Writes a state of a range of `partition`, which is the rank's own (shared attachment: any rank's), from float32 values in
+  // the grad arena. Masters set the weights too, to the rounded masters: before kInitialDone in ranges as below, or between
+  // steps, any elements. Moments are written between steps, for trainable parameters; in format int8 in whole groups of
+  // kScaleElems, counted from the start of the box, or to its end.
   kWriteState = 8,
-  // Norm of the gradient of parameter `partition` (its index; kAllParams: of the whole gradient) in this
-  // attempt. Sharded attachment: of what this rank has delivered, all passes; answered when that is
-  // summed. Shared attachment: of the job's, the mean over the ranks; answered when every rank has asked
-  // or called step; a rank that has asked delivers no more.
+  // Asks for the norm of the gradient of parameter `partition` (its index; kAllParams: of the whole gradient) in this attempt.
+  // Sharded attachment: the norm of what this rank has delivered in all passes, answered when that is summed. Shared
+  // attachment: the norm of the job's gradient, the mean over the ranks, answered when every rank has sent kGradNorm or kStep.
+  // A rank that has asked delivers no more.
   kGradNorm = 9,
-  // Does nothing: answered at once, or with why the session has ended. For who waits for other ranks
-  // beside the daemon.
+  // Does nothing. Answered at once, or with the reason why the session has ended. Sent by a rank that waits for other ranks
+  // without the daemon.
   kCheck = 10,
   // Announces, before this rank's last backward pass of the step, the scalars that its step call will have: a
   // StepRequest without presence and extra_state. From then on the daemon may update blocks that have all
   // their gradients. Such a block is updated again from its old states if the step call has other scalars or
   // clips, if one of its parameters has no gradient, or if more gradients arrive. Answered at once.
   kAnnounceStep = 11,
-  // Sets how many updates the parameter `partition` (its index) has had to `step`, at most kUpdatesMax;
-  // between steps, by any rank.
+  // Sets the number of updates that the parameter `partition` (its index) has had to `step`, at most kUpdatesMax. Sent between
+  // steps, by any rank.
   kWriteUpdates = 12,
   // The decision of a job's nodes on `step`: a StepSummary of the world, of StepSummaryBytes() bytes at StepSummaryOffset().
   // For a prepared step any rank may send the decision, and the first one counts. If the decision commits the step, the answer
@@ -77,26 +75,26 @@ enum class Op : uint16_t {
   kGoBack = 14,
 };
 
-inline constexpr uint32_t kAllParams = UINT32_MAX;          // for kGradNorm
-inline constexpr uint64_t kUpdatesMax = uint64_t{1} << 53;  // a double still counts so far
+// parameter index of kGradNorm for the whole gradient
+inline constexpr uint32_t kAllParams = UINT32_MAX;
+inline constexpr uint64_t kUpdatesMax = uint64_t{1} << 53;  // a double counts exactly up to this
 
-// A gradient (and initial weights) travels in ranges of elements of a partition; with shared attachment
-// partition g is group g. A range begins at a multiple of kGradUnitElems, ends at one or at the
-// partition's end, and has at most kGradPieceBytesMax bytes. element_offset and length_bytes of
-// the command name it. Elements of parameters without a gradient are 0. With shared attachment a gradient is this
-// rank's addend: the job's gradient is the sum over the ranks divided by the world size. With sharded attachment
-// it is the job's, as the ranks have reduced it; its owner alone delivers it.
+// Gradients (and initial weights) travel in ranges of elements of a partition. With shared attachment partition g is group g. A
+// range begins at a multiple of kGradUnitElems, ends at one or at the partition's end, and has at most kGradPieceBytesMax
+// bytes. element_offset and length_bytes of the command name the range. Elements of parameters without a gradient are 0. With
+// shared attachment a gradient is this rank's addend: the job's gradient is the sum over the ranks divided by the world size.
+// With sharded attachment a gradient is the job's, as the ranks have reduced it, and its owner alone delivers it.
 //
-// Passes: a rank may run several backward passes for a step. It numbers them from 0 on, and delivers an element at
-// most once in each; one pass after the other, not all of them need to touch an element. All are added, in float32:
-// the first passes of all ranks in rank order, then the second ones, and so on.
+// Passes: a rank may run several backward passes for a step. The rank numbers its passes from 0 on, and delivers an element at
+// most once in each. One pass follows the other, and a pass may skip elements. The daemon adds all passes in float32: the first
+// passes of all ranks in rank order, then their second passes, and so on.
 //
-// Attempts: the deliveries and the call of a step carry the number of the rank's attempt at it, from
-// 0 on. A rank that begins anew adds 1. The newest attempt of any rank counts: what was delivered in
-// older ones is discarded, and the step call of an older one fails with E_GRAD_DROPPED.
+// Attempts: the deliveries and the call of a step carry the number of the rank's attempt at the step, from 0 on. A rank that
+// restarts the step from scratch adds 1. The newest attempt of any rank counts: gradients of older attempts are discarded, and
+// the step call of an older attempt fails with E_GRAD_DROPPED.
 inline constexpr uint64_t kGradUnitElems = 4096;
 inline constexpr uint64_t kGradPieceBytesMax = uint64_t{32} << 20;
-inline constexpr uint32_t kGradPassesMax = 65536;  // for a rank in an attempt
+inline constexpr uint32_t kGradPassesMax = 65536;  // limit of a rank in an attempt
 
 struct Command {
   uint64_t tag;  // chosen by the client, unique among its commands in flight
@@ -104,14 +102,13 @@ struct Command {
   // The backward pass for kGradReady, index into StateNames() for kReadState and kWriteState, FetchKind for
   // kFetch, StepAnswer for kStep and kDecide, else 0
   uint16_t kind;
-  uint32_t partition;  // kReadState, kWriteUpdates: the parameter
-  // t for kStep, kDecide, kGoBack and kAnnounceStep, the step a kGradReady belongs to (committed_step + 1), the number of
-  // kWriteUpdates
+  uint32_t partition;  // kReadState, kWriteUpdates: index of the parameter
+  // kStep, kDecide, kGoBack and kAnnounceStep: t. kGradReady: the step of the gradient (committed_step + 1). kWriteUpdates: the
+  // number of updates.
   uint64_t step;
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
   uint64_t length_bytes;        // bytes in the grad arena; exact, see each Op
-  // First element: of the partition for kWriteInitial, kWriteState and kGradReady, of the parameter for
-  // kReadState.
+  // First element. kWriteInitial, kWriteState and kGradReady: counted in the partition. kReadState: counted in the parameter.
   uint64_t element_offset;
   uint64_t lease_id;  // kRelease
   uint64_t attempt;   // kGradReady, kGradNorm, kStep, kAnnounceStep; else 0
@@ -120,40 +117,40 @@ static_assert(sizeof(Command) == 64 && std::is_trivially_copyable_v<Command>);
 
 struct Completion {
   uint64_t tag;
-  uint16_t op;              // the command's
+  uint16_t op;              // op of the command
   uint16_t flags;           // CompletionFlags
   uint32_t error;           // ErrorId; 0 is success. Text and hint: Session.explain(tag)
-  uint64_t committed_step;  // the job's, when the answer was written
-  uint64_t lease_id;        // kFetch; 0 where no lease was asked for
-  // kFetch: into the weights arena; kReadState: how many updates the parameter has had
+  uint64_t committed_step;  // newest committed step of the job when the answer was written
+  uint64_t lease_id;        // kFetch; 0 if no lease was asked for
+  // kFetch: offset of the partition in the weights arena. kReadState: number of updates that the parameter has had.
   uint64_t offset_bytes;
-  uint64_t length_bytes;  // kFetch: of the partition
-  // kStep: gradient norm before clipping, where max_grad_norm > 0; kGradNorm: the norm; else 0
+  uint64_t length_bytes;  // kFetch: bytes of the partition
+  // kStep: gradient norm before clipping if max_grad_norm > 0, else 0. kGradNorm: the norm. Other commands: 0.
   double norm;
-  // The newest one at step committed_step + 1. kFetch: how often the partition's weights were written beside steps:
-  // together with committed_step it says which bytes they are
+  // Newest attempt at step committed_step + 1. kFetch: number of times the partition's weights were written between steps.
+  // Together with committed_step this number identifies the bytes.
   uint64_t attempt;
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
 
-// Id of every lease that holds nothing up: leases on weights that an agent brought to a trainer before the trainer asked. A
-// release of this lease does nothing.
+// Lease id of weights that an agent sent to a trainer before the trainer asked. Such a lease delays nothing, and its release
+// does nothing.
 inline constexpr uint64_t kAheadLease = uint64_t{1} << 63;
 
 enum class FetchKind : uint16_t {
   kLease = 0,
-  // Only says where the bytes are, when they are those of the committed step. Of a rank, whose next step call
-  // they wait for to change; not of weights on swap, which have no place that lasts.
+  // Tells the place of the bytes, when they are those of the committed step, and grants no lease. For a rank: the bytes do not
+  // change before its next step call. Not for weights on swap, which have no fixed place.
   kPlace = 1,
 };
 
-// When a step call is answered. Bytes that a session leases are those of the committed step either way; who
-// reads weights without a lease waits for kPublished.
+// Time of the answer to a step call. In both modes the bytes that a session leases are those of the committed step. A session
+// that reads weights without a lease waits for kPublished.
 enum class StepAnswer : uint16_t {
   kPublished = 0,  // all blocks are updated and written
-  // Decided: norm and clipping are known, no client's crash undoes it. Its blocks are updated in the order
-  // in which the step before fetched partitions; a fetch is answered when its own blocks are. A master that
-  // becomes infinite is what the next step call says.
+  // The step is decided: norm and clipping are known, and no client's crash can undo the step. Its blocks are updated in the
+  // order in which the step before fetched partitions. A fetch is answered when its own blocks are updated. If a master becomes
+  // infinite, the next step call reports it.
   kCommitted = 1,
 };
 
@@ -168,16 +165,15 @@ enum CompletionFlags : uint16_t {
 
 // ------------------------------------------------------------------------------------ step request
 
-// At the named offset of the grad arena: this header, `param_groups` HyperParams, PresenceBytes()
-// bytes, then `extra_state_bytes` bytes. length_bytes of the command is the size of all four.
+// Step request, at the command's offset of the grad arena: this header, `param_groups` HyperParams, PresenceBytes() bytes, then
+// `extra_state_bytes` bytes. length_bytes of the command is the size of all four.
 struct StepRequest {
   uint64_t step;               // t; equals Command::step
   uint32_t param_groups;       // Layout::param_groups() to Layout::param_group_rows()
-  uint32_t extra_state_bytes;  // 0 to what the session took at attach
+  uint32_t extra_state_bytes;  // 0 to the size requested at attach
   double max_grad_norm;        // 0: no clipping
-  double grad_scale = 1;  // the gradient is multiplied by it, before clipping; finite in float32
-  // Each element, scaled, is then brought into these bounds: grad_min < 0 < grad_max, without
-  // max_grad_norm. Both 0: no bounds.
+  double grad_scale = 1;       // factor of the gradient, before clipping; finite in float32
+  // Bounds of each element after scaling: grad_min < 0 < grad_max, without max_grad_norm. Both 0: no bounds.
   double grad_min = 0;
   double grad_max = 0;
 };
@@ -209,17 +205,18 @@ inline constexpr uint64_t kAnswerBytesMax = uint64_t{64} << 20;
 // ------------------------------------------------------------------------------------- ring memory
 
 inline constexpr uint64_t kRingMagic = 0x31474e4952594246;  // "FBYRING1" on a little-endian machine
-inline constexpr uint32_t kRingEntries = 256;               // each way; a power of two
+// entries in each direction; a power of two
+inline constexpr uint32_t kRingEntries = 256;
 inline constexpr size_t kCacheLineBytes = 64;
 
 // State of a session, which the daemon writes in its ring. Completions written before a state other than kOpen still count. A
 // daemon that died has left kOpen.
 enum class ChannelState : uint32_t {
   kOpen = 0,
-  kEnded = 1,  // for good: attach again as a new session
-  // The daemon stops, and its next instance goes on with the job. All blocks of committed_step are published,
-  // nothing of the next step was delivered, and every command that was read is answered. The client attaches
-  // again with AttachRequest.reattach, gets the same weights and grad arena, and sends its other commands anew.
+  kEnded = 1,  // the session has ended: attach again as a new session
+  // The daemon stops, and its next instance continues the job. All blocks of committed_step are published, no gradient of the
+  // next step was delivered, and every command that was read is answered. The client attaches again with
+  // AttachRequest.reattach, gets the same weights and grad arena, and sends its other commands again.
   kRestarting = 2,
 };
 
@@ -243,13 +240,13 @@ static_assert(sizeof(RingHeader) == kCacheLineBytes);
 // Trace of a client's newest steps (protocol/trace.h). It lies at the end of the session's arena, from a page boundary on, if
 // the client asked for a trace. Only the client writes it.
 inline constexpr size_t kTraceNameBytes = 38;
-inline constexpr uint64_t kTraceRecords = 511;  // for each step
+inline constexpr uint64_t kTraceRecords = 511;  // records of one step
 
 struct TraceRecord {
   uint64_t start_ns;  // CLOCK_MONOTONIC
   uint64_t end_ns;
   uint64_t bytes;
-  uint16_t lane;               // ClientLane
+  uint16_t lane;               // a ClientLane
   char name[kTraceNameBytes];  // padded with zeros
 };
 static_assert(sizeof(TraceRecord) == 64 && std::is_trivially_copyable_v<TraceRecord>);
@@ -263,14 +260,13 @@ struct alignas(kCacheLineBytes) TraceHalf {
 static_assert(sizeof(TraceHalf) == 64 * (1 + kTraceRecords));
 
 struct alignas(kCacheLineBytes) TraceMemory {
-  // So far: half (commits - 1) % 2 is the newest step's, the other is being filled.
+  // Number of commits. Half (commits - 1) % 2 holds the newest step, and the client fills the other half.
   uint64_t commits;
   uint64_t reserved[7];
   TraceHalf halves[2];
 };
 
-// The ring arena: header, four lines, two arrays. The daemon makes and zeroes it and writes the
-// header.
+// The ring arena: header, four lines, two arrays. The daemon creates and zeroes the arena and writes the header.
 struct RingMemory {
   RingHeader header;
   RingLine command_tail;     // written by the client

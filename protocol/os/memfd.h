@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sealed memfds: bytes that a process hands to another, which nobody can change any more.
+// Sealed memfds: bytes that a process passes to another process, and that no process can change afterwards.
 #pragma once
 
 #include <cstddef>

@@ -15,7 +15,7 @@ class ABSL_LOCKABLE Mutex {
   void Lock() ABSL_EXCLUSIVE_LOCK_FUNCTION() { mutex_.lock(); }
   void Unlock() ABSL_UNLOCK_FUNCTION() { mutex_.unlock(); }
 
-  // For std::condition_variable_any and std::unique_lock alone.
+  // Called by std::condition_variable_any and std::unique_lock alone.
   void lock() ABSL_EXCLUSIVE_LOCK_FUNCTION() { mutex_.lock(); }
   bool try_lock() ABSL_EXCLUSIVE_TRYLOCK_FUNCTION(true) { return mutex_.try_lock(); }
   void unlock() ABSL_UNLOCK_FUNCTION() { mutex_.unlock(); }

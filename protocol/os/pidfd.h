@@ -10,7 +10,7 @@
 
 namespace forebay::protocol {
 
-// Not valid, with errno, where there is no such process or no descriptor is left.
+// Opens a pidfd. The result is invalid, with errno, if the process does not exist or no descriptor is left.
 //
 // Source  pidfd_open(2), Linux 5.3.
 UniqueFd OpenPidfd(pid_t pid);
@@ -18,10 +18,10 @@ UniqueFd OpenPidfd(pid_t pid);
 // Method by which PeerPidfd() finds the process.
 enum class PeerPidfdSource { kKernel, kPidOnly };
 
-// The process that connected a Unix socket. Not valid, with errno, where it has ended or belongs to
-// another pid namespace. kKernel asks the socket itself and falls back to kPidOnly where the kernel is
-// older than 6.5: that opens `pid` (of SO_PEERCRED) and then asks whether the peer still has its end
-// open, because a process that has ended may have left its number to another.
+// Opens a pidfd of the process that connected a Unix socket. The result is invalid, with errno, if the process has ended or
+// belongs to another pid namespace. kKernel asks the socket, and falls back to kPidOnly on kernels older than 6.5. kPidOnly
+// opens `pid` (of SO_PEERCRED), then asks whether the peer's end is still open, because the number of an ended process may have
+// passed to another process.
 //
 // Source  unix(7), SO_PEERPIDFD.
 UniqueFd PeerPidfd(int socket, pid_t pid, PeerPidfdSource source = PeerPidfdSource::kKernel);

@@ -11,7 +11,8 @@
 
 namespace forebay::protocol {
 
-// sendmsg(2), again where a signal ends it, with a descriptor (-1: none) beside what `message` names.
+// Calls sendmsg(2), again if a signal interrupts it. Sends descriptor `fd` with the data of `message`; no descriptor if `fd` is
+// -1.
 inline ssize_t SendWithDescriptor(int socket, msghdr message, int fd, int flags) {
   alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(fd))> control{};
   if (fd >= 0) {

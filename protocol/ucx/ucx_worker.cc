@@ -19,7 +19,8 @@ namespace {
 
 constexpr unsigned kMessageId = 0;
 constexpr std::chrono::milliseconds kCloseLimit{100};
-// From here on data goes straight to where the receiver wants it: over TCP, in messages of 1 MiB, 3.2 GB/s against 1.8.
+// Smallest message whose data UCX writes directly to the receiver's destination: over TCP, in messages of 1 MiB, 3.2 GB/s
+// instead of 1.8 GB/s.
 constexpr size_t kDirectBytes = size_t{64} << 10;
 // Transports whose reads need no program on the other side.
 constexpr std::string_view kReadingTransports[] = {"rc_", "dc_", "ugni"};
@@ -37,7 +38,7 @@ struct UcxOperation {
   const char* what;
   UcxDone on_done;
   std::shared_ptr<const void> owner;
-  std::shared_ptr<UcxEndpointState> endpoint;  // none of a receive
+  std::shared_ptr<UcxEndpointState> endpoint;  // null for a receive
 };
 
 struct UcxEndpointState {
@@ -177,7 +178,7 @@ UcxEndpoint::~UcxEndpoint() {
 void UcxEndpoint::Send(std::span<const std::byte> header, std::span<const std::byte> data,
                        std::shared_ptr<const void> owner, UcxDone on_done) {
   ++state_->in_flight;
-  // UCX keeps no copy of the header of what it sends later.
+  // UCX does not copy the header of a message that it sends later, so the operation holds it.
   struct Kept {
     std::vector<std::byte> header;
     std::shared_ptr<const void> owner;

@@ -46,8 +46,8 @@ class UcxArrival {
   std::span<const std::byte> header() const { return header_; }
   uint64_t size_bytes() const { return size_bytes_; }
 
-  // Brings all of its data to `to`, of size_bytes(). At most once; without it the data is dropped. `owner` keeps the
-  // memory until the data is there or has failed.
+  // Receives all data of the message into `to`, of size_bytes(). At most once; without this call the data is dropped. `owner`
+  // holds the memory until the data has arrived or failed.
   void Receive(std::span<std::byte> to, std::shared_ptr<const void> owner, UcxDone on_done);
 
  private:
@@ -61,9 +61,9 @@ class UcxArrival {
   bool was_received_ = false;
 };
 
-// Memory that peers with its key may read; they can no more once it is destroyed.
+// Memory that peers with its key may read. After the destructor no peer can read it.
 //
-// Ownership  Borrows its worker, and the memory.
+// Ownership  Borrows the worker and the memory.
 class UcxMemory {
  public:
   ~UcxMemory();
@@ -90,17 +90,17 @@ class UcxEndpoint {
   UcxEndpoint(const UcxEndpoint&) = delete;
   UcxEndpoint& operator=(const UcxEndpoint&) = delete;
 
-  // Sends header and data as one message. The header is copied; `owner` keeps the data until `on_done`.
+  // Sends header and data as one message. The header is copied. `owner` holds the data until `on_done`.
   void Send(std::span<const std::byte> header, std::span<const std::byte> data,
             std::shared_ptr<const void> owner, UcxDone on_done);
 
   // Sets the key of the peer's memory (UcxMemory::key), which Get reads.
   absl::Status SetRemoteMemory(std::span<const std::byte> key);
-  // Reads the peer's memory.
+  // Reads the peer's memory, whose key was set.
   void Get(std::span<std::byte> to, uint64_t remote_address, std::shared_ptr<const void> owner,
            UcxDone on_done);
 
-  // Whether a transport of this endpoint reads remote memory in hardware: InfiniBand, RoCE.
+  // Returns whether a transport of this endpoint reads remote memory in hardware: InfiniBand, RoCE.
   bool reads_in_hardware() const;
 
   uint64_t in_flight() const;
@@ -123,18 +123,19 @@ class UcxWorker {
 
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
-  ~UcxWorker();  // after its endpoints and memory
+  ~UcxWorker();  // to be called after the destructors of its endpoints and memory
 
   std::span<const std::byte> address() const;
   void SetHandler(OnArrival on_arrival);
 
-  // `on_error`: the peer is gone; called from Progress(), at most once.
+  // Connects to the worker at `address`. `on_error` is called from Progress(), at most once, if the peer has closed the
+  // connection or died.
   absl::StatusOr<std::unique_ptr<UcxEndpoint>> Connect(std::span<const std::byte> address,
                                                        UcxDone on_error);
   absl::StatusOr<std::unique_ptr<UcxMemory>> Map(std::span<const std::byte> memory);
 
   bool Progress();  // true: something was done
-  // True: nothing is left to do until fd() is readable.
+  // Returns true if no work is left until fd() is readable.
   bool PrepareSleep();
   int fd() const;
 
