@@ -40,7 +40,7 @@ constexpr std::string_view kHint =
     "give all paths of the volume, in the order and with the sizes that it was made with; "
     "forebayd --reclaim gives up its jobs";
 
-// Labels and records at the ends of a path, where a path of any volume may have them.
+// Labels and records read from the ends of a path, at the positions that every volume uses for them.
 struct Ends {
   std::string name;
   std::vector<Label> labels;
@@ -52,8 +52,8 @@ std::string Text(size_t index, const Ends& path) {
   return absl::StrFormat("swap path %d (%s)", index, path.name);
 }
 
-// Closed: there is none, or it cannot be opened.
-// `end_bytes`: where its volume ends, unless a label says otherwise.
+// Opens the swap file or device of a path for reading. Returns an invalid descriptor if the file does not exist or cannot be
+// opened. Sets `name` to the name of the file or device. Sets `end_bytes` to the end of its volume; a label may say otherwise.
 protocol::UniqueFd OpenPath(const PathOptions& options, uint64_t& end_bytes, std::string& name) {
   struct stat status {};
   name = options.path;
@@ -87,7 +87,7 @@ class EndsReader {
   }
 
  private:
-  // Zeros behind the end.
+  // Reads a page into page_. Bytes past the end of the file are zeros.
   absl::Status ReadPage(uint64_t offset_bytes) {
     std::ranges::fill(page_.bytes(), std::byte{0});
     const ssize_t read =
@@ -134,9 +134,9 @@ bool HasLabel(std::span<const Ends> paths, const VolumeId& volume) {
   });
 }
 
-// Returns the records that count. All records at the head of the first path and at the tail of the last path do: these are the
-// places for records. The other ends hold data, to which a client may have given any content: a record there counts only if one
-// of the paths has a label of its volume.
+// Returns the records that count. All records at the head of the first path and at the tail of the last path count: these are
+// the positions for records. The other ends hold data, to which a client may have given any content. A record at such an end
+// counts only if one of the paths has a label of the record's volume.
 std::vector<Record> RecordsOf(std::span<const Ends> paths) {
   std::vector<Record> records = paths.front().head_records;
   records.insert(records.end(), paths.back().tail_records.begin(), paths.back().tail_records.end());
@@ -149,7 +149,7 @@ std::vector<Record> RecordsOf(std::span<const Ends> paths) {
   return records;
 }
 
-// Checks, after no ledger was found, that none was lost. A volume has at least one whole record from its creation on.
+// Checks that no ledger was lost. Call it if no ledger was found. A volume has at least one intact record from its creation on.
 absl::Status CheckNoneWasLost(std::span<const Ends> paths, std::span<const Record> records) {
   if (!records.empty()) return absl::OkStatus();
   for (size_t i = 0; i < paths.size(); ++i) {
@@ -177,7 +177,7 @@ const Record& NewestOf(const VolumeId& volume, std::span<const Record> records) 
   });
 }
 
-// The path's part of the volume, or what is there instead.
+// Returns the label of the path in the volume. The error says what the path holds instead, or which size or order differs.
 absl::StatusOr<Label> PartOf(const VolumeId& volume, size_t index, size_t count,
                              const PathOptions& options, const Ends& path) {
   const auto label = std::ranges::find(path.labels, volume, &Label::volume);

@@ -31,17 +31,17 @@ struct Load {
   constexpr uint64_t bytes() const { return request_bytes * depth; }
 };
 
-// By the bytes that they keep in flight.
+// Loads to measure, in ascending order of bytes in flight.
 constexpr std::array kLoads = {
     Load{256 * kKiB, 1}, Load{kMiB, 1},  Load{256 * kKiB, 8}, Load{kMiB, 4},  Load{256 * kKiB, 32},
     Load{kSlotBytes, 1}, Load{kMiB, 16}, Load{8 * kMiB, 2},   Load{kMiB, 32}, Load{8 * kMiB, 4}};
 constexpr uint64_t kAloneBytes = kMiB;
 constexpr uint64_t kMemoryBytes = 32 * kMiB;
-// The first writes of slots: a slow path ends with the smaller ones.
+// Loads of the first writes of slots, in this order. On a slow path only the smaller writes are made.
 constexpr std::array kFirstWrites = {Load{256 * kKiB, 1}, Load{256 * kKiB, 8}, Load{kMiB, 4},
                                      Load{kSlotBytes, 2}};
 
-// Shares of a path's time: the first writes, each load, the rates of writes and of both.
+// Shares of a path's time: for the first writes, and for the write and the mixed rate. Each load has one share for reads.
 constexpr int kShareFirst = 4;
 constexpr int kShareRate = 3;
 constexpr int kShares = kShareFirst + static_cast<int>(kLoads.size()) + 2 * kShareRate;
@@ -50,16 +50,16 @@ static_assert(std::ranges::all_of(kLoads, [](const Load& load) {
   return load.depth <= kSlotsMin && load.bytes() <= kMemoryBytes;
 }));
 
-// kFirst: writes of slots, each once.
+// Kind of the requests. kFirst: writes each slot once.
 enum class Mode : uint8_t { kFirst, kRead, kWrite, kMixed };
 
-// Nothing is begun that would end after its time at the rate of what went before: on a path that is too slow
-// for a load, smaller ones alone are measured.
+// Measures the rates of paths. Does not start requests that would end too late at the rate measured so far: on a slow path only
+// small loads are measured.
 class Prober {
  public:
   Prober(Volume& volume, IoEngine& engine, const ProbeClock& now)
       : volume_(volume), engine_(engine), now_(now) {
-    (void)engine_.RegisterBuffer(memory_.bytes());  // speed alone
+    (void)engine_.RegisterBuffer(memory_.bytes());  // only for speed
   }
   ~Prober() { engine_.UnregisterBuffer(memory_.bytes()); }
   Prober(const Prober&) = delete;
@@ -96,7 +96,7 @@ class Prober {
  private:
   struct Place {
     Slot slot;
-    uint64_t written_bytes = 0;  // from its start
+    uint64_t written_bytes = 0;  // bytes written from the start of the slot
     bool is_busy = false;
   };
   struct InFlight {
@@ -122,19 +122,20 @@ class Prober {
     return share;
   }
 
-  // The starts of all slots, or of as many as there is time for.
+  // Writes the start of every slot, or of as many slots as the time allows.
   absl::Status WriteFirst() {
     const Clock::duration share = Share(kShareFirst);
     const Clock::time_point end = now_() + share;
     for (const Load& load : kFirstWrites) {
-      // Nothing is known of the path before the first of these.
+      // The rate of the path is unknown before the first write.
       const Clock::duration time = write_rate_ == 0 ? share / 2 : end - now_();
       RETURN_IF_ERROR(Run(Mode::kFirst, load, time, slots_.size()).status());
     }
     return absl::OkStatus();
   }
 
-  // With the largest load up to this one for which there is time.
+  // Measures the rate with the largest load, up to `load_index`, for which the time suffices. Returns 0 if the time suffices
+  // for no load.
   absl::StatusOr<double> RunUpTo(Mode mode, size_t load_index) {
     const Clock::duration time = Share(kShareRate);
     for (size_t i = load_index + 1; i-- > 0;) {
@@ -146,14 +147,14 @@ class Prober {
     return 0.0;
   }
 
-  // Bytes a second that the mode is expected to reach, by the rates measured so far. 0: nothing is known.
+  // Returns the bytes a second that the mode is expected to reach, from the rates measured so far; 0 if no rate is known.
   double ExpectedRate(Mode mode) const {
     if (mode == Mode::kFirst || mode == Mode::kWrite || read_rate_ == 0) return write_rate_;
     return mode == Mode::kRead ? read_rate_ : std::min(read_rate_, write_rate_);
   }
 
-  // Bytes a second, with always so many requests in flight until the time or the requests are over. 0: there
-  // is no time for it, or too few slots that are written so far.
+  // Returns the rate in bytes a second with load.depth requests in flight until the time is over or `requests_max` requests
+  // were made. Returns 0 if the time does not suffice, or if too few slots were written so far.
   absl::StatusOr<double> Run(Mode mode, Load load, Clock::duration time,
                              uint64_t requests_max = UINT64_MAX) {
     places_ = slots_.size();
@@ -201,7 +202,8 @@ class Prober {
     return rate;
   }
 
-  // The next slot that nothing uses, of the first `places_`: there are as many as requests at once.
+  // Returns the next idle slot of the first `places_`. At least one is idle, because `places_` is at least the number of
+  // requests at once.
   size_t AllocatePlace() {
     while (slots_[next_ % places_].is_busy) ++next_;
     const size_t place = next_++ % places_;
@@ -209,7 +211,8 @@ class Prober {
     return place;
   }
 
-  // Tokens of what has ended, one at least. Errors: of the first that failed, when all have ended.
+  // Waits until at least one request has ended. Returns the tokens of the ended requests. If a request failed, waits for all
+  // requests and returns the first error.
   absl::StatusOr<std::vector<uint64_t>> Wait() {
     std::vector<Finished> finished;
     std::array<Completion, 64> completions;

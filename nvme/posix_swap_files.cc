@@ -57,14 +57,14 @@ struct Candidate {
 
   uint32_t index = 0;
   std::string name;  // name of the file or device
-  UniqueFd lock;     // the directory, or the device itself
-  UniqueFd file;     // O_DIRECT
+  UniqueFd lock;     // descriptor of the directory or the device, which is locked
+  UniqueFd file;     // descriptor of the file, opened with O_DIRECT
   bool is_device = false;
-  bool created = false;         // by this call
-  bool grown = false;           // perhaps, by this call
-  uint64_t capacity_bytes = 0;  // wanted
+  bool created = false;         // this call created the file
+  bool grown = false;           // this call may have grown the file
+  uint64_t capacity_bytes = 0;  // bytes to reserve
   uint64_t old_bytes = 0;       // length of the file or device before this call
-  uint64_t old_allocated = 0;   // bytes of its blocks
+  uint64_t old_allocated = 0;   // bytes of the blocks before this call
   dev_t device = 0;             // device of the file system
 };
 
@@ -135,7 +135,8 @@ absl::Status AwaitTransfersOfTheDead(Candidate& path) {
   return absl::OkStatus();
 }
 
-// O_DIRECT may open and still mean nothing (tmpfs), or want more than our alignment.
+// Checks that O_DIRECT works: an open with O_DIRECT may succeed without effect (tmpfs), or the file may need a larger alignment
+// than kIoAlignment.
 absl::Status CheckDirect(const Candidate& path) {
   constexpr std::string_view kHint = "use a directory on a disk file system such as ext4 or XFS";
   struct statfs system {};
@@ -150,7 +151,7 @@ absl::Status CheckDirect(const Candidate& path) {
   struct statx status {};
   if (statx(path.file.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0 ||
       (status.stx_mask & STATX_DIOALIGN) == 0) {
-    return absl::OkStatus();  // the kernel does not say; the open itself went well
+    return absl::OkStatus();  // the kernel reports no alignment; the open succeeded
   }
   if (status.stx_dio_mem_align == 0 || status.stx_dio_offset_align == 0) {
     return MakeError(ErrorId::kSwapPath,
@@ -324,7 +325,8 @@ absl::Status CheckSpace(std::span<const Candidate> paths) {
   return absl::OkStatus();
 }
 
-// fallocate keeps blocks that are there already: they are written, and need no metadata later.
+// Reserves the space of a path. fallocate() retains allocated blocks: they are written already, and need no metadata updates
+// later.
 absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
   if (path.is_device) return absl::OkStatus();
   const int file = path.file.get();

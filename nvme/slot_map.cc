@@ -43,7 +43,7 @@ std::optional<std::vector<Slot>> SlotMap::Allocate(uint64_t count, uint64_t slot
   while (slots.size() < count) {
     std::optional<Slot> best;
     for (uint32_t i = 0; i < paths_.size(); ++i) {
-      // The path with the fewest of these slots for its weight.
+      // Takes the path with the fewest of these slots in proportion to its weight.
       if (best && (given[i] + 1) * paths_[best->path].space.weight >=
                       (given[best->path] + 1) * paths_[i].space.weight) {
         continue;

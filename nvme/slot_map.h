@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The free space of all swap paths, given out as slots.
+// Free space of all swap paths, allocated as slots.
 #pragma once
 
 #include <compare>
@@ -10,8 +10,8 @@
 
 namespace forebay::nvme {
 
-// A piece of one path. What it holds is known to its user's ledger alone, which also chooses the slot
-// of each write (BlockLedger).
+// A range of bytes on a path. Only the ledger of the slot's user knows the content, and chooses the slot of each write
+// (BlockLedger).
 struct Slot {
   uint32_t path = 0;
   uint64_t offset_bytes = 0;
@@ -24,12 +24,12 @@ struct Slot {
 struct PathSpace {
   uint64_t begin_bytes = 0;
   uint64_t end_bytes = 0;
-  // Share of the slots; > 0.
+  // Weight of the path when slots are spread over paths; > 0.
   uint32_t weight = 1;
 };
 
-// Admission and allocation use one and the same count: Allocate() gives whatever SlotsFree() has
-// promised, however fragmented the space is.
+// Map of the free space. SlotsFree() and Allocate() use the same count: Allocate() succeeds for every count up to SlotsFree(),
+// even if the space is fragmented.
 //
 // Threads  A value; const calls may run at once.
 // Limits   O(free ranges) a slot: for setup, not for every transfer. No heap allocation of one slot where as many
@@ -42,14 +42,14 @@ class SlotMap {
   // Number of slots of `slot_bytes` > 0 that can be allocated.
   uint64_t SlotsFree(uint64_t slot_bytes) const;
 
-  // `count` slots, spread over the paths by weight so that any run of them uses every path; nothing
-  // where SlotsFree() is below `count`.
+  // Allocates `count` slots, spread over the paths by weight so that consecutive slots use every path. Returns nothing if
+  // SlotsFree() is below `count`.
   std::optional<std::vector<Slot>> Allocate(uint64_t count, uint64_t slot_bytes);
 
-  // Allocates a slot on this path, if there is room.
+  // Allocates a slot on this path. Returns nothing if the path has no room.
   std::optional<Slot> AllocateOn(uint32_t path, uint64_t slot_bytes);
 
-  // Marks one slot as used; false where some of it is used or outside the data.
+  // Marks one slot as used. Returns false if a part of the slot is used already, or outside the data.
   bool Reserve(const Slot& slot);
 
   void Free(std::span<const Slot> slots);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The seam to the file system: what a Volume does once, blocking, when it is opened. Everything
-// later goes through the IoEngine.
+// Interface to the file system for the blocking steps of Volume::Open(). Later transfers use the IoEngine.
 #pragma once
 
 #include <cstddef>
@@ -21,20 +20,20 @@ namespace forebay::nvme {
 inline constexpr const char* kSwapFileName = "forebay.swap";
 
 struct PathOptions {
-  // A directory (its file kSwapFileName is used), or a block device.
+  // A directory, whose file kSwapFileName is used, or a block device.
   std::string path;
-  // > 0, rounded up to 4 KiB; what is reserved.
+  // Bytes to reserve; > 0, rounded up to a multiple of 4 KiB.
   uint64_t capacity_bytes = 0;
-  // >= 1; share of the slots, by measured bandwidth for example.
+  // Weight of the path when slots are spread over paths, for example its measured bandwidth; >= 1.
   uint32_t weight = 1;
 };
 
-// kKept: the file stays, and the next opener reclaims or recovers it. kUnlinked: the file loses its
-// name when it is opened, so that the space is free as soon as the process ends, however it ends.
+// Life of a swap file. kKept: the file remains, and the next opener reclaims or recovers it. kUnlinked: the file loses its name
+// when it is opened, so that its space is freed whenever the process ends, even if it is killed.
 enum class FileLife { kKept, kUnlinked };
 
-// kReclaim: the volume is made anew. kRecover: the newest durable ledger is read back. kInspect: likewise, through
-// descriptors that cannot write; nothing on the paths is changed.
+// Way to open a volume. kReclaim: creates an empty volume. kRecover: reads the newest durable ledger. kInspect: reads the
+// newest durable ledger through read-only descriptors; changes nothing on the paths.
 enum class OpenMode { kReclaim, kRecover, kInspect };
 
 // An open, locked path. Calls block; they are for Volume::Open() only.
@@ -48,12 +47,12 @@ class SwapFile {
   virtual absl::Status Read(uint64_t offset_bytes, std::span<std::byte> bytes) = 0;
   virtual absl::Status Write(uint64_t offset_bytes, std::span<const std::byte> bytes) = 0;
   virtual absl::Status Sync() = 0;
-  // After the last transfer: whoever opens the path next need not wait until the kernel lets go of the file, which io_uring
-  // may hold for as long as its ring is not looked at.
+  // Unlocks the path after the last transfer, so that the next opener need not wait until the kernel releases the file.
+  // io_uring may hold the file for as long as its ring is not polled.
   virtual void Unlock() = 0;
 };
 
-// Whether a path may be used, asked with the first 4 KiB of each that has them.
+// Checks whether a path may be used. Called with the first 4 KiB of each path that has 4 KiB.
 using CheckFirstPage =
     absl::FunctionRef<absl::Status(std::string_view name, std::span<const std::byte> page)>;
 
@@ -61,10 +60,9 @@ class SwapFileSystem {
  public:
   virtual ~SwapFileSystem() = default;
 
-  // Checks every path, then locks all of them, then reserves all of them: each returned file has
-  // its capacity_bytes. Nothing is left behind on an error, and nothing is reserved before every
-  // check has passed; `check` is one of them. Waits until the disk has ended what a process that was killed has asked
-  // it for, 20 s at most.
+  // Checks every path (also with `check`), then locks all paths, then reserves capacity_bytes on each. An error changes
+  // nothing: no path is reserved before all checks have passed. Waits up to 20 s until the disk has ended transfers of a killed
+  // process.
   //
   // Errors  E_SWAP_PATH   missing, neither directory nor block device, read-only, without O_DIRECT,
   //                       or named twice; with kRecover and kInspect also: no file, or shorter than its
@@ -75,7 +73,7 @@ class SwapFileSystem {
       std::span<const PathOptions> paths, OpenMode mode, FileLife life, CheckFirstPage check) = 0;
 };
 
-// The real one: O_DIRECT, flock, fallocate.
+// Returns the file system of the machine: O_DIRECT, flock, fallocate.
 std::unique_ptr<SwapFileSystem> MakePosixSwapFileSystem();
 
 }  // namespace forebay::nvme

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Verification of what was read from swap, against its checksum.
+// Verification of bytes that were read from swap, against their checksum.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ struct ExpectedContent {
   uint64_t checksum = 0;
 };
 
-// Whole pages of a slot, by what each of them was when it was written.
+// Expected digests of whole pages of a slot, computed when the pages were written.
 struct ExpectedPages {
   Slot slot = {};
   std::string_view path;
@@ -30,16 +30,17 @@ struct ExpectedPages {
   std::span<const uint64_t> digests;
 };
 
-// OK where `bytes` are the expected pages. As Verify below.
+// Returns OK if `bytes` are the expected pages. Threads and errors are those of Verify() below.
 absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> bytes);
 
-// OK where `bytes` are the expected ones.
+// Returns OK if `bytes` are the expected content.
 //
 // Threads  Pure; call it on a worker, after the read and before the first use.
 // Errors   E_CORRUPT  names path, offset and identity (hex).
 absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes);
 
-// Verifies bytes that were read in pieces, by the digests of all their pages, in order. As Verify above.
+// Verifies bytes that were read in pieces, by the digests of all their pages, in order. Threads and errors are those of
+// Verify() above.
 absl::Status VerifyDigests(const ExpectedContent& expected, std::span<const uint64_t> digests);
 
 }  // namespace forebay::nvme

@@ -62,8 +62,8 @@ absl::Status CheckOptions(const VolumeOptions& options) {
   return absl::OkStatus();
 }
 
-// A path whose label has another format. An older format held nothing durable: the volume is made
-// anew. What a newer one holds is unknown: it is refused.
+// Checks the format version of a path's label. An older format held nothing durable: kReclaim creates the volume from scratch.
+// A newer format is refused, because its content is unknown.
 absl::Status CheckVersion(OpenMode mode, std::string_view name, std::span<const std::byte> page) {
   const std::optional<uint32_t> version = internal::LabelVersion(page);
   if (!version || *version == internal::kFormatVersion) return absl::OkStatus();
@@ -82,7 +82,7 @@ absl::Status CheckVersion(OpenMode mode, std::string_view name, std::span<const 
 Volume::State::State(IoEngine& io_engine, const internal::Geometry& disk_geometry)
     : engine(io_engine),
       geometry(disk_geometry),
-      // Commits and zeroing have room of their own.
+      // Reserves request entries for commits and zeroing, in addition to reads and writes.
       requests(kRequestsMax + kPathsMax * (kZerosInFlight + 1) + 2 * internal::kCopies),
       area(disk_geometry.area_bytes()),
       record_page(protocol::kPageBytes) {
@@ -174,7 +174,7 @@ absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte
   if (state_->is_read_only) return ReadOnlyError();
   if (slots.empty()) return absl::InvalidArgumentError("zero: no slots are named");
   for (const Slot& slot : slots) {
-    // The first page alone is checked: a slot may be smaller than `zeros`.
+    // Checks only the first page, because a slot may be smaller than `zeros`.
     RETURN_IF_ERROR(state_->CheckSlot(slot, 0, zeros.first(std::min(zeros.size(), kIoAlignment))));
     const auto known = state_->slots.find({slot.path, slot.offset_bytes});
     if (known == state_->slots.end()) continue;
@@ -190,7 +190,7 @@ absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte
   }
   internal::ZeroBatch& batch = state_->zero_batches.emplace_back();
   batch.token = token;
-  batch.zeros = const_cast<std::byte*>(zeros.data());  // read through it alone
+  batch.zeros = const_cast<std::byte*>(zeros.data());  // used only to read
   batch.zeros_bytes = zeros.size();
   batch.paths.resize(state_->paths.size());
   for (const Slot& slot : slots) {
@@ -259,7 +259,7 @@ absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, u
   request.io = IoKind::kWrite;
   request.path = slot.path;
   request.offset_bytes = request.slot_offset_bytes = slot.offset_bytes;
-  request.data = const_cast<std::byte*>(bytes.data());  // read through it alone
+  request.data = const_cast<std::byte*>(bytes.data());  // used only to read
   request.size_bytes = bytes.size();
   const absl::Status status = state_->Start(index);
   if (!status.ok()) {

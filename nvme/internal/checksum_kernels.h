@@ -11,17 +11,17 @@ namespace forebay::nvme::internal {
 inline constexpr size_t kDigestedBytes = 4096;  // protocol::kPageBytes
 
 struct ChecksumKernels {
-  // XXH3-64 of each page, the last of which may be short; returns how many.
+  // Writes the XXH3-64 of each page to `digests`; the last page may be short. Returns the number of pages.
   size_t (*digest_pages)(const unsigned char* data, size_t size, uint64_t* digests);
-  // XXH3-64 of 32 bytes of identity, then of the digests.
+  // Returns the XXH3-64 of 32 bytes of identity followed by the digests.
   uint64_t (*of_digests)(const unsigned char* identity, const uint64_t* digests, size_t count);
-  // The two in one.
+  // Returns of_digests() of the digests of all pages of `data`.
   uint64_t (*of_bytes)(const unsigned char* identity, const unsigned char* data, size_t size);
 };
 
 extern const ChecksumKernels kBaselineChecksum;
 #if defined(__x86_64__)
-extern const ChecksumKernels kAvx2Checksum;  // only where the processor has AVX2
+extern const ChecksumKernels kAvx2Checksum;  // call it only on a processor with AVX2
 #endif
 
 }  // namespace forebay::nvme::internal

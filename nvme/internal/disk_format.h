@@ -25,7 +25,7 @@ inline constexpr uint32_t kOldVersionMax = 2;
 // Number of copies of each label, record and ledger: one at the head, one at the tail.
 inline constexpr uint32_t kCopies = 2;
 
-// At both ends of every path.
+// Label at both ends of every path.
 struct Label {
   uint64_t magic = kLabelMagic;
   uint32_t version = kFormatVersion;
@@ -45,12 +45,12 @@ struct Record {
   // Number of the ledger area: 0 or 1.
   uint32_t area = 0;
   VolumeId volume{};
-  // From 1.
+  // Sequence number of the record, from 1.
   uint64_t sequence = 0;
-  // Sequence and checksum of the last durable record before this one; 0: none.
+  // Sequence and checksum of the previous durable record; 0 if the record has no predecessor.
   uint64_t prev_sequence = 0;
   uint64_t prev_hash = 0;
-  // The area begins with so many slots; the ledger follows.
+  // Number of slot entries at the beginning of the area. The ledger follows them.
   uint64_t slots = 0;
   uint64_t ledger_bytes = 0;
   uint64_t area_checksum = 0;
@@ -66,30 +66,31 @@ struct SlotEntry {
 };
 static_assert(sizeof(SlotEntry) == 24);
 
-// Bytes of an area with `slots` slot entries and a ledger, rounded up to whole pages. Nothing if the sum overflows.
+// Returns the bytes of an area with `slots` slot entries and a ledger, rounded up to whole pages. Returns nothing if the sum
+// overflows.
 std::optional<uint64_t> AreaBytes(uint64_t slots, uint64_t ledger_bytes);
 
-// Labels and records fill one page and end in the XXH3 of what is before.
+// Offset of the checksum in a label or record. Each fills a page, which ends in the XXH3 of the bytes before.
 inline constexpr size_t kPageChecksumOffset = protocol::kPageBytes - sizeof(uint64_t);
 
 template <typename T>
 void EncodePage(const T& value, std::span<std::byte> page);
 
-// False where the page is not a whole one: wrong checksum, magic or version.
+// Decode a label or a record. Return false if the checksum, magic or version of the page is wrong.
 bool DecodePage(std::span<const std::byte> page, Label& label);
 bool DecodePage(std::span<const std::byte> page, Record& record);
 
-// Version of a whole label, whichever it is; nothing where the page holds none.
+// Returns the version of an intact label of any version. Returns nothing if the page holds no intact label.
 std::optional<uint32_t> LabelVersion(std::span<const std::byte> page);
 
-// The checksum that is stored in the page.
+// Returns the checksum that is stored in the page.
 uint64_t PageChecksum(std::span<const std::byte> page);
 bool IsZero(std::span<const std::byte> bytes);
 
-// Checksum of an area's slot entries and ledger, with the volume and the sequence of its record.
+// Returns the checksum of an area's slot entries and ledger, with the volume and the sequence of its record.
 uint64_t AreaChecksum(const Record& record, std::span<const std::byte> area);
 
-// A 4 KiB multiple on one path.
+// Position on a path, a multiple of 4 KiB.
 struct Place {
   uint32_t path = 0;
   uint64_t offset_bytes = 0;
@@ -112,7 +113,7 @@ class Geometry {
   uint64_t data_begin(uint32_t path) const;
   uint64_t data_end(uint32_t path) const;
 
-  // The smallest capacity that leaves room for one page of data.
+  // Returns the smallest capacity that has room for one page of data.
   uint64_t capacity_bytes_min(uint32_t path) const;
 
  private:

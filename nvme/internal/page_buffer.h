@@ -12,8 +12,8 @@
 
 namespace forebay::nvme::internal {
 
-// Owns `size_bytes` > 0, a multiple of kIoAlignment. A page is taken when it is used for the first time: a large
-// buffer that is hardly used costs little.
+// Buffer of `size_bytes` > 0 bytes, a multiple of kIoAlignment. The kernel allocates a page on its first use: a large buffer
+// that is hardly used costs little memory.
 class PageBuffer {
  public:
   explicit PageBuffer(size_t size_bytes)

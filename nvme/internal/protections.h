@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Switches for tests that show what each protection is for. Production never changes them.
+// Switches with which tests show the effect of each protection. Production does not change them.
 #pragma once
 
 namespace forebay::nvme::internal {
 
 struct Protections {
-  // A write never touches a slot that a durable ledger names.
+  // True if writes to a slot that a durable ledger names are refused.
   bool pins = true;
-  // A write that was given up keeps its slot until it has ended.
+  // True if a slot is not written again until an earlier write of it, which was given up, has ended.
   bool given_up_slots = true;
 };
 

@@ -96,7 +96,7 @@ void Volume::State::EncodeLedger(std::span<const std::byte> ledger,
 
   internal::Record& record = commit.record;
   record = {};
-  // Not the area of the last durable ledger, whatever failed commits have written since.
+  // Writes to the area that the last durable ledger does not use, even after failed commits.
   record.area = durable.sequence == 0 ? 0 : durable.area ^ 1;
   record.volume = id;
   record.sequence = ++last_sequence;
@@ -125,7 +125,7 @@ void Volume::State::Unpin(const NamedSlots& unpinned) {
 }
 
 void Volume::State::StartPart(IoKind io, Place place, std::span<std::byte> bytes) {
-  // There is always room: commits have entries of their own.
+  // Allocation cannot fail: request entries are reserved for commits.
   const absl::StatusOr<uint32_t> index = AllocateTransfer(RequestKind::kCommitPart, 0);
   Request& request = requests[*index];
   request.io = io;
@@ -214,8 +214,8 @@ void Volume::State::EndPart(const Request& request, const absl::Status& status,
 }
 
 absl::Status Volume::State::EndCommit() {
-  // Once its write has begun, a failed ledger may still be the one that recovery finds: it stays
-  // pinned beside those before it.
+  // If the write of a failed ledger has begun, recovery may still find that ledger. Its slots stay pinned, in addition to those
+  // of earlier ledgers.
   const bool unknown = commit.phase >= CommitPhase::kWriteLedger;
   commit.phase = CommitPhase::kIdle;
   if (commit.first_error.ok()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Volume: what happens once, blocking: a fresh start, or finding the newest durable state.
+// Volume: the blocking steps of Open(), which create an empty volume or find the newest durable state.
 #include <sys/random.h>
 
 #include <algorithm>
@@ -42,9 +42,8 @@ constexpr char kOtherVolumeHint[] =
 
 }  // namespace
 
-// The old labels of the first path are erased before the old records, and those before the new
-// labels are written: so a power cut in between leaves the old volume as it was, none, or the new
-// one, empty.
+// Erases the old labels of the first path, then the old records, then writes the new labels. A power cut in between leaves the
+// old volume unchanged, no volume, or the new, empty volume.
 absl::Status Volume::State::Initialise() {
   if (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
     return absl::InternalError(protocol::ErrnoText("getrandom", errno));
@@ -54,7 +53,7 @@ absl::Status Volume::State::Initialise() {
     RETURN_IF_ERROR(WriteNow(geometry.LabelPlace(0, copy), zeros));
   }
   RETURN_IF_ERROR(SyncNow());
-  // Sequence 0, an empty ledger: what recovery falls back to where the first commit was cut short.
+  // Writes an empty ledger with sequence 0, to which recovery falls back if the first commit is interrupted.
   Record empty{.area = 1, .volume = id};
   empty.area_checksum = internal::AreaChecksum(empty, {});
   PageBuffer first(kPageBytes);
@@ -101,7 +100,7 @@ absl::Status Volume::State::SyncNow() {
   return absl::OkStatus();
 }
 
-// Every path must have a label of one and the same volume, made with these options.
+// Checks that every path has a label of the same volume, created with these options.
 absl::Status Volume::State::FindVolume() {
   std::vector<std::vector<Label>> labels(paths.size());
   for (uint32_t path = 0; path < paths.size(); ++path) {
@@ -144,10 +143,10 @@ absl::Status Volume::State::FindVolume() {
                    kOtherVolumeHint);
 }
 
-// Whole records of this volume, newest first, each once.
+// Returns the intact records of this volume, the newest first, without duplicates.
 absl::StatusOr<std::vector<Record>> Volume::State::FindRecords() {
-  std::vector<std::pair<Record, uint64_t>> whole;  // with its hash
-  std::array<uint32_t, 2> whole_copies{};          // by place
+  std::vector<std::pair<Record, uint64_t>> whole;  // record and its checksum
+  std::array<uint32_t, 2> whole_copies{};          // number of intact copies of each record
   uint32_t zeros = 0;
   for (uint32_t slot = 0; slot < 2; ++slot) {
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
@@ -168,7 +167,7 @@ absl::StatusOr<std::vector<Record>> Volume::State::FindRecords() {
       }
     }
   }
-  // The second commit, of whose records each names one before it, has written the last place.
+  // If a record names a predecessor, two commits have written both record positions. A page of zeros is then a damaged record.
   const bool all_written =
       std::ranges::any_of(whole, [](const auto& one) { return one.first.prev_sequence > 0; });
   if (all_written) recovery.damaged_records += zeros;
@@ -181,7 +180,7 @@ absl::StatusOr<std::vector<Record>> Volume::State::FindRecords() {
     const Record& record = candidate.first;
     last_sequence = std::max(last_sequence, record.sequence);
     if (!records.empty() && records.back().sequence == record.sequence) continue;
-    // Hash-chained: the one it was written after must be the one that is there.
+    // Skips a record whose predecessor on disk has another checksum than the predecessor that the record names.
     const bool broken = std::any_of(whole.begin(), whole.end(), [&record](const auto& other) {
       return record.prev_sequence > 0 && other.first.sequence == record.prev_sequence &&
              other.second != record.prev_hash;
@@ -195,7 +194,7 @@ absl::StatusOr<std::vector<Record>> Volume::State::FindRecords() {
   return records;
 }
 
-// False where an entry names space that is outside the data or named twice.
+// Returns false if an entry names space outside the data, or space that another entry names too.
 bool Volume::State::AdoptSlots(const Record& record, std::span<const std::byte> bytes,
                                std::vector<Slot>& found) const {
   std::vector<PathSpace> spaces;
@@ -247,7 +246,7 @@ absl::Status Volume::State::Recover() {
       recovery.fell_back = recovery.fell_back || !found_whole;
       continue;
     }
-    // The one before the newest stays pinned too, so that damage to the newest leaves a whole one.
+    // Slots of the ledger before the newest stay pinned too, so that damage to the newest leaves an intact ledger.
     Pin(record.sequence, found);
     std::swap(named.front(), named.back());
     if (found_whole) continue;

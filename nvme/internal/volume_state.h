@@ -31,17 +31,17 @@ namespace internal {
 struct SlotState {
   uint64_t size_bytes = 0;
   bool writing = false;
-  // The last write failed: the content may be anything.
+  // True if the last write failed: the content may be anything.
   bool broken = false;
-  // A write that was given up has not ended.
+  // True if a write that was given up has not ended.
   bool given_up = false;
-  // A failed flush should have covered the last write.
+  // True if a flush after the last write failed: the write may be lost.
   bool doubted = false;
-  // Reads in flight.
+  // Number of reads in flight.
   uint32_t readers = 0;
-  // Ledgers that recovery may find and that name it.
+  // Number of ledgers that recovery may find and that name the slot.
   uint32_t pins = 0;
-  // Among the writes of its path; 0: flushed.
+  // Number of the last write of the slot, counted among the writes of its path; 0 if the write is flushed.
   uint64_t write_number = 0;
 
   bool is_default() const {
@@ -52,22 +52,23 @@ struct SlotState {
 using SlotKey = std::pair<uint32_t, uint64_t>;  // path, offset
 
 struct Answers {
-  // Requests in flight that were given up.
+  // Number of requests in flight that were given up.
   uint32_t given_up = 0;
-  // When the disk has last answered one.
+  // Time of the disk's last answer to a request.
   uint64_t answered_ns = 0;
 };
 
 struct Path {
   std::unique_ptr<SwapFile> file;
-  // At the engine.
+  // Index of the file at the engine.
   std::optional<FileIndex> index;
   PathSpace space;
-  // Finished writes; those up to `flushed` are durable.
+  // Number of finished writes. The first `flushed` of them are durable.
   uint64_t writes = 0;
   uint64_t flushed = 0;
   uint32_t zeros_in_flight = 0;
-  // To reads, and to writes and zeroing: a disk that ends no writes may still serve reads.
+  // Answers of the disk to reads, and to writes and zeroing. They are separate because a disk that ends no writes may still
+  // answer reads.
   Answers to_reads;
   Answers to_writes;
   Answers& answers_to(IoKind io) { return io == IoKind::kRead ? to_reads : to_writes; }
@@ -107,18 +108,18 @@ struct Request {
   uint64_t token = 0;
   uint32_t path = 0;
   uint64_t offset_bytes = 0;
-  uint64_t slot_offset_bytes = 0;  // of a slot's read or write: where the slot begins
+  uint64_t slot_offset_bytes = 0;  // offset of the slot that is read or written
   std::byte* data = nullptr;
   size_t size_bytes = 0;
   size_t done_bytes = 0;
-  // Tries in a row without progress; failures.
+  // Number of consecutive tries without progress, and number of failures.
   int stalls = 0;
   int errors = 0;
   // Time when the engine got the request.
   uint64_t start_ns = 0;
   bool late = false;
   bool given_up = false;
-  // For a flush: the path's number of writes when it was submitted.
+  // Number of writes of the path when a flush was submitted; unused in other requests.
   uint64_t covers = 0;
   ZeroBatch* batch = nullptr;
 };
@@ -133,7 +134,7 @@ struct NamedSlots {
 
 struct CommitState {
   CommitPhase phase = CommitPhase::kIdle;
-  // Requests of this phase in flight.
+  // Number of requests of this phase in flight.
   uint32_t parts = 0;
   uint64_t token = 0;
   absl::Status first_error;
@@ -196,7 +197,7 @@ struct Volume::State {
   void StartPart(IoKind io, internal::Place place, std::span<std::byte> bytes);
   void EndPart(const internal::Request& request, const absl::Status& status,
                std::vector<Finished>& finished);
-  // True when the commit has ended, well or not.
+  // Starts the next phase of the commit. Returns true if the commit has ended, successfully or not.
   bool AdvanceCommit();
   absl::Status EndCommit();
   void EndFlush(const internal::Request& request, const absl::Status& status);
@@ -213,18 +214,18 @@ struct Volume::State {
 
   std::vector<internal::Request> requests;
   std::vector<uint32_t> free_requests;
-  // Reads and writes.
+  // Number of unfinished reads and writes.
   uint32_t user_requests = 0;
-  // Oldest first.
+  // Zero() calls that have not ended, the oldest first.
   std::list<internal::ZeroBatch> zero_batches;
 
   internal::CommitState commit;
   internal::PageBuffer area;
   internal::PageBuffer record_page;
-  // Sequence 0: none.
+  // Record of the last durable commit; sequence 0: no commit.
   internal::Record durable;
   std::vector<std::byte> durable_ledger;
-  // Oldest first: the last two durable ones, then those of unknown outcome.
+  // Slots of ledgers, the oldest first: the last two durable ledgers, then ledgers whose commit has an unknown outcome.
   std::deque<internal::NamedSlots> named;
   // Newest sequence number, including those of commits that failed.
   uint64_t last_sequence = 0;

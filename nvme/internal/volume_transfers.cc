@@ -27,7 +27,7 @@ using internal::ZeroBatch;
 
 constexpr double kSecondNs = 1e9;
 
-// Token: tag, 16 bits of index, 32 bits of generation.
+// Returns the engine token of a request: tag, 16 bits of index, 32 bits of generation.
 uint64_t EngineToken(uint32_t index, uint32_t generation) {
   return Volume::kTokenTag | (static_cast<uint64_t>(index) << 32) | generation;
 }
@@ -80,14 +80,14 @@ absl::Status Volume::State::GivenUpError(const Slot& slot) const {
                       PathText(slot.path), slot.offset_bytes));
 }
 
-// E_SWAP_TIMEOUT while the path is silent to such requests.
+// Returns E_SWAP_TIMEOUT if the path does not answer requests of this kind.
 absl::Status Volume::State::CheckAnswers(uint32_t index, IoKind io) const {
   const internal::Path& path = paths[index];
   const bool is_read = io == IoKind::kRead;
   const internal::Answers& answers = is_read ? path.to_reads : path.to_writes;
   if (answers.given_up == 0) return absl::OkStatus();
   const uint64_t silent_ns = now_ns() - answers.answered_ns;
-  // One request goes through to see whether the path answers again.
+  // Lets one request through, which shows whether the path answers again.
   const bool has_other = std::ranges::any_of(requests, [index, is_read](const Request& request) {
     return request.active && request.path == index && !request.given_up &&
            request.kind != RequestKind::kCommitPart && (request.io == IoKind::kRead) == is_read;
@@ -168,7 +168,7 @@ absl::Status Volume::State::Start(uint32_t index) {
                         .token = EngineToken(index, request.generation)});
 }
 
-// Keeps kZerosInFlight pieces on the path, of the oldest batch that has any left there.
+// Starts pieces of zeros until kZerosInFlight are in flight on the path. Takes pieces of the oldest batch first.
 void Volume::State::StartZeros(uint32_t path, std::vector<Finished>& finished) {
   for (ZeroBatch& batch : zero_batches) {
     ZeroBatch::Cursor& cursor = batch.paths[path];
@@ -249,12 +249,13 @@ void Volume::State::EndZero(const Request& request, const absl::Status& status,
   StartZeros(request.path, finished);
 }
 
-// Counts one result. True when the request has ended, with `status`; false: start the rest.
+// Counts the result of a transfer. Returns true if the request has ended, with `status`. Returns false if the rest of the
+// request must be started.
 bool Volume::State::Account(Request& request, int64_t result, absl::Status& status) {
   PathStats& stats = paths[request.path].stats;
   if (request.io == IoKind::kFlush) {
     ++stats.flushes;
-    // Never repeated: after a failure the kernel may have dropped what it could not write.
+    // A failed flush is never repeated: after the failure the kernel may have dropped bytes that it could not write.
     if (result < 0) status = IoError(request, static_cast<int>(-result));
     return true;
   }
@@ -279,7 +280,7 @@ bool Volume::State::Account(Request& request, int64_t result, absl::Status& stat
     request.done_bytes = request.size_bytes;
     return true;
   }
-  // Short: go on from the last whole piece; O_DIRECT needs aligned offsets.
+  // A short transfer continues after the last whole multiple of kIoAlignment, because O_DIRECT needs aligned offsets.
   const size_t whole = static_cast<size_t>(result) / kIoAlignment * kIoAlignment;
   request.done_bytes += whole;
   request.stalls = whole > 0 ? 0 : request.stalls + 1;

@@ -17,20 +17,20 @@ enum class EngineChoice : uint8_t { kAuto, kUring, kThreads };
 struct EngineOptions {
   EngineChoice choice = EngineChoice::kAuto;
   uint32_t depth = 128;  // transfers the kernel holds at once, 1 to IoEngine::kBacklogMax
-  uint32_t threads = 4;  // of the thread engine, 1 to 64
+  uint32_t threads = 4;  // threads of the thread engine, 1 to 64
 };
 
 struct ChosenEngine {
   std::unique_ptr<IoEngine> engine;
-  std::string reason;  // why not io_uring; empty where it is, or where threads were asked for
+  std::string reason;  // why io_uring is not used; empty if it is used, or if kThreads was chosen
 };
 
-// OK where this process may make an io_uring and a no-op through it completes.
+// Returns OK if this process can create an io_uring and a no-op through the ring completes.
 absl::Status ProbeUring();
 
-// kAuto: io_uring wherever ProbeUring() is OK, else threads with the reason.
+// Creates the IoEngine. kAuto uses io_uring if ProbeUring() returns OK, otherwise threads.
 //
-// Errors  E_UNSUPPORTED  kUring was asked for and does not work here; the cause.
+// Errors  E_UNSUPPORTED  kUring was chosen, but io_uring does not work on this machine; the cause.
 absl::StatusOr<ChosenEngine> CreateIoEngine(const EngineOptions& options = {});
 
 }  // namespace forebay::nvme

@@ -30,12 +30,13 @@ struct IoRequest {
   uint64_t offset_bytes = 0;
   std::byte* data = nullptr;
   size_t size_bytes = 0;
-  uint64_t token = 0;  // comes back in the Completion; two requests may share one
+  uint64_t token = 0;  // copied to the Completion; requests may share a token
 };
 
 struct Completion {
   uint64_t token = 0;
-  // kRead, kWrite: bytes, maybe fewer than asked; kFlush: 0; kEvent: the counter; or -errno.
+  // Number of bytes of a read or write, which may be fewer than requested; 0 for a flush; the counter for an event. Negative:
+  // -errno.
   int64_t result = 0;
   IoKind kind = IoKind::kFlush;
 
@@ -66,60 +67,57 @@ class IoEngine {
 
   virtual std::string_view name() const = 0;  // "io_uring", "threads", "simulated"
 
-  // Makes `fd` known; the caller keeps it open until UnregisterFile() or the engine's end.
+  // Registers `fd` for transfers. The caller must not close `fd` before UnregisterFile() or the end of the engine.
   //
   // Errors  kResourceExhausted  kFilesMax reached, or the kernel refused.
   virtual absl::StatusOr<FileIndex> RegisterFile(int fd) = 0;
 
-  // Forgets the file, which the kernel may hold open until then. No transfer of it may be in flight.
-  // Unknown indices are ignored.
+  // Unregisters the file, which the kernel may hold open until then. No transfer of the file may be in flight. Ignores unknown
+  // indices.
   virtual void UnregisterFile(FileIndex file) = 0;
 
-  // Tells the kernel about memory that transfers will use often, in pieces of at most
-  // kBufferPieceBytesMax. Best effort: false (RLIMIT_MEMLOCK, or an engine that cannot) costs only
-  // speed, and nothing is registered.
+  // Registers memory that transfers use often with the kernel, in pieces of at most kBufferPieceBytesMax. Best effort: returns
+  // false and registers nothing if the memory cannot be registered (RLIMIT_MEMLOCK, or an engine without this feature).
+  // Transfers then are only slower.
   virtual bool RegisterBuffer(std::span<std::byte> bytes) = 0;
 
-  // Undoes a RegisterBuffer() of the same span; does nothing where it returned false. Transfers in
-  // flight are not disturbed.
+  // Undoes a RegisterBuffer() of the same span. Does nothing if RegisterBuffer() returned false. Transfers in flight are not
+  // disturbed.
   virtual void UnregisterBuffer(std::span<std::byte> bytes) = 0;
 
-  // Queues one transfer or flush; it starts in the next Wait() at the latest. A flush covers the
-  // writes whose completions have been returned; nothing else is ordered. Each success gives
-  // exactly one Completion.
+  // Queues one transfer or flush, which starts in the next Wait() at the latest. A flush covers the writes whose completions
+  // were returned. Requests are not ordered otherwise. Each successful call gives exactly one Completion.
   //
   // Errors  kInvalidArgument    unknown file, misaligned, or empty; nothing was queued.
   //         kResourceExhausted  kBacklogMax reached. Retry after completions.
   virtual absl::Status Submit(const IoRequest& request) = 0;
 
-  // From now on Wait() reports writes to the eventfd `fd` (blocking or not) with `token`, and
-  // drains its counter. The watch stays until UnwatchEventFd(). A counter that is above zero
-  // already is reported too.
+  // Watches the eventfd `fd` (blocking or not) until UnwatchEventFd(): Wait() reports writes to it with `token`, and drains its
+  // counter. A counter that is already above zero is reported too.
   //
   // Errors  kInvalidArgument    not an eventfd, or watched already.
   //         kResourceExhausted  kWatchesMax reached.
   virtual absl::Status WatchEventFd(int fd, uint64_t token) = 0;
 
-  // No later Wait() reports the watch, whatever was pending; the counter may or may not have been
-  // drained. Call it before closing `fd`. Unknown descriptors are ignored.
+  // Ends the watch of an eventfd: no later Wait() reports it, even if a write to it is pending. The counter may or may not have
+  // been drained. Call it before closing `fd`. Ignores unknown descriptors.
   virtual void UnwatchEventFd(int fd) = 0;
 
-  // Starts what is queued, sleeps until something completes or `timeout` has passed (0: does not
-  // sleep), and returns how many elements of `out` were filled; 0 only on a timeout or a signal.
-  // `out` is not empty.
+  // Starts queued requests and sleeps until one completes or `timeout` has passed (0: does not sleep). Returns the number of
+  // elements of `out` that were filled; 0 only on a timeout or a signal. `out` must not be empty.
   //
   // Errors  kInternal  the engine itself is broken; nothing further will complete.
   virtual absl::StatusOr<size_t> Wait(std::chrono::nanoseconds timeout,
                                       std::span<Completion> out) = 0;
 
  protected:
-  // The checks every engine makes in Submit().
+  // Makes the checks that every engine makes in Submit().
   absl::Status Check(const IoRequest& request) const;
 
-  // The lowest free index; kResourceExhausted where there is none.
+  // Returns the lowest free index; kResourceExhausted if no index is free.
   absl::StatusOr<FileIndex> AllocateFileIndex();
 
-  // False where it was not taken.
+  // Frees the index. Returns false if it was free already.
   bool ReleaseFileIndex(FileIndex file);
 
  private:

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An IoEngine that lets the transfers of a file end no faster than a given rate: for benches of a disk that
-// is slower than the one that is there.
+// An IoEngine that limits the rate of transfers of each file: for swap.limit_rate, and for benches that simulate a slower disk.
 #pragma once
 
 #include <array>
@@ -19,18 +18,18 @@
 
 namespace forebay::nvme {
 
-// Transfers start at once. Each file is a queue, reads and writes together: a transfer of n bytes is
-// reported n / rate after its submission, or after the one before it where that is later; or when the
-// engine below has ended it, if that is later still. Time without transfers earns nothing. Flushes and
-// events pass. Waiting is the engine's below: nothing is polled.
+// Transfers start at once, but their completions are delayed. Each file has a queue for reads and writes together. A transfer
+// of n bytes is due n / rate after its submission or after the preceding transfer is due, whichever is later. It is reported
+// once it is due and the underlying engine has ended it. Idle time earns no credit. Flushes and events are not delayed. Wait()
+// of the underlying engine does the waiting; nothing is polled.
 //
 // Threads  See IoEngine.
 class RateLimitedEngine final : public IoEngine {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `bytes_per_s`: by FileIndex, each above 0; files beyond them have the last one's rate. `now`: tests
-  // alone; empty: the machine's clock.
+  // `bytes_per_s`: rate of each FileIndex, above 0. Files beyond the list have the last rate. `now`: for tests alone; empty:
+  // the machine's clock.
   RateLimitedEngine(std::unique_ptr<IoEngine> engine, std::vector<uint64_t> bytes_per_s,
                     std::function<Clock::time_point()> now = {});
 
@@ -50,12 +49,12 @@ class RateLimitedEngine final : public IoEngine {
 
  private:
   struct Transfer {
-    uint64_t token = 0;  // the caller's
+    uint64_t token = 0;  // token of the caller
     Clock::time_point due = {};
   };
   struct Held {
     Clock::time_point due = {};
-    uint64_t order = 0;  // in which the engine below ended them
+    uint64_t order = 0;  // order in which the underlying engine ended transfers
     uint32_t number = 0;
     Completion completion = {};
 
@@ -71,8 +70,9 @@ class RateLimitedEngine final : public IoEngine {
   std::unique_ptr<IoEngine> engine_;
   std::vector<uint64_t> bytes_per_s_;
   std::function<Clock::time_point()> now_;
-  std::array<Clock::time_point, kFilesMax> free_at_{};  // by file: the end of its queue
-  std::vector<Transfer> transfers_;                     // by the token that the engine below gets
+  // Time when the last transfer of each file is due.
+  std::array<Clock::time_point, kFilesMax> free_at_{};
+  std::vector<Transfer> transfers_;  // transfers by their token at the underlying engine
   std::vector<uint32_t> free_transfers_;
   std::vector<Held> held_;  // a heap, the next due first
   uint64_t ended_ = 0;

@@ -15,15 +15,15 @@
 
 namespace forebay::nvme {
 
-// pread, pwrite and fdatasync on a few threads; epoll for the eventfds.
+// Runs pread, pwrite and fdatasync on a few threads, and watches eventfds with epoll.
 //
-// Limits  As many transfers run at once as there are threads. RegisterBuffer() is always false.
+// Limits  Each thread runs one transfer at a time. RegisterBuffer() always returns false.
 // Source  pread(2), fdatasync(2), epoll(7).
 class ThreadEngine final : public IoEngine {
  public:
   // `threads`: 1 to 64.
   //
-  // Errors  kResourceExhausted  no descriptor or thread is left.
+  // Errors  kResourceExhausted  no descriptor or thread could be created.
   static absl::StatusOr<std::unique_ptr<ThreadEngine>> Create(uint32_t threads);
 
   ~ThreadEngine() override;

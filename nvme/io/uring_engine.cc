@@ -30,10 +30,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::nanoseconds;
 
-// The top byte of user_data says what a queue entry was; the rest is its key.
+// Kind of a queue entry, in the top byte of user_data. The other bytes are the key of the entry.
 enum class Tag : uint8_t { kTransfer = 1, kWatch = 2, kIgnored = 3 };
 
-constexpr uint64_t kTransferWaitSecondsMax = 60;  // in the destructor
+constexpr uint64_t kTransferWaitSecondsMax = 60;  // longest wait of the destructor for transfers
 // Longest sleep of Wait() while the kernel takes no new entries.
 constexpr nanoseconds kUnsentSleepMax(10'000'000);
 
@@ -96,21 +96,22 @@ struct UringEngine::State {
   std::vector<Transfer> transfers;
   std::vector<uint32_t> free_transfers;
   internal::WatchTable watches;
-  std::deque<PollChange> poll_changes;  // in order; empty unless the kernel takes no entries
-  std::vector<BufferPiece> pieces;      // by buffer index
+  // Changes to submit, oldest first; empty unless the kernel takes no entries.
+  std::deque<PollChange> poll_changes;
+  std::vector<BufferPiece> pieces;  // registered memory, by buffer index
 };
 
 void UringEngine::State::EnableOnFirstUse() {
   if (enabled) return;
-  // From here on the calling thread owns the ring.
-  // liburing 2.3 declares io_uring_enable_rings() but does not export it.
+  // Enabling makes the calling thread the owner of the ring. Uses the system call, because liburing 2.3 declares
+  // io_uring_enable_rings() but does not export it.
   FOREBAY_CHECK(
       syscall(__NR_io_uring_register, ring.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) == 0);
   enabled = true;
 }
 
-// Null where the submission queue is full and the kernel takes nothing from it now: short of memory,
-// or completions have to be reaped first. Wait() tries again.
+// Returns a submission entry. Returns null if the queue is full and the kernel takes no entries now: memory is short, or
+// completions must be reaped first. Wait() tries again.
 io_uring_sqe* UringEngine::State::NextEntry() {
   io_uring_sqe* sqe = io_uring_get_sqe(&ring);
   if (sqe != nullptr) return sqe;
@@ -139,7 +140,7 @@ void UringEngine::State::Start(io_uring_sqe* sqe, const IoRequest& request) {
     io_uring_prep_fsync(sqe, file, IORING_FSYNC_DATASYNC);
   } else {
     const int buffer = FixedBufferOf(request);
-    // One kernel call moves at most this much; what is beyond comes back as a short transfer.
+    // Most bytes of a kernel call. A larger request ends as a short transfer.
     const auto size =
         static_cast<unsigned>(std::min<uint64_t>(request.size_bytes, kBufferPieceBytesMax));
     if (request.kind == IoKind::kRead) {
@@ -186,7 +187,7 @@ void UringEngine::State::ArmWatch(internal::WatchKey key, int fd) {
   StartQueued();
 }
 
-// False where there is nothing to report: the watch was removed, or its counter was read already.
+// Fills `out` with the event of a watch. Returns false if the watch was removed, or if its counter was read already.
 bool UringEngine::State::ReportWatch(const io_uring_cqe& cqe, Completion& out) {
   const internal::WatchKey key = WatchKeyOf(cqe.user_data);
   const internal::Watch* watch = watches.Find(key);
@@ -345,8 +346,8 @@ absl::Status UringEngine::WatchEventFd(int fd, uint64_t token) {
 void UringEngine::UnwatchEventFd(int fd) {
   internal::WatchKey key;
   if (!state_->watches.Remove(fd, key)) return;
-  // The caller closes the descriptor, and its number may soon name another file: a poll that was
-  // not started must not be, and one that was ends at once.
+  // The caller closes the descriptor, and its number may soon name another file. Drops a poll that was not submitted, and ends
+  // a submitted poll at once.
   std::deque<PollChange>& changes = state_->poll_changes;
   if (std::erase_if(changes, [fd](const PollChange& change) { return change.fd == fd; }) > 0) {
     return;
@@ -386,7 +387,7 @@ absl::StatusOr<size_t> UringEngine::Wait(nanoseconds timeout, std::span<Completi
       return absl::InternalError(protocol::ErrnoText("io_uring_enter", -rc));
     }
     if (count > 0 || rc == -EINTR || left <= nanoseconds::zero()) return count;
-    // Only internal entries came: sleep for the rest of the time.
+    // Only internal entries completed: sleeps for the rest of the time.
     if (!forever) left = std::max(deadline - Clock::now(), Clock::duration::zero());
   }
 }

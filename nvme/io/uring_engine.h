@@ -15,16 +15,16 @@
 
 namespace forebay::nvme {
 
-// One ring, created disabled, with SINGLE_ISSUER and DEFER_TASKRUN where the kernel has them: so
-// any thread may create it and register with it, and the first thread to use it owns it. Eventfds
-// are watched by multishot polls and drained with a read that never blocks.
+// An io_uring, created disabled, with SINGLE_ISSUER and DEFER_TASKRUN if the kernel supports them. Any thread may therefore
+// create the ring and register with it; the first thread that uses the ring owns it. Multishot polls watch the eventfds, and
+// reads that never block drain them.
 //
 // Threads  See IoEngine. The destructor too belongs to the owning thread while transfers are in
 //          flight; on another one it cannot wait for them.
 // Source   io_uring_setup(2), io_uring_enter(2), io_uring_register(2), liburing 2.3.
 class UringEngine final : public IoEngine {
  public:
-  // `depth`: transfers the kernel holds at once, 1 to kBacklogMax; the others queue here.
+  // `depth`: number of transfers that the kernel holds at once, 1 to kBacklogMax. Further transfers wait in this object.
   //
   // Errors  kUnavailable  the kernel or a filter forbids io_uring; the cause.
   static absl::StatusOr<std::unique_ptr<UringEngine>> Create(uint32_t depth);

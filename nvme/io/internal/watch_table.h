@@ -10,11 +10,11 @@
 
 namespace forebay::nvme::internal {
 
-// Reads and clears an eventfd's counter without ever blocking, whatever its flags: the counter, or
-// -errno (-EAGAIN: it was zero).
+// Reads and clears the counter of an eventfd, without blocking even if the eventfd is in blocking mode. Returns the counter, or
+// -errno (-EAGAIN if the counter was zero).
 int64_t DrainEventFd(int fd);
 
-// A slot and the generation that tells its present watch from those before it.
+// Key of a watch: a slot of the table, and a generation that distinguishes the watch from earlier watches in the slot.
 struct WatchKey {
   uint32_t slot = 0;
   uint32_t generation = 0;
@@ -32,10 +32,10 @@ class WatchTable {
   // Errors  those of IoEngine::WatchEventFd.
   absl::StatusOr<WatchKey> Add(int fd, uint64_t token);
 
-  // Forgets the watch of `fd`; false where there is none. Its key is never valid again.
+  // Removes the watch of `fd`. Returns false if `fd` has no watch. The key never becomes valid again.
   bool Remove(int fd, WatchKey& key);
 
-  // Null where the watch has been removed.
+  // Returns null if the watch was removed.
   const Watch* Find(WatchKey key) const;
 
  private:
