@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives between the ranks of a job, each with a device of its own.
+// Collectives between the ranks of a job. Each rank has one device.
 #pragma once
 
 #include <chrono>
@@ -24,8 +24,8 @@ enum class Reduction : uint8_t { kSum, kMean };
 // can talk to each other: client::Attachment::Exchange.
 using Exchange = std::function<absl::StatusOr<std::vector<std::string>>(const std::string& bytes)>;
 
-// All ranks call the same collectives in the same order, with as many bytes. Work runs in the order of the
-// stream that is given; a collective has ended for a rank when what is behind it on its stream runs.
+// All ranks call the same collectives in the same order, with the same number of bytes. Work runs in the order of the given
+// stream. A collective has ended for a rank when later work on the rank's stream runs.
 //
 // Errors   E_DEVICE     the library or the device failed.
 //          E_RANK_LOST  a rank did not come within the time limit, or has aborted.
@@ -68,9 +68,9 @@ class Communicator {
   // Ends what is under way, on this rank at once, on the others within the time limit.
   virtual void Abort() = 0;
 
-  // While a collective waits, `check` is asked every second whether the other ranks still live; what it
-  // answers ends the collective as Abort does. On any thread, one call at a time, and not after this
-  // communicator's end or another WatchWith.
+  // Calls `check` every second while a collective waits, to learn whether the other ranks still live. An error of `check` ends
+  // the collective as Abort does. `check` runs on any thread, one call at a time, and not after the end of this communicator or
+  // another WatchWith.
   virtual void WatchWith(std::function<absl::Status()> check) = 0;
 };
 

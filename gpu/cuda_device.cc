@@ -187,11 +187,11 @@ class CudaDevice::Context {
   mutable uint64_t next_clock_ns_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// An event, and when it ended. CUDA tells times as milliseconds between two events, in a float: so there is
-// a new one every second.
+// An event, and the time at which it ended. CUDA reports times as milliseconds between two events, in a float. For the
+// precision of the float, a new clock starts every second.
 class CudaDevice::Clock {
  public:
-  // Nobody else has it. In the context.
+  // To be called before the clock is shared, and in the context.
   absl::Status Start(CUstream stream) {
     const uint64_t before_ns = MonotonicNs();
     RETURN_IF_ERROR(
@@ -226,7 +226,7 @@ class CudaDevice::Clock {
  private:
   static constexpr uint64_t kPatienceNs = 5'000'000;  // an event of an idle stream takes 10,000
 
-  const Context& context_;  // outlives it: whoever has a clock has a reference
+  const Context& context_;  // alive as long as the clock
   CUevent started_;
   std::atomic<uint64_t> started_ns_ = 0;
 };
@@ -307,7 +307,8 @@ class CudaDevice::CudaTimedEvent final : public TimedEvent {
  private:
   std::shared_ptr<const Context> context_;
   CUevent event_;
-  mutable protocol::Mutex mutex_;  // whoever held it before may have read it on another thread
+  // an earlier user of the event may have read it on another thread
+  mutable protocol::Mutex mutex_;
   std::shared_ptr<const Clock> clock_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -424,7 +425,7 @@ class CudaDevice::CudaStream final : public Stream {
   }
 
  private:
-  // Returns an event that nobody holds, or a new one. The context must be current.
+  // Returns an event without another owner, or a new event. The context must be current.
   template <typename Event>
   absl::StatusOr<std::shared_ptr<Event>> FreeOf(internal::FreeEvents<Event>& events) {
     std::shared_ptr<Event> event = events.Find();

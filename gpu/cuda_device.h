@@ -47,7 +47,7 @@ class CudaDevice final : public Device {
   absl::Status WithContext(absl::FunctionRef<absl::Status()> call) const;
 
   std::string_view model() const;  // "NVIDIA H200"
-  uint64_t memory_bytes() const;   // all of it
+  uint64_t memory_bytes() const;   // total memory of the device
   int driver_version() const;      // 12040: CUDA 12.4
 
  private:

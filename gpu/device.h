@@ -68,7 +68,7 @@ class DeviceMemory {
   std::span<std::byte> bytes_;
 };
 
-// A point in a stream's work, for whoever holds it. Outlives the stream that recorded it.
+// A point in a stream's work. Outlives the stream that recorded it.
 class Event {
  public:
   Event() = default;
@@ -96,8 +96,8 @@ class TimedEvent {
   virtual absl::StatusOr<std::optional<uint64_t>> EndedNs() const = 0;
 };
 
-// Work that runs in order; streams run beside each other. Work that is like earlier work, whose events and
-// memory were given up, takes no memory of the process's.
+// Work that runs in order. Different streams run concurrently. If an earlier piece of work was alike, and its events and memory
+// were released, new work allocates no memory of the process.
 //
 // Errors   E_DEVICE  of any call: the device has failed, in this call or in work begun earlier.
 // Threads  One at a time.
@@ -125,7 +125,7 @@ class Stream {
 
   virtual absl::Status Synchronize() = 0;  // blocks until all work begun so far has ended
 
-  // For libraries of the device's: a CUstream of CUDA; 0 of the host.
+  // Handle for libraries of the device: a CUstream of CUDA; 0 for the host.
   virtual uintptr_t handle() const = 0;
 
   // Allocates memory with undefined content for work that is begun on this stream from now on.
@@ -152,11 +152,11 @@ class Device {
 
   virtual absl::StatusOr<std::unique_ptr<Stream>> MakeStream() = 0;
 
-  // A stream of another library's, by its handle (CUDA: a CUstream; 0 is the default stream). The caller
-  // keeps it alive; the destructor of what is returned waits for nothing.
+  // Wraps a stream of another library, given by its handle (CUDA: a CUstream; 0 is the default stream). The caller must not
+  // destroy the stream before the wrapper. The wrapper's destructor waits for nothing.
   virtual absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) = 0;
 
-  // Bytes that new memory can have. Nothing if the device has no limit of its own.
+  // Returns the bytes that can still be allocated. nullopt: the device has no memory limit.
   virtual absl::StatusOr<std::optional<uint64_t>> FreeBytes() = 0;
 
   // Checks that the device's streams can copy from or to `bytes`: memory of the device, or of the host.

@@ -38,7 +38,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-constexpr std::chrono::milliseconds kLook{50};  // for an abort
+constexpr std::chrono::milliseconds kLook{50};  // period of the look for an abort
 
 enum class Kind : uint8_t { kAllGather = 1, kReduceScatter, kAllReduce };
 
@@ -75,7 +75,7 @@ float Widen(DType dtype, const std::byte* at) {
   return std::bit_cast<float>(uint32_t{bits} << 16);
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 void Narrow(DType dtype, float value, std::byte* to) {
   if (dtype == DType::kFloat32) {
     std::memcpy(to, &value, sizeof(value));
@@ -233,7 +233,7 @@ absl::StatusOr<std::unique_ptr<HostCommunicator>> HostCommunicator::Create(
 HostCommunicator::~HostCommunicator() { ::munmap(shared_, mapped_bytes_); }
 
 std::span<std::byte> HostCommunicator::Slot(uint32_t rank) const {
-  // A rank that fills one for this barrier has passed the one before: by then nobody reads the other.
+  // A rank that fills a slot for this barrier has passed the barrier before, so no rank still reads this slot.
   const uint64_t index = 2 * uint64_t{rank} + barriers_ % 2;
   return {reinterpret_cast<std::byte*>(shared_) + kHeaderBytes + index * kSlotBytes, kSlotBytes};
 }
@@ -272,7 +272,7 @@ absl::Status HostCommunicator::CheckOthers(const Operation& operation) {
   return absl::OkStatus();
 }
 
-// Until the rank has come to so many barriers.
+// Waits until the rank has reached `barriers` barriers.
 absl::Status HostCommunicator::WaitFor(uint32_t rank, uint64_t barriers, const Deadline& deadline) {
   Deadline next_check = Deadline::After(kWatchPeriod);
   while (true) {

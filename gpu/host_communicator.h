@@ -15,8 +15,8 @@
 
 namespace forebay::gpu {
 
-// Sums are taken in float32 in the order of ranks and rounded once, to nearest, ties to even: the same bits
-// on every rank and in every run. A call returns when its collective has ended, whatever the stream.
+// Sums in float32 in the order of ranks and rounds once, to nearest, ties to even: the same bits on every rank and in every
+// run. A call returns when its collective has ended, on any stream.
 //
 // Source  futex(2), memfd_create(2); the memory is opened through /proc/PID/fd, by ranks of one user that
 //         see each other's processes.
@@ -28,7 +28,7 @@ class HostCommunicator final : public Communicator {
   struct Options {
     uint32_t rank = 0;
     uint32_t size = 1;
-    std::chrono::milliseconds time_limit = std::chrono::minutes(10);  // for each collective
+    std::chrono::milliseconds time_limit = std::chrono::minutes(10);  // limit of each collective
   };
 
   // A call of all ranks.

@@ -28,8 +28,9 @@ using protocol::DType;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-constexpr std::chrono::milliseconds kLook{20};    // at what is under way
-constexpr std::chrono::microseconds kPause{100};  // until a call has ended that NCCL goes on with
+constexpr std::chrono::milliseconds kLook{20};  // period of the look at calls in flight
+// pause between looks at a call that NCCL continues in the background
+constexpr std::chrono::microseconds kPause{100};
 
 nccl::ncclDataType_t TypeOf(DType dtype) {
   if (dtype == DType::kFloat16) return nccl::kFloat16;
@@ -136,7 +137,7 @@ class NcclCommunicator::State {
     }
   }
 
-  // None is under way when it returns.
+  // Sets the check. No call of the old check runs after the return.
   void WatchWith(std::function<absl::Status()> check) {
     const protocol::MutexLock asking(ask_mutex_);
     check_ = std::move(check);
@@ -169,7 +170,7 @@ class NcclCommunicator::State {
         "see what the other ranks printed; start the job again");
   }
 
-  // Whether NCCL goes on with a call; no other may begin then.
+  // Returns false while NCCL continues a call in the background. No other call may begin then.
   absl::StatusOr<bool> IsReadyLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     ncclResult_t state = nccl::kSuccess;
     const auto ask = [&, comm = comm_] { return library_->ncclCommGetAsyncError(comm, &state); };

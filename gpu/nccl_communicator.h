@@ -30,12 +30,12 @@ class NcclCommunicator final : public Communicator {
     std::string soname = "libnccl.so.2";  // name for dlopen(3)
   };
 
-  // A call of all ranks: rank 0's id of the communicator travels through `exchange`.
+  // Creates the communicator. All ranks call it: rank 0's id of the communicator travels through `exchange`.
   //
-  // Errors  E_RANK         the rank is not below the size, or there is no device.
+  // Errors  E_RANK         the rank is not below the size, or the device is null.
   //         E_UNSUPPORTED  no NCCL, or an older one than 2.14.
   //         E_RANK_LOST    a rank did not come within the time limit.
-  //         E_DEVICE       NCCL's own. Those of `exchange`.
+  //         E_DEVICE       an error of NCCL. Errors of `exchange`.
   static absl::StatusOr<std::unique_ptr<NcclCommunicator>> Create(
       const Options& options, std::shared_ptr<CudaDevice> device, const Exchange& exchange);
   ~NcclCommunicator() override;

@@ -32,7 +32,8 @@ Tool& Attaching() {
 
 int GetModuleFunctionTable(int module, nvtx::FunctionTable* table, unsigned* size) {
   if (module != nvtx::kModuleCore) return 0;
-  static nvtx::FunctionPointer ignored = nullptr;  // what the tool gives beside those two
+  // functions that the tool sets and Forebay does not call
+  static nvtx::FunctionPointer ignored = nullptr;
   static std::array<nvtx::FunctionPointer*, nvtx::kCoreFunctions + 1> places;
   places.fill(&ignored);
   places[0] = nullptr;

@@ -7,9 +7,8 @@
 
 namespace forebay::gpu {
 
-// Lets a tool attach, by the library that it names in NVTX_INJECTION64_PATH; empty: there is none. One
-// that cannot be opened, or takes no part, is left out in silence, as NVIDIA's header does. The first call
-// of the process counts.
+// Lets a tool attach through the library at the path in NVTX_INJECTION64_PATH. Empty: no tool attaches. A library that cannot
+// be opened, or that refuses to take part, is ignored silently, as in NVIDIA's header. The first call of the process counts.
 //
 // Threads  Any.
 // Source   NVTX 3, nvtxInit.h.

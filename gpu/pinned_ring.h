@@ -13,8 +13,9 @@
 
 namespace forebay::gpu {
 
-// CUDA's own copy from such memory waits for the stream's earlier work, and so for what it should run
-// beside; this one waits for room alone.
+// A ring of pinned slots for copies from memory that the device cannot reach by itself. CUDA's own copy from such memory waits
+// for the stream's earlier work, and so for work that should run concurrently. A copy through the ring waits for free slots
+// alone.
 //
 // Threads  One at a time.
 class PinnedRing {
@@ -28,10 +29,10 @@ class PinnedRing {
 
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
-  ~PinnedRing();  // its copies have ended, or the device has failed
+  ~PinnedRing();  // its copies must have ended, or the device has failed
 
-  // Begins to copy as many of the first bytes as there is room for, and returns their number: 0 where
-  // all of the ring is under way. What was begun does not read `from` any more.
+  // Begins to copy as many of the first bytes as the free slots can hold. Returns their number, 0 if every slot is in flight.
+  // The copies in flight no longer read `from`.
   //
   // Errors  E_DEVICE
   absl::StatusOr<size_t> Begin(Stream& stream, std::span<std::byte> to,

@@ -14,7 +14,7 @@ namespace forebay::gpu::cuda {
 
 inline constexpr int kDriverVersionMin = 12000;  // CUDA 12.0
 
-// The functions, and what keeps the library open.
+// Functions of the CUDA driver, and the open library.
 //
 // Threads  Any.
 class Driver {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Events that are recorded again once nobody holds them.
+// Events that are recorded again once they have no other owner.
 #pragma once
 
 #include <memory>
@@ -8,13 +8,14 @@
 
 namespace forebay::gpu::internal {
 
-// An event may be recorded again while work waits for its earlier record: that work still waits for the earlier record.
+// A set of events for reuse. An event may be recorded again while work waits for its earlier record: that work still waits for
+// the earlier record.
 //
-// Threads  One at a time; whoever holds an event, any.
+// Threads  One at a time; owners of an event, any.
 template <typename Event>
 class FreeEvents {
  public:
-  // The oldest that nobody holds; null: there is none.
+  // Returns the oldest event without another owner, or null if every event has one.
   std::shared_ptr<Event> Find() {
     for (size_t looked = 0; looked < events_.size(); ++looked) {
       next_ = (next_ + 1) % events_.size();
