@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// States as float32 values, whatever a format holds them in: how they leave the daemon, and how they
-// come in.
+// Converts states from and to float32 values, in any format: the values that leave and enter the daemon.
 #pragma once
 
 #include <cstddef>

@@ -14,7 +14,7 @@
 namespace forebay::cpu_adam {
 namespace {
 
-constexpr size_t kApplyElems = 1024;  // w and u of so many stay in the nearest cache
+constexpr size_t kApplyElems = 1024;  // elements of a pass: their w and u stay in the nearest cache
 constexpr size_t kLambMoments = internal::kMomentShape<Optimizer::kLamb>.count;
 
 Gradient Advance(Gradient g, size_t elems) {

@@ -10,8 +10,8 @@
 
 namespace forebay::cpu_adam {
 
-// One step of a parameter: SumLamb over all of it, merged; then UpdateLamb over all of it with their ratio. With the
-// names of StepScalars, and a' and b' of kLamb as the format holds them:
+// One step of a parameter: SumLamb over all its elements, with the sums merged; then UpdateLamb over all its elements with the
+// ratio of the sums. Names are those of StepScalars; a' and b' are the moments of kLamb as stored in the format:
 //
 //   u  = fma(decay, w, a'·inv_bias1 / fma(sqrt(b'), inv_sqrt_bias2, eps))
 //   w' = fma(-(step_size·trust), u, w)

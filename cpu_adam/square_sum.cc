@@ -28,7 +28,8 @@ void SquareSum::AddChunk(double chunk_sum) {
   FOREBAY_CHECK(chunk_sum > 0 && exponent <= 268);
   const int shift = exponent - 53 - kLowestExponent;
   const int low = std::max(shift, 0);
-  const uint64_t aligned = shift < 0 ? mantissa >> -shift : mantissa;  // only zeros are shifted out
+  // a right shift drops only zeros
+  const uint64_t aligned = shift < 0 ? mantissa >> -shift : mantissa;
   const auto digit = static_cast<size_t>(low / kDigitBits);
   const int bit = low % kDigitBits;
   const uint64_t low_part = (aligned & 0xFFFFFFFF) << bit;  // below 2^63

@@ -18,8 +18,8 @@ inline constexpr size_t kSumLanes = 32;
 // Between these a chunk's sum stands as float32 made it.
 inline constexpr double kFloatSumMin = 0x1p-100, kFloatSumMax = 0x1p100;
 
-// Writes one sum of squares, in double, for each of the ceil(n / kSumChunkElems) chunks, which
-// depends on the elements of the chunk alone:
+// Writes one sum of squares, in double, for each of the ceil(n / kSumChunkElems) chunks. The sum of a chunk depends on the
+// elements of the chunk alone:
 //
 //   lane j of a run, from 0 on: in float32, lane = fma(g, g, lane) for its elements j, j + 32, …
 //   in double, lane j adds lane j + 16, then j + 8; the 8 results are added to those of the runs
@@ -35,10 +35,9 @@ inline constexpr double kFloatSumMin = 0x1p-100, kFloatSumMax = 0x1p100;
 // chunks to a total that does not depend on their order.
 void ChunkSquareSums(size_t n, Gradient g, double* chunk_sums);
 
-// dst[i] = src[i] in the type of src, and the sums of ChunkSquareSums of what was written: each
-// element is read once, so that the sums are those of dst whatever another process writes to src
-// meanwhile. The stores are non-temporal where dst is aligned to 64 bytes, and are visible to other
-// threads after any later release by this one.
+// Copies dst[i] = src[i] in the type of src, and writes the sums of ChunkSquareSums of dst. Each element is read once, so the
+// sums are those of dst even if another process writes to src meanwhile. The stores are non-temporal if dst is aligned to 64
+// bytes, and are visible to other threads after any later release by this thread.
 void CopyWithSquareSums(size_t n, Gradient src, void* dst, double* chunk_sums);
 
 bool AllFinite(size_t n, Gradient g);  // true for n = 0

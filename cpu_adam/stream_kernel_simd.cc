@@ -28,7 +28,7 @@ using V = hn::Vec<D>;
 using VU = hn::Vec<DU>;
 
 constexpr size_t kLineBytes = 64;
-// A CPU reads few streams slower than many: a pass over one array interleaves so many parts of it.
+// Number of parts of an array that one pass interleaves: a CPU reads few streams slower than many.
 constexpr size_t kInterleave = 4;
 
 // 16-bit elements as float32: bfloat16 as raw bits, binary16 under its own type.
@@ -96,7 +96,7 @@ HWY_NOINLINE double SumChunkInDouble(const T* from, size_t n) {
   return lanes[0];
 }
 
-// The lanes of one run in float32, in whatever order suits the type until they are stored.
+// Lanes of one run in float32. Until they are stored, their order depends on the element type.
 template <class T>
 struct FloatLanes {
   static constexpr size_t kVectors = kSumLanes * sizeof(float) / HWY_MAX_BYTES;
@@ -231,7 +231,7 @@ void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
   }
 }
 
-// From `from` to `to` and to the aligned `warm`; kStream: `to` is aligned to a vector.
+// Copies n elements from `from` to `to` and to the aligned `warm`. kStream: `to` is aligned to a vector.
 template <bool kStream, class T>
 HWY_INLINE void CopyTwice(size_t n, const T* from, T* to, T* warm) {
   const hn::ScalableTag<T> d;

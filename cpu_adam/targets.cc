@@ -43,7 +43,7 @@ int64_t RunnableTargets() {
   constexpr unsigned kLeaf7EbxAvx3 =
       bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
   constexpr unsigned kLzcnt = 1u << 5;
-  constexpr unsigned kXmmYmm = 6;  // of XCR0: the kernel saves these registers
+  constexpr unsigned kXmmYmm = 6;  // bits of XCR0: the kernel saves these registers
   constexpr unsigned kMasksZmm = 7u << 5;
 
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -93,7 +93,7 @@ const internal::FormatKernels& Kernels::of(protocol::StateFormat format) const {
   for (size_t i = 0; i < protocol::kStateFormatCount; ++i) {
     if (protocol::kStateFormats[i] == format) return *formats[i];
   }
-  FOREBAY_CHECK(false);  // no such pair of format and weights
+  FOREBAY_CHECK(false);  // no kernels for this pair of format and weights
   return *formats[0];
 }
 

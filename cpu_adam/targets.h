@@ -10,8 +10,8 @@
 
 namespace forebay::cpu_adam {
 
-// Names of the targets that are compiled in and that this processor has, best first: of "avx3",
-// "avx2", "sve2", "sve", "neon"; "scalar", the std::fma reference, is always there and last.
+// Returns the names of the targets that are compiled in and that this processor has, best first: of "avx3", "avx2", "sve2",
+// "sve", "neon". The last name is always "scalar", the std::fma reference.
 std::vector<std::string> SupportedTargets();
 
 // The target in use: the best one unless another was forced.

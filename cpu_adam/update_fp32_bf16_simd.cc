@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The update of a float32 master beside bfloat16 weights: see internal/format_simd.inc.
+// Update of a float32 master with bfloat16 weights: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_adam/update_fp32_bf16_simd.cc"

@@ -48,10 +48,10 @@ struct StepScalars {
   uint32_t rounding_key[2];
 };
 
-// A format is where the float32 master w of an element is, and how its moments are stored.
+// A format determines the place of the float32 master w of an element, and the encoding of its moments.
 //
-// kFp32   beside float32 weights: the weights are the master. Beside bfloat16 or binary16 weights
-//         (kFp32Bf16, kFp32Fp16): the master is a plane of its own; the weights are the master,
+// kFp32   with float32 weights: the weights are the master. With bfloat16 or binary16 weights
+//         (kFp32Bf16, kFp32Fp16): the master is a separate plane; the weights are the master,
 //         rounded as in kExact, or to nearest, ties to even. Moments are float32.
 // kExact  weights and remainder together are the master, bit for bit. With bits = the bits of w:
 //

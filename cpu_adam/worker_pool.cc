@@ -61,7 +61,8 @@ struct WorkerPool::State {
 
   const std::vector<WorkerGroup> groups;
   protocol::Mutex mutex;
-  std::vector<Queue> queues ABSL_GUARDED_BY(mutex);  // of each group, then for any group
+  // one queue for each group, then one for any group
+  std::vector<Queue> queues ABSL_GUARDED_BY(mutex);
   std::vector<Waiters> waiters ABSL_GUARDED_BY(mutex);
   bool stopping ABSL_GUARDED_BY(mutex) = false;
 
@@ -87,7 +88,8 @@ absl::Status CheckOptions(const WorkerPoolOptions& options) {
   return absl::OkStatus();
 }
 
-// Both are best effort: a thread that the system will not move or lower still does its work.
+// Moves this thread to `cpus` and raises its nice value. Both are best effort: if the system refuses, the thread still does its
+// work.
 void PlaceThisThread(const std::vector<int>& cpus, int nice) {
   cpu_set_t* set = CPU_ALLOC(cpus.back() + 1);
   const size_t set_bytes = CPU_ALLOC_SIZE(cpus.back() + 1);
@@ -170,7 +172,7 @@ absl::StatusOr<std::unique_ptr<WorkerPool>> WorkerPool::Create(const WorkerPoolO
   RETURN_IF_ERROR(CheckOptions(options));
   ASSIGN_OR_RETURN(std::vector<WorkerGroup> groups, MakeGroups(options));
 
-  // From here on the destructor joins what runs already.
+  // If a later statement fails, the destructor joins the threads that run already.
   auto pool =
       std::make_unique<WorkerPool>(std::make_unique<State>(std::move(groups), options.queue_tasks));
   State* const state = pool->state_.get();

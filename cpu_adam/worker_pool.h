@@ -32,10 +32,9 @@ struct WorkerGroup {
   int threads = 0;
 };
 
-// Runs tasks in the order posted, each on one thread of the pool. There is a group of threads for
-// each NUMA node; with fewer threads than nodes, one group for all. A thread runs tasks of its own
-// group first, then those for any group, then those of other groups: none is idle while a task
-// waits.
+// Runs tasks in the order posted, each on one thread of the pool. The pool has a group of threads for each NUMA node; with
+// fewer threads than nodes, one group for all. A thread runs tasks of its own group first, then those for any group, then those
+// of other groups: no thread is idle while a task waits.
 //
 // Threads  TryPost() from any thread, tasks included. A thread may run on any core of its group.
 // Limits   No heap allocation after Create() but what a task's own captures need.
@@ -45,7 +44,7 @@ class WorkerPool {
   static constexpr size_t kQueueTasksMax = 1 << 16;
   static constexpr int kAnyGroup = -1;
 
-  // Starts the threads; returns without waiting for them.
+  // Starts the threads, and does not wait for them.
   //
   // Errors  E_OPTION    an option breaks its rule above, or no such node or CPU; lists what exists.
   //         E_INTERNAL  the system refused a thread; no thread is left behind.
@@ -53,7 +52,7 @@ class WorkerPool {
 
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
-  // Runs what is queued, then joins; nobody may post any more.
+  // Runs all queued tasks, then joins the threads. No thread may post a task any more.
   ~WorkerPool();
 
   // Queues the task for a group (an index into groups()), or returns false and leaves it untouched
@@ -67,7 +66,7 @@ class WorkerPool {
   struct State;
 
  public:
-  // For Create() alone: nobody else has a State.
+  // Constructor for Create() alone, because State is private.
   explicit WorkerPool(std::unique_ptr<State> state);
 
  private:

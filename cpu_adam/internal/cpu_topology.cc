@@ -62,14 +62,15 @@ int CountCores(const Topology& topology, const Bitmap& set) {
     const hwloc_obj_t pu = hwloc_get_pu_obj_by_os_index(topology.get(), cpu);
     if (pu == nullptr) continue;
     const hwloc_obj_t core = hwloc_get_ancestor_obj_by_type(topology.get(), HWLOC_OBJ_CORE, pu);
-    cores.insert(core != nullptr ? core->logical_index : ~cpu);  // no cores known: each counts
+    // cores are unknown: each CPU counts as one
+    cores.insert(core != nullptr ? core->logical_index : ~cpu);
   }
   hwloc_bitmap_foreach_end();
   return static_cast<int>(cores.size());
 }
 
-// Nodes by the operating system's index: of several that are near the same CPUs (fast memory beside
-// DRAM) the first one has them.
+// Splits a set of CPUs by NUMA node. Nodes are ordered by the operating system's index. If several nodes are near the same CPUs
+// (fast memory and DRAM), the first node has the CPUs.
 std::vector<CpuSet> SplitByNode(const Topology& topology, const Bitmap& set) {
   std::map<unsigned, hwloc_obj_t> nodes;
   const int count = hwloc_get_nbobjs_by_type(topology.get(), HWLOC_OBJ_NUMANODE);

@@ -16,8 +16,8 @@ struct CpuSet {
   int cores = 1;
 };
 
-// The CPUs of a NUMA node (-1: of the machine), or exactly `wanted` if that is not empty; in either
-// case only those this process may run on. One set for each NUMA node that has any, by node.
+// Returns the CPUs of a NUMA node (-1: of the machine), or exactly `wanted` if not empty, reduced to the CPUs on which this
+// process may run. One set for each NUMA node with such CPUs, in the order of nodes.
 // `synthetic` is for tests: a machine that hwloc makes from a text.
 //
 // Errors  E_OPTION    no such node or CPU, or none for this process; names what there is.

@@ -8,7 +8,8 @@ namespace forebay::cpu_adam::internal {
 
 struct Kernels {
   const char* name;
-  const FormatKernels* formats[kStateFormatCount];  // in the order of kStateFormats
+  // kernels of each format, in the order of kStateFormats
+  const FormatKernels* formats[kStateFormatCount];
   const StreamKernels* stream;
 
   const FormatKernels& of(StateFormat format) const;

@@ -45,7 +45,7 @@ inline constexpr bool kIsSquare = (kMomentShape<kOptimizer>.squares >> kIndex & 
 // The master is the sum of weights and remainder.
 template <StateFormat kFormat>
 inline constexpr bool kHasRemainder = kFormat.format != Format::kFp32;
-// The master is a plane of its own.
+// True if the master is a separate plane.
 template <StateFormat kFormat>
 inline constexpr bool kHasMaster = !kHasRemainder<kFormat> && kFormat.weights != DType::kFloat32;
 template <StateFormat kFormat>
@@ -71,7 +71,7 @@ constexpr size_t SavedPlaneBytes(size_t width) { return (kSavedElems * width + 6
 
 // The kernels of one format.
 struct FormatKernels {
-  UpdateFn* updates[kOptimizerCount];  // by optimizer, less 1
+  UpdateFn* updates[kOptimizerCount];  // index: optimizer, less 1
   // The second half of a LAMB update of n elements (lamb.h), after the update of the moments. lamb_direction computes w and u
   // from the planes. lamb_apply writes fma(-step_size, u, w) to the planes, and returns the number of non-finite masters.
   void (*lamb_direction)(const StepScalars&, size_t n, const StatePlanes&, float* w, float* u);
@@ -89,7 +89,8 @@ struct StreamKernels {
 };
 
 // The std::fma reference: always built, the definition of every bit.
-extern const FormatKernels kScalarFormats[kStateFormatCount];  // in the order of kStateFormats
+// kernels of each format, in the order of kStateFormats
+extern const FormatKernels kScalarFormats[kStateFormatCount];
 extern const StreamKernels kScalarStreamKernels;
 
 // The kernels of one Highway target (a HWY_* bit), or null where it is not compiled in.

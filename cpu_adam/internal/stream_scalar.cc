@@ -61,7 +61,7 @@ void ScalarChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
 
 void ScalarCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
   const size_t width = g.type == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
-  if (n > 0) std::memcpy(dst, g.data, n * width);  // not from null
+  if (n > 0) std::memcpy(dst, g.data, n * width);  // g.data may be null if n is 0
   ScalarChunkSquareSums(n, {dst, g.type}, chunk_sums);
 }
 

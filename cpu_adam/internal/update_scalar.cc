@@ -24,7 +24,7 @@ float LoadGrad(Gradient g, size_t i) {
   return FloatOf(uint32_t{bits} << 16);
 }
 
-// To nearest, ties away from zero.
+// Rounds to nearest, ties away from zero.
 uint16_t RoundToBf16(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000) >> 16); }
 
 // ----------------------------------------------------------------------------------------- the rules
@@ -232,7 +232,7 @@ void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_
 
 // ---------------------------------------------------------------------------------------- the passes
 
-// `count` values of a plane from value i on -> a slot; returns what is behind a whole plane there.
+// Saves `count` values of a plane, from value i on, in a slot. Returns the end of the slot, which has room for a whole plane.
 template <typename T>
 std::byte* SavePlane(const void* plane, size_t i, size_t count, std::byte* to) {
   std::memcpy(to, static_cast<const T*>(plane) + i, count * sizeof(T));
@@ -364,7 +364,7 @@ void EncodeMoment(Optimizer optimizer, StateFormat format, size_t moment, size_t
     for (size_t begin = 0; begin < n; begin += kScaleElems) {
       float x[kScaleElems] = {};
       std::copy_n(values + begin, std::min(kScaleElems, n - begin), x);
-      constexpr uint32_t kHalf = 1U << 14;  // of the 15 bits
+      constexpr uint32_t kHalf = 1U << 14;  // 0.5 in 15 bits
       internal::EncodeGroup(square, moment, x, begin, state, [](size_t) { return kHalf; });
     }
     return;
