@@ -12,10 +12,10 @@
 namespace forebay::pinned_mem {
 namespace {
 
-// Version 1 writes this number, rounded down to a page, where there is no limit.
+// Limit that version 1 reports if the group has no limit, rounded down to a page.
 constexpr uint64_t kVersion1NoLimit = uint64_t{1} << 62;
 
-// The names of one version's files in the folder of a group.
+// Names of the files that a version of the controller has in the folder of a group.
 struct FileNames {
   std::string_view limits[2];
   std::string_view usage;
@@ -23,8 +23,8 @@ struct FileNames {
 };
 constexpr FileNames kVersion1 = {
     {"memory.limit_in_bytes", ""}, "memory.usage_in_bytes", "total_inactive_file"};
-// Above memory.high the kernel slows the group down until it is below again, which locked memory
-// never is.
+// memory.high counts as a limit: above it the kernel slows the group down until usage is below it again, and locked memory
+// cannot be reclaimed.
 constexpr FileNames kVersion2 = {{"memory.max", "memory.high"}, "memory.current", "inactive_file"};
 
 // Folder of a group, and the folder where the hierarchy is mounted, which is above it or equal.
@@ -40,7 +40,7 @@ std::optional<uint64_t> ReadNumber(const std::string& path) {
   return number;
 }
 
-// The number after `key` in lines like "key 123" or "key: 123 kB".
+// Returns the number after `key` in lines like "key 123" or "key: 123 kB".
 std::optional<uint64_t> ReadNumberAfter(const std::string& path, std::string_view key) {
   std::ifstream file(path);
   std::string line;
@@ -58,7 +58,7 @@ bool Contains(std::string_view comma_list, std::string_view word) {
   return list.find("," + std::string(word) + ",") != std::string::npos;
 }
 
-// The group's path within its hierarchy, as /proc/PID/cgroup has it: "4:memory:/a/b", "0::/a/b".
+// Returns the group's path within its hierarchy from a line of /proc/PID/cgroup: "4:memory:/a/b", "0::/a/b".
 std::optional<std::string> PathInHierarchy(const std::string& membership, const FileNames& names) {
   std::ifstream file(membership);
   std::string line;
@@ -74,7 +74,7 @@ std::optional<std::string> PathInHierarchy(const std::string& membership, const 
   return std::nullopt;
 }
 
-// "/mnt/a\040b" as mountinfo writes a blank.
+// Decodes a path of mountinfo, which writes a blank as in "/mnt/a\040b".
 std::string Unescaped(const std::string& text) {
   std::string out;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -105,8 +105,8 @@ std::optional<Group> FindGroup(const CgroupFiles& files, const FileNames& names)
         &names == &kVersion2 ? type == "cgroup2" : type == "cgroup" && Contains(options, "memory");
     if (!found) continue;
     Group group{.folder = Unescaped(mount_point), .top = Unescaped(mount_point), .names = &names};
-    // In a container the mount may show only a part of the hierarchy, from `root` on. A group
-    // outside that part ("/..") is not visible: its nearest visible one is the mount itself.
+    // In a container the mount may show only a part of the hierarchy, from `root` on. A group outside that part ("/..") is not
+    // visible: the mount itself stands for it.
     std::string below = *path;
     root = Unescaped(root);
     if (root != "/") {

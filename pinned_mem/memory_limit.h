@@ -7,16 +7,16 @@
 
 namespace forebay::pinned_mem {
 
-// Files in which the kernel names the control groups of this process. A test gives files of its own.
+// Files in which the kernel names the control groups of this process. Tests pass their own files.
 struct CgroupFiles {
   std::string membership = "/proc/self/cgroup";
   std::string mounts = "/proc/self/mountinfo";
 };
 
 struct CgroupMemory {
-  // The lowest limit of the group and of all groups above it; kNoLimit: there is none.
+  // Lowest limit of the group and of all groups above it; kNoLimit if no group has a limit.
   uint64_t limit_bytes = 0;
-  // The file that sets it; empty: none does.
+  // File that sets the limit; empty if no file does.
   std::string limit_file;
   // Smallest difference of limit and usage among these groups. Page cache that the kernel would drop (inactive_file) counts as
   // free.
@@ -32,14 +32,15 @@ inline constexpr uint64_t kNoLimit = ~uint64_t{0};
 //         /proc/PID/mountinfo.
 CgroupMemory ReadCgroupMemory(const CgroupFiles& files = {});
 
-// MemTotal of the machine.
+// Returns MemTotal of the machine.
 uint64_t MachineBytes();
 
-// Bytes that can still be allocated: the machine's MemAvailable, or the control group's available bytes if these are fewer. An
-// estimate: the kernel may find fewer.
+// Returns an estimate of the bytes that can still be allocated: the machine's MemAvailable, or the control group's available
+// bytes if these are fewer. The kernel may find fewer.
 uint64_t AvailableBytes();
 
-// Whether RLIMIT_MEMLOCK and the capabilities of this process let it lock so much at once. Takes no memory.
+// Returns true if RLIMIT_MEMLOCK and the capabilities of this process allow it to lock `bytes` bytes at once. Allocates no
+// memory.
 //
 // Source  mlock2(2), MLOCK_ONFAULT.
 bool MayLock(uint64_t bytes);

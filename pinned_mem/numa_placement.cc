@@ -18,14 +18,14 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Entries of a pattern, so that odd proportions do not make it long.
+// Most entries of a pattern, which limits its length for uneven proportions.
 constexpr size_t kPatternMax = 64;
 
 struct TopologyDeleter {
   void operator()(hwloc_topology_t topology) const { hwloc_topology_destroy(topology); }
 };
 
-// Nodes in proportion to their threads, as evenly mixed as possible: 4 and 2 threads give 0, 1, 0.
+// Returns nodes in proportion to their threads, mixed as evenly as possible: 4 and 2 threads give 0, 1, 0.
 std::vector<int> Pattern(const std::map<int, size_t>& threads_by_node) {
   size_t divisor = 0;
   size_t total = 0;
@@ -72,8 +72,8 @@ absl::StatusOr<NumaTopology> LoadNumaTopology(const std::string& synthetic) {
     if (node->attr->numanode.local_memory == 0) continue;
     by_index.emplace(static_cast<int>(node->os_index), node);
   }
-  // If several nodes are near the same CPUs (fast memory beside DRAM), Linux gives the lowest number to the node that those
-  // CPUs use by default.
+  // Several nodes may be near the same CPUs (for example fast memory and DRAM). Linux gives the lowest number to the node that
+  // those CPUs use by default, so the CPUs belong to that node.
   std::set<int> assigned;
   for (const auto& [index, node] : by_index) {
     NumaNode& one = topology.nodes.emplace_back(NumaNode{.index = index, .cpus = {}});

@@ -56,10 +56,10 @@ struct PinnedArena::State {
 
   ArenaOptions options;
   protocol::UniqueFd fd;
-  // kServed: a read-only description for UseCheck.
+  // Read-only open file description for UseCheck; valid only for kServed.
   protocol::UniqueFd reader;
   internal::Segment segment;
-  // By piece of 2 MiB: on one huge page. Of the worker that populates or frees.
+  // 1 for each piece of 2 MiB that is on one huge page. Used only by the worker that populates or frees.
   std::vector<uint8_t> huge_pieces;
   std::atomic<uint64_t> huge_bytes = 0;
   std::atomic<uint64_t> populated_bytes = 0;
@@ -123,7 +123,7 @@ uint64_t AllocatedBytes(const protocol::UniqueFd& fd) {
   return static_cast<uint64_t>(info.st_blocks) * 512;  // stat(2): always units of 512
 }
 
-// Whether all that should have memory has it. A read of a hole would fill it with zeros.
+// Checks that all parts of the options have memory. A read of a hole would fill it with zeros.
 absl::Status CheckParts(const ArenaOptions& options, const protocol::UniqueFd& fd) {
   const std::vector<ArenaPart> parts = PartsOf(options);
   ASSIGN_OR_RETURN(const std::optional<uint64_t> hole, internal::FindHole(fd, parts));
@@ -251,7 +251,7 @@ absl::Status PinnedArena::FreePart(const ArenaPart& part) { return state_->FreeP
 PinnedArena::PinnedArena(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 PinnedArena::~PinnedArena() {
-  FOREBAY_CHECK(state_->ranges.live_ranges() == 0);  // a range would dangle
+  FOREBAY_CHECK(state_->ranges.live_ranges() == 0);  // no live range may outlive the arena
   if (state_->options.at_end == AtEnd::kKeepForReaders) return;
   (void)internal::FreePages(state_->fd.get(), {0, capacity_bytes()});
 }
@@ -324,7 +324,7 @@ bool PinnedArena::FreeIfUnused() {
   FOREBAY_CHECK(state_->options.access == Access::kServed);
   const internal::UseCheck check(state_->reader.get());
   if (check.result() == internal::OtherUsers::kSome) return false;
-  // A descriptor that is open with O_PATH is no user, but would keep the pages.
+  // A descriptor that is open with O_PATH does not count as a user, but holds the pages.
   (void)internal::FreePages(state_->fd.get(), {0, capacity_bytes()});
   return true;
 }

@@ -23,52 +23,51 @@ enum class LockPolicy {
   kBestEffort,  // continues unlocked; locked() reports it
 };
 
-// Who uses the segment besides this process; decides mode and descriptors.
+// Users of the segment other than this process. Selects the mode of the memfd and the descriptors of clients.
 enum class Access {
-  kPrivate,  // nobody
+  kPrivate,  // only this process
   kServed,   // clients read: mode 0400, descriptors of clients are read-only
-  kShared,   // one client reads and writes
+  kShared,   // one client reads and writes the segment
 };
 
 // Fate of the pages when the destructor runs while another process has the segment open or mapped.
 enum class AtEnd {
-  kFreePages,       // frees them; a client reads zeros from then on
-  kKeepForReaders,  // leaves them to the kernel, which frees them with the last descriptor or mapping
+  kFreePages,       // the destructor frees the pages; clients then read zeros
+  kKeepForReaders,  // the kernel frees the pages with the last descriptor or mapping
 };
 
-// On whole pages.
+// Range of whole pages of an arena.
 struct ArenaPart {
   uint64_t offset_bytes = 0;
-  // > 0.
+  // Size of the part; > 0.
   uint64_t size_bytes = 0;
 };
 
 struct ArenaOptions {
-  // Shown in /proc/PID/maps. At most kNameBytesMax bytes, no '/'.
+  // Name of the segment, shown in /proc/PID/maps. At most kNameBytesMax bytes, no '/'.
   std::string name;
-  // > 0, a multiple of 4096.
+  // Size of the segment; > 0, a multiple of 4096.
   uint64_t capacity_bytes = 0;
   LockPolicy lock = LockPolicy::kRequired;
   Access access = Access::kPrivate;
   AtEnd at_end = AtEnd::kFreePages;
-  // Nodes that are preferred: where one is full the kernel takes another.
+  // Preferred NUMA nodes. If a node is full, the kernel takes pages of another node.
   Placement placement = {};
-  // Threads that touch the pages of a large arena; they live as long as Create().
+  // Number of threads that touch the pages of a large arena during Create().
   int threads = 1;
-  // Parts that Create() gives memory, ascending, apart from each other; nothing: the whole arena.
+  // Parts for which Create() allocates memory, ascending and without overlap; nullopt: the whole arena.
   std::optional<std::vector<ArenaPart>> parts = {};
-  // Grows by the bytes that have memory while Create() runs; null: nobody looks.
+  // Counter to which Create() adds the bytes that have got memory so far; null: no counter.
   std::shared_ptr<std::atomic<uint64_t>> populated_bytes = {};
 };
 
-// One memfd segment, used whole or handed out in ranges; 2 MiB pages by MADV_COLLAPSE where
-// possible. Every page is bound, touched and locked before Create() or Populate() returns, so no later
-// call can fault a page in, move it, or find the node full. New memory is all zeros. Where parts of
-// an arena have no memory, nobody touches them.
+// One memfd segment, used as a whole or allocated in ranges, with 2 MiB pages (MADV_COLLAPSE) if possible. Create() and
+// Populate() bind, touch and lock every page. No later call can therefore fault a page in, move it, or find the node full. New
+// memory is all zeros. No process may touch parts of an arena that have no memory.
 //
-// Every segment is sealed with SHRINK, GROW and SEAL: its size is fixed for everybody, and nobody
-// can stop this process from writing it or from freeing its pages. A client that punches a hole
-// into a shared segment loses its own bytes; this process then reads zeros.
+// Every segment is sealed with SHRINK, GROW and SEAL: its size is fixed, and no process can stop this process from writing it
+// or from freeing its pages. If a client punches a hole into a shared segment, its own bytes are lost, and this process reads
+// zeros.
 //
 // Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
 // Threads    Create(), Adopt(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker (they
@@ -79,21 +78,21 @@ struct ArenaOptions {
 //            Linux man-pages.
 class PinnedArena {
  public:
-  // Bytes; enough for O_DIRECT on disks with 4 KiB sectors.
+  // Alignment of ranges in bytes; sufficient for O_DIRECT on disks with 4 KiB sectors.
   static constexpr uint64_t kRangeAlignment = 4096;
   static constexpr int kMaxRanges = 1 << 16;
   static constexpr size_t kNameBytesMax = 200;
 
-  // The right to use one byte range. Move-only; its destructor gives the range back.
+  // The right to use one byte range. Move-only. The destructor frees the range.
   class [[nodiscard]] Range {
    public:
     Range(Range&& other) noexcept;
     Range& operator=(Range&& other) noexcept;
     ~Range();
 
-    // The address is fixed while the range lives; not zeroed.
+    // Returns the bytes of the range. Their address is fixed while the range lives. They are not zeroed.
     std::span<std::byte> bytes() const;
-    // From the start of the segment; clients add it to their mapping.
+    // Returns the offset from the start of the segment. Clients add it to the address of their mapping.
     uint64_t offset_bytes() const;
 
    private:
@@ -113,9 +112,9 @@ class PinnedArena {
   //         E_MEMLOCK     kRequired, and RLIMIT_MEMLOCK is too low: limit, need, the line to add.
   static absl::StatusOr<std::unique_ptr<PinnedArena>> Create(const ArenaOptions& options);
 
-  // An arena over the memfd that an earlier process made with the same options, from a descriptor of
-  // DuplicateFd(). The pages of `parts` have memory, and keep their bytes, NUMA nodes and size;
-  // no other page gets any. All ranges are free. Costs a system call for 2 MiB: no page is copied.
+  // Creates an arena over the memfd that an earlier process made with the same options. `fd` comes from DuplicateFd(). The
+  // pages of `parts` have memory, and retain their bytes, NUMA nodes and size. No other page gets memory. All ranges are free.
+  // Costs one system call for each 2 MiB: no page is copied.
   //
   // Ownership  An error closes the descriptor; it frees no page that somebody else has.
   // Errors     E_RANGE       an option breaks its rule.
@@ -129,82 +128,82 @@ class PinnedArena {
   PinnedArena& operator=(const PinnedArena&) = delete;
   ~PinnedArena();
 
-  // Our own open file description once more, close-on-exec: for whoever keeps the pages until the
-  // next process adopts them. Not for clients. FreeIfUnused() does not count it.
+  // Returns a duplicate of this process's descriptor, close-on-exec, for a keeper that holds the pages until the next process
+  // adopts them. Not for clients: FreeIfUnused() does not count it.
   //
-  // Errors  E_LIMIT  no descriptor is left.
+  // Errors  E_LIMIT  the process cannot open more descriptors.
   absl::StatusOr<protocol::UniqueFd> DuplicateFd() const;
 
-  // Another end than that of the options. Not while the destructor may run.
+  // Changes the fate of the pages at the end (ArenaOptions::at_end). Do not call it while the destructor may run.
   void SetAtEnd(AtEnd at_end);
 
-  // Gives memory to a part that has none.
+  // Allocates the memory of a part that has no memory.
   //
   // Errors  as Create; the part then has no memory.
   absl::Status Populate(const ArenaPart& part);
-  // Takes the memory of a part that has some.
+  // Frees the memory of a part that has memory.
   //
-  // Errors  E_INTERNAL  the kernel refuses; the bytes are what they were.
+  // Errors  E_INTERNAL  the kernel refuses; the bytes are unchanged.
   absl::Status FreePart(const ArenaPart& part);
 
-  // Allocates `size_bytes` > 0, rounded up to the page. O(log ranges), no system call. The bytes
-  // are what the previous owner of the range left.
+  // Allocates a range of `size_bytes` > 0 bytes, rounded up to whole pages. O(log ranges), no system call. The bytes have the
+  // content that the previous owner of the range left.
   //
   // Errors  E_RANGE  size 0, or above the capacity.
   //         E_LIMIT  no free run is long enough now, or kMaxRanges are live. Retry after a range
   //                  has died.
   absl::StatusOr<Range> Allocate(uint64_t size_bytes);
 
-  // The whole segment; aligned to 2 MiB.
+  // Returns the whole segment, whose address is aligned to 2 MiB.
   std::span<std::byte> bytes() const;
   uint64_t capacity_bytes() const;
-  uint64_t inode() const;  // inode of the memfd, stat(2); 0: the system does not tell
-  // Bytes of all parts that have memory.
+  uint64_t inode() const;  // inode of the memfd, stat(2); 0 if unknown
+  // Returns the bytes of all parts that have memory.
   uint64_t populated_bytes() const;
-  // st_blocks of the segment: what the kernel counts.
+  // Returns the bytes that the kernel has allocated to the segment (st_blocks).
   uint64_t allocated_bytes() const;
-  // Bytes that were on 2 MiB pages when they got memory; for an adopted arena, when it was adopted. 0 if the kernel does not
-  // tell.
+  // Returns the bytes that were on 2 MiB pages when their memory was allocated or the arena was adopted; 0 if the kernel does
+  // not report this.
   uint64_t huge_bytes() const;
-  // NUMA nodes on which the pages were after Create() or Adopt(), ascending, one page of 2 MiB looked at.
-  // Empty: the kernel does not say.
+  // Returns the NUMA nodes on which the pages were after Create() or Adopt(), ascending. One page of each 2 MiB is checked.
+  // Empty if the kernel does not report nodes.
   const std::vector<int>& numa_nodes() const;
-  // The node that options asked for at an offset; -1: none.
+  // Returns the node that the options prefer for an offset; -1 if they prefer no node.
   int PlacedNode(uint64_t offset_bytes) const;
-  // Not allocated.
+  // Returns the bytes that are not allocated to ranges.
   uint64_t free_bytes() const;
   bool locked() const;
   const std::string& name() const;
 
-  // A new open file description for a client: read-only if kServed, else read-write. Nothing that
-  // the client does to it (flags, locks, leases) changes ours.
+  // Returns a new open file description for a client: read-only for kServed, otherwise read-write. A client cannot change the
+  // flags, locks or leases of this process's description through it.
   //
-  // Errors  E_LIMIT  no descriptor is left.
+  // Errors  E_LIMIT  the process cannot open more descriptors.
   //         E_RANGE  the arena is kPrivate.
   absl::StatusOr<protocol::UniqueFd> ClientFd() const;
 
-  // kServed: one for reading and writing, for a client that has to map it writable once. From one
-  // thread: the file's mode lets its owner write for a moment.
+  // Returns a read-write descriptor of a kServed arena, for a client that must map the arena writable once. Call it on one
+  // thread at a time: the mode of the memfd allows writes for a moment.
   //
-  // Errors  E_LIMIT  no descriptor is left.
+  // Errors  E_LIMIT  the process cannot open more descriptors.
   absl::StatusOr<protocol::UniqueFd> WritableClientFd() const;
 
-  // kServed: frees all pages if no descriptor of ClientFd() is open or mapped anywhere, and returns
-  // true; else does nothing and returns false. To be called when ClientFd() no longer is. Where the
-  // kernel cannot answer (no leases on memfds), that counts as "nobody".
+  // Frees all pages of a kServed arena if no descriptor of ClientFd() is open or mapped in any process. Returns true if it
+  // freed them. Call it once ClientFd() is no longer called. If the kernel cannot tell (no leases on memfds), the arena counts
+  // as unused.
   //
-  // Limits  Does not wait for anybody.
+  // Limits  Does not wait for other processes.
   bool FreeIfUnused();
 
  private:
   struct State;
 
  public:
-  // For Create() and Adopt(): nobody else has a State.
+  // Constructor for Create() and Adopt(), which alone can create a State.
   explicit PinnedArena(std::unique_ptr<State> state);
 
  private:
-  // Maps the memfd, and takes every part of the options by `take`.
+  // Maps the memfd, and calls `take` for every part of the options.
   static absl::StatusOr<std::unique_ptr<PinnedArena>> Map(
       const ArenaOptions& options, protocol::UniqueFd fd,
       absl::Status (State::*take)(const ArenaPart& part));

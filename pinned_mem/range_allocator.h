@@ -11,8 +11,7 @@
 
 namespace forebay::pinned_mem {
 
-// Hands out runs of [0, capacity) pages: best fit, lowest offset among equals. Adjacent free runs are
-// merged.
+// Allocates runs of the pages [0, capacity): best fit, the lowest offset among equal runs. Adjacent free runs are merged.
 //
 // Limits   O(log runs) a call. At most `ranges_max` live ranges.
 // Threads  One.
@@ -20,11 +19,11 @@ class RangeAllocator {
  public:
   RangeAllocator(uint64_t capacity_pages, size_t ranges_max);
 
-  // The first page of a run of `pages` > 0; nothing where no free run is long enough or ranges_max
-  // are live.
+  // Allocates a run of `pages` > 0 pages and returns its first page. Returns nothing if no free run is long enough, or if
+  // ranges_max ranges are live.
   std::optional<uint64_t> Allocate(uint64_t pages);
 
-  // Gives back the range that starts at `first_page`. A page that starts no live range is a bug.
+  // Frees the range that starts at `first_page`. It is a bug if no live range starts at that page.
   void Release(uint64_t first_page);
 
   uint64_t capacity_pages() const { return capacity_pages_; }

@@ -30,7 +30,7 @@ struct ScanArguments {
   uint64_t flags = 0;
   uint64_t start = 0;
   uint64_t end = 0;
-  uint64_t walk_end = 0;  // the kernel's answer: how far it came
+  uint64_t walk_end = 0;  // address at which the kernel's walk ended
   uint64_t regions = 0;   // address
   uint64_t regions_max = 0;
   uint64_t pages_max = 0;

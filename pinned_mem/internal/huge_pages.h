@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the pieces of a mapping that the kernel has on 2 MiB pages.
+// Finds the pieces of a mapping that are on 2 MiB pages.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@
 
 namespace forebay::pinned_mem::internal {
 
-// Sets huge_pieces[i] to 1 where piece i of 2 MiB lies in the part and is mapped as one page.
-// `segment` starts on a border of 2 MiB. Marks none where the kernel does not say (before 6.7, or a
-// process that cannot be dumped and is not root).
+// Sets huge_pieces[i] to 1 if piece i of 2 MiB lies in the part and is mapped as one page. `segment` starts at a multiple of 2
+// MiB. Sets nothing if the kernel does not report page sizes (before 6.7, or for a process that cannot be dumped and is not
+// root).
 //
 // Source  ioctl_pagemap_scan(2).
 void MarkHugePieces(std::span<const std::byte> segment, const ArenaPart& part,

@@ -28,7 +28,7 @@ using protocol::ErrnoText;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// E_LIMIT if this process or the system has no descriptor left, else E_INTERNAL.
+// Returns E_LIMIT if this process or the system cannot open more descriptors, otherwise E_INTERNAL.
 absl::Status NoDescriptor(const std::string& what, int error_number) {
   const std::string text = ErrnoText(what, error_number);
   if (error_number != EMFILE && error_number != ENFILE) {
@@ -80,14 +80,14 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
 
 absl::Status CheckMemfd(const protocol::UniqueFd& fd, const std::string& name, uint64_t size_bytes,
                         Access access) {
-  // Files of tmpfs have seals too, but never these.
+  // Files of tmpfs have seals too, but not these seals.
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0) return NotThisArena(name, ErrnoText("it has no seals", errno));
   if ((seals & ~F_SEAL_EXEC) != kSeals) {
     return NotThisArena(name, absl::StrCat("its seals are ", absl::Hex(seals), ", not ",
                                            absl::Hex(kSeals), " (hexadecimal)"));
   }
-  // The first description, which the kernel does not count as a writer: UseCheck relies on it.
+  // Requires the first open file description, which the kernel does not count as a writer: UseCheck relies on that.
   if ((fcntl(fd.get(), F_GETFL) & O_ACCMODE) != O_RDWR) {
     return NotThisArena(name, "it is not open for reading and writing");
   }
@@ -118,7 +118,7 @@ absl::Status CheckMemfd(const protocol::UniqueFd& fd, const std::string& name, u
 
 absl::StatusOr<std::optional<uint64_t>> FindHole(const protocol::UniqueFd& fd,
                                                  std::span<const ArenaPart> parts) {
-  // Result of the last search. The kernel's search does not stop at the end of a part.
+  // Hole or end that the last search found. The kernel's search does not stop at the end of a part.
   std::optional<uint64_t> hole_bytes;
   for (const ArenaPart& part : parts) {
     if (!hole_bytes || *hole_bytes < part.offset_bytes) {
@@ -136,7 +136,7 @@ absl::StatusOr<std::optional<uint64_t>> FindHole(const protocol::UniqueFd& fd,
 
 absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flags) {
   const std::string path = absl::StrCat("/proc/self/fd/", fd.get());
-  // O_NONBLOCK: a lease that somebody holds on the file is an error, not a wait.
+  // O_NONBLOCK makes the open fail, instead of wait, if another process holds a lease on the file.
   protocol::UniqueFd again(open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK));
   if (!again.valid()) return NoDescriptor(absl::StrCat("open ", path), errno);
   return again;
@@ -166,8 +166,8 @@ bool FreePages(int fd, const ArenaPart& part) {
 }
 
 UseCheck::UseCheck(int reader_fd) : fd_(reader_fd), result_(OtherUsers::kNone) {
-  // If another process opens the memfd while this process holds the lease, the kernel sends a signal to this process. SIGIO
-  // would end it; SIGURG is ignored unless there is a handler.
+  // If another process opens the memfd while this process holds the lease, the kernel sends a signal to this process. The
+  // default signal, SIGIO, would kill this process. SIGURG is ignored unless it has a handler.
   if (fcntl(fd_, F_SETSIG, SIGURG) == 0 && fcntl(fd_, F_SETLEASE, F_WRLCK) == 0) return;
   result_ = errno == EAGAIN ? OtherUsers::kSome : OtherUsers::kUnknown;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// NUMA nodes of pages: how the kernel is asked for one, and on which they are.
+// Requests pages on NUMA nodes, and finds the nodes of pages.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace forebay::pinned_mem::internal {
 
-// Pages that this thread touches for the first time come from the preferred node while it has
-// memory. The destructor restores the kernel's default.
+// Sets the preferred node of pages that this thread touches for the first time. The kernel uses another node if the preferred
+// node has no memory. The destructor restores the kernel's default.
 //
 // Source  set_mempolicy(2) MPOL_PREFERRED.
 class PreferredNode {
@@ -21,20 +21,20 @@ class PreferredNode {
   PreferredNode& operator=(const PreferredNode&) = delete;
   ~PreferredNode() { Set(-1); }
 
-  // -1: no node is preferred. Best effort.
+  // Sets the preferred node; -1: no node is preferred. Best effort.
   void Set(int node);
 
  private:
   int node_ = -1;
 };
 
-// Pages that are populated stay where they are (no NUMA balancing), and pages that come later come
-// from the nodes of the placement. Best effort.
+// Prevents the move of populated pages to other nodes (NUMA balancing). Later pages come from the nodes of the placement. Best
+// effort.
 //
 // Source  mbind(2).
 void KeepOnNodes(std::span<std::byte> bytes, const Placement& placement);
 
-// Nodes of the pages, ascending, one page of 2 MiB looked at. Empty: the kernel does not say.
+// Returns the nodes of the pages, ascending. Checks one page of each 2 MiB. Empty if the kernel does not report nodes.
 //
 // Source  move_pages(2).
 std::vector<int> NodesOfPages(std::span<std::byte> bytes);

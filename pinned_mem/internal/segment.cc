@@ -42,10 +42,10 @@ using protocol::kHugePageBytes;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
-// Below this size another thread costs more time than it saves.
+// Least number of pieces for each thread. With fewer pieces a further thread costs more time than it saves.
 constexpr uint64_t kPiecesPerThread = 16;
 
-// Populates 4 KiB pages. EINVAL: a kernel before 5.14, so this touches them. Returns an errno.
+// Populates 4 KiB pages. Touches the pages itself if the kernel is older than 5.14 (EINVAL). Returns 0 or an errno.
 int PopulateSmall(std::byte* begin, uint64_t size_bytes) {
   while (madvise(begin, size_bytes, MADV_POPULATE_WRITE) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
@@ -58,7 +58,7 @@ int PopulateSmall(std::byte* begin, uint64_t size_bytes) {
   return 0;
 }
 
-// Maps pages that have memory. As above: this touches them where the kernel is older than 5.14.
+// Maps pages that have memory. Touches the pages itself if the kernel is older than 5.14 (EINVAL). Returns 0 or an errno.
 int MapSmall(const std::byte* begin, uint64_t size_bytes) {
   auto* const address = const_cast<std::byte*>(begin);  // madvise(2) takes no const
   while (madvise(address, size_bytes, MADV_POPULATE_READ) != 0) {
@@ -77,11 +77,11 @@ struct Populated {
   int error_number = 0;
 };
 
-// A piece of at most 2 MiB.
+// Populates a piece of at most 2 MiB: as one huge page if the kernel allows it, otherwise as 4 KiB pages.
 Populated PopulatePiece(std::span<std::byte> piece) {
   Populated populated;
   if (piece.size() == kHugePageBytes) {
-    // A piece with no page at all cannot be collapsed (EINVAL): touch one first.
+    // A piece without any page cannot be collapsed (EINVAL): populates one page first.
     populated.error_number = PopulateSmall(piece.data(), kPageBytes);
     populated.huge =
         populated.error_number == 0 && madvise(piece.data(), kHugePageBytes, MADV_COLLAPSE) == 0;
@@ -116,7 +116,7 @@ absl::StatusOr<Segment> Segment::Map(int fd, uint64_t size_bytes) {
   }
   if (lead > 0) munmap(room_begin, lead);
   if (lead < kHugePageBytes) munmap(begin + size_bytes, kHugePageBytes - lead);
-  // Core dumps leave out the parameters of jobs.
+  // Excludes the segment from core dumps, because it holds parameters of jobs.
   (void)madvise(begin, size_bytes, MADV_DONTDUMP);
   return Segment({begin, size_bytes});
 }
@@ -172,7 +172,7 @@ absl::Status Segment::ForEachPiece(const ArenaPart& part, const PopulateOptions&
     try {
       for (uint64_t i = 0; i < threads; ++i) running.emplace_back(populate);
     } catch (const std::system_error& error) {
-      if (running.empty()) populate();  // more slowly
+      if (running.empty()) populate();  // no thread could be started: works on this thread
     }
     for (std::thread& thread : running) thread.join();
   }
@@ -187,7 +187,7 @@ absl::Status Segment::ForEachPiece(const ArenaPart& part, const PopulateOptions&
   return absl::OkStatus();
 }
 
-// Not mlock(): the sanitizers replace it by a function that does nothing and reports success.
+// Calls the system call, because the sanitizers replace mlock() by a function that does nothing and reports success.
 int Segment::Lock(const ArenaPart& part) {
   return syscall(SYS_mlock, bytes_.data() + part.offset_bytes, part.size_bytes) == 0 ? 0 : errno;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A mapping of a whole memfd, populated with the largest pages the kernel gives.
+// Mapping of a whole memfd, populated with the largest pages that the kernel provides.
 #pragma once
 
 #include <atomic>
@@ -18,9 +18,9 @@ namespace forebay::pinned_mem::internal {
 struct PopulateOptions {
   Placement placement;
   int threads = 1;
-  // Grows as pages get memory; may be null.
+  // Counter to which the populated bytes are added; null: no counter.
   std::atomic<uint64_t>* populated_bytes = nullptr;
-  // By piece of 2 MiB of the segment: set to 1 where the piece is one huge page.
+  // Set to 1 for each piece of 2 MiB of the segment that is one huge page.
   std::span<uint8_t> huge_pieces;
 };
 
@@ -37,28 +37,28 @@ class Segment {
   // Errors  E_INTERNAL  mmap failed.
   static absl::StatusOr<Segment> Map(int fd, uint64_t size_bytes);
 
-  // Populates every page of `part`: each whole 2 MiB piece as one huge page if MADV_COLLAPSE succeeds,
-  // everything else as 4 KiB pages.
+  // Populates every page of `part`: each whole piece of 2 MiB as one huge page if MADV_COLLAPSE succeeds, all other pages as 4
+  // KiB pages.
   //
-  // Errors  E_DRAM_LIMIT  the kernel found no page; some may be populated.
+  // Errors  E_DRAM_LIMIT  the kernel has no free page; some pages may be populated.
   absl::Status Populate(const ArenaPart& part, const PopulateOptions& options);
 
-  // Maps every page of a part that has memory already, so that no use of it faults; changes no byte.
+  // Maps every page of a part that has memory, so that no later access faults. Changes no byte.
   //
   // Errors  E_DRAM_LIMIT  the kernel cannot bring a page back from swap.
   absl::Status MapPages(const ArenaPart& part, const PopulateOptions& options);
 
-  // 0, or the errno of mlock(2).
+  // Locks a part. Returns 0, or the errno of mlock(2).
   int Lock(const ArenaPart& part);
   void Unlock(const ArenaPart& part);
 
   std::span<std::byte> bytes() const { return bytes_; }
 
  private:
-  // The index of a piece of 2 MiB, and its bytes of the part; 0 or an errno.
+  // Called with the index of a piece of 2 MiB, and the bytes of the piece that are in the part. Returns 0 or an errno.
   using PieceTask = std::function<int(uint64_t index, std::span<std::byte> piece)>;
 
-  // Calls `task` for every piece, on threads where that saves time.
+  // Calls `task` for every piece, on several threads if that saves time.
   absl::Status ForEachPiece(const ArenaPart& part, const PopulateOptions& options,
                             const PieceTask& task);
 
