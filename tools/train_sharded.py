@@ -104,7 +104,7 @@ def train(args):
     if args.sha and rank == 0:
         digest = {"sha256": opt.state_sha256(), "step": args.steps}
         pathlib.Path(args.sha).write_text(json.dumps(digest) + "\n", encoding="utf-8")
-    distributed.barrier()  # rank 0 reads the shards of all
+    distributed.barrier()  # rank 0 reads the shards of all ranks
     log.write("end", step=args.steps)
     distributed.destroy_process_group()
 

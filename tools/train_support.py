@@ -31,7 +31,7 @@ SAMPLE_PERIOD_S = 0.02
 STATUS_PERIOD_S = 2.0
 JITTER = 16  # bytes by which a sequence's start may move, drawn from torch's generator
 
-# By name: the class of forebay, its options, its default learning rate.
+# Optimizers by the name of --optimizer: the class in forebay, its options, its default learning rate.
 OPTIMIZERS = {
     "adamw": ("AdamW", {}, 3e-4),
     "adam": ("Adam", {}, 3e-4),
@@ -283,7 +283,7 @@ def arm_kill_of_all(kill, opt, model, rank, log):
         delivered += opt.committed_step + 1 == kill["step"]
         if delivered == kill["groups"]:
             log.write("kill", step=kill["step"], rank=rank, gradients=delivered)
-            for pid in sorted(pids, key=os.getpid().__eq__):  # itself last
+            for pid in sorted(pids, key=os.getpid().__eq__):  # this process is last
                 os.kill(pid, signal.SIGKILL)
 
     for param in model.parameters():

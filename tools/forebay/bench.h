@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `forebay bench WHAT`: results beside the limits of this machine, measured in the same run. `forebay-bench` of
+// `forebay bench WHAT`: compares each result with a limit of this machine that the same run measures. `forebay-bench` of
 // tests/bench/ has the same benches and more.
 #pragma once
 
@@ -20,26 +20,26 @@ namespace forebay::tools {
 
 struct BenchOptions {
   std::string what;                          // the name of a bench
-  uint32_t samples = 0;                      // per case; 0: the bench's own number
-  uint64_t params = 0;                       // of the synthetic job; 0: the bench's own number
-  std::string swap_folder = ".";             // for the cases on swap
-  std::vector<std::string> runtime_folders;  // of the private daemon
-  std::string driver;                        // copies: as dlopen(3) takes it; empty: NVIDIA's
-  std::string only;                          // adam: the cases whose name contains this
-  // "500MiB" or "500MiB,250MiB": bytes a second of swap at most, reads and writes together, of as many paths;
-  // empty: one path and no limit. RunBench() makes the numbers of it.
+  uint32_t samples = 0;                      // samples of each case; 0: the bench decides
+  uint64_t params = 0;                       // elements of the synthetic job; 0: the bench decides
+  std::string swap_folder = ".";             // folder for the cases on swap
+  std::vector<std::string> runtime_folders;  // candidates for the private daemon's folder
+  std::string driver;                        // bench copies: name for dlopen(3); empty: NVIDIA's
+  std::string only;                          // bench adam: runs cases whose name contains this
+  // Limits of the swap paths in bytes a second, reads and writes together: "500MiB" for one path, "500MiB,250MiB" for two.
+  // Empty: one path without a limit. RunBench() parses limit_rate into limit_rates.
   std::string limit_rate;
   std::vector<uint64_t> limit_rates;
   // Milliseconds of compute in one forward and backward together. 0: as long as the update takes, or as the GPUs' rate says.
   uint32_t compute_ms = 0;
-  enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
+  enum class List { kNo, kNames } list = List::kNo;  // bench adam: kNames only lists cases
   std::vector<std::string> given;                    // options on the command line, "--case"
 };
 
 struct NamedBench {
   std::string name;
-  std::string about;                 // in the help text
-  std::vector<std::string> options;  // those that some benches lack, "--case"
+  std::string about;                 // description in the help text
+  std::vector<std::string> options;  // options that not every bench has, "--case"
   uint64_t params_max = uint64_t{1} << 30;
   std::function<absl::Status(const BenchOptions& options, const Report& report)> run;
 };
@@ -47,19 +47,19 @@ struct NamedBench {
 // The benches of `forebay bench`, by name: adam, copies, disk, step.
 std::vector<NamedBench> UserBenches();
 
-// Returns true if `forebay-bench` alone has the bench.
+// Returns true if `forebay-bench` has the bench and `forebay bench` does not.
 bool IsLabBench(const std::string& name);
-// Errors  E_OPTION  says that `forebay-bench` has it, and how it is built.
+// Returns an E_OPTION error which says that `forebay-bench` has the bench, and how to build `forebay-bench`.
 absl::Status LabBenchError(const std::string& name);
 
-// The bench's name and the options that NamedBench::options may name. `app` sets `options.given` when it is parsed.
+// Adds the bench's name and the options of all benches to `app`. Parsing sets `options.given`.
 void AddBenchOptions(CLI::App& app, std::span<const NamedBench> benches, BenchOptions& options);
 
-// Runs every case of one bench, on a private daemon where it needs one, and prints a line a case:
-// JSON as each comes, or a table at the end. `swap`, the name of `disk` until 0.2, still runs it and says so on stderr.
+// Runs all cases of a bench and prints a line for each case: JSON after each case, or a table at the end. Starts a private
+// daemon if the bench needs one. The name `swap`, used for `disk` until 0.2, still works with a message on stderr.
 //
-// Errors  E_OPTION  no such bench, one that has not the option, or none of its cases is meant. Else what the daemon
-//                   answers.
+// Errors  E_OPTION  the bench does not exist, lacks a given option, or has no case of the given name. Otherwise the
+//                   daemon's errors.
 absl::Status RunBench(std::span<const NamedBench> benches, const BenchOptions& options,
                       bool as_json);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench adam: the optimizer's passes alone, without a daemon, each beside the memory limit of its
-// own streams.
+// Bench adam: measures the optimizer's passes without a daemon. Each result is compared with the speed at which bare loops
+// read and write the same arrays.
 
 #include <algorithm>
 #include <cstdio>
@@ -50,7 +50,7 @@ class CaseList {
   std::vector<Case> All() {
     for (const StateFormat& format : protocol::kStateFormats) AddFormat(format);
     for (const protocol::OptimizerInfo& info : protocol::kOptimizers) {
-      if (info.optimizer == Optimizer::kAdamW) continue;  // with every format above
+      if (info.optimizer == Optimizer::kAdamW) continue;  // AddFormat() has added the AdamW cases
       AddPass({.optimizer = info.optimizer, .threads = cores_});
     }
     for (const int threads : ThreadCounts()) {
@@ -67,7 +67,7 @@ class CaseList {
   }
 
  private:
-  // One thread, two, and all cores.
+  // Returns the measured numbers of threads: one, two and all cores, as far as the machine has them.
   std::vector<int> ThreadCounts() const {
     std::vector<int> counts = {1};
     if (cores_ >= 2) counts.push_back(2);
@@ -82,7 +82,7 @@ class CaseList {
     }
   }
 
-  // The narrower set beside the best one, where that is not it.
+  // Adds cases that run with AVX2 if the CPU has AVX2 and a better instruction set is the default.
   void AddAvx2Cases() {
     const std::vector<std::string> targets = cpu_adam::SupportedTargets();
     if (!suffix_.empty() || targets.front() == "avx2") return;
@@ -127,7 +127,7 @@ class CaseList {
 
   uint64_t params_;
   int cores_;
-  std::string suffix_;  // of every name
+  std::string suffix_;  // end of the name of each case
   std::vector<Case> cases_;
 };
 

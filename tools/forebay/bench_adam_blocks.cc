@@ -23,16 +23,16 @@ using daemon::UpdatePass;
 using protocol::DType;
 using protocol::RoundUp;
 
-constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // as the daemon's
+constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // the daemon's block size
 constexpr uint64_t kPatternElemsMax = uint64_t{1} << 20;
 constexpr size_t kDenormalEvery = 97;
 constexpr uint32_t kSeed = 20251121;
 constexpr uint64_t kStep = 10;
-// An optimizer reads those that it has.
+// Parameters for all optimizers. Each optimizer reads the ones that it has.
 constexpr protocol::HyperParams kHyper = {
     .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2, .momentum = 0.9};
 
-// Parameters begin at whole groups of scales.
+// Elements of one parameter. Each parameter begins at a whole group of scales.
 uint64_t ParameterElems(const AdamPass& pass, uint64_t params) { return params / pass.parameters; }
 
 // Weights and gradients of plausible sizes; with denormal data one element of 97 has no gradient.
@@ -52,7 +52,7 @@ struct Pattern {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
     if (dtype == DType::kBFloat16) bits >>= 16;
-    // binary16 of a normal number: three bits of the exponent and thirteen of the fraction go
+    // binary16 of a normal number lacks three bits of the exponent and thirteen of the fraction
     if (dtype == DType::kFloat16) {
       const uint32_t magnitude = bits & 0x7FFFFFFF;
       const uint32_t half = magnitude < 0x38800000 ? 0 : (magnitude - 0x38000000) >> 13;
@@ -200,7 +200,7 @@ void AdamBlocks::SetTrustRatios() {
   }
 }
 
-// Moments are what one update makes of zeros, whatever their format.
+// Fills weights, gradients and states. One update of states that are zero computes the moments, in each format.
 void AdamBlocks::FillData() {
   const Pattern pattern(pass_, params_);
   Pattern::Repeat(pattern.weights, memory_.weights);

@@ -13,13 +13,13 @@
 
 namespace forebay::tools {
 
-// Gradients have the type of the weights, as those of one rank. LAMB's case is its whole step, both
-// passes over all blocks, beside the limit of one.
+// The optimizer pass that a case of bench adam measures. Gradients have the type of the weights. For LAMB the measured time
+// covers both passes over all blocks, and the limit counts the bytes of one pass.
 struct AdamPass {
   protocol::StateFormat format = protocol::StateFormat::kExact;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   int threads = 1;
-  uint64_t parameters = 1;  // of equal size
+  uint64_t parameters = 1;  // number of parameters, equal in size
   // kOff: resident blocks. kOn: blocks that go to disk, with their checksums.
   enum class Hash { kOff, kOn } hash = Hash::kOff;
   enum class Data { kNormal, kDenormal } data = Data::kNormal;  // second moments
@@ -31,8 +31,8 @@ std::span<const protocol::Plane> PlanesOf(const AdamPass& pass);
 uint64_t ElemsOf(const AdamPass& pass, uint64_t params);
 uint64_t StateBytesOf(const AdamPass& pass, uint64_t params);
 
-// Gradient and weights have ElemsOf elements of the weights' type, states StateBytesOf bytes; states
-// begin at a page.
+// Memory for the blocks. Gradient and weights each have ElemsOf() elements of the weights' type. The states have
+// StateBytesOf() bytes and begin at a page.
 struct AdamMemory {
   std::span<std::byte> gradient;
   std::span<std::byte> weights;
@@ -41,11 +41,11 @@ struct AdamMemory {
 
 class AdamBlocks {
  public:
-  // Fills the memory, which it borrows with the pool.
+  // Fills the memory. Borrows the memory and the pool.
   AdamBlocks(const AdamPass& pass, uint64_t params, cpu_adam::WorkerPool& pool,
              const AdamMemory& memory);
 
-  // A step over all blocks.
+  // Runs an optimizer step over all blocks.
   void Update(AdamPass::Hash hash);
 
  private:

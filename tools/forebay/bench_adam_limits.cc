@@ -30,7 +30,7 @@ constexpr size_t kFewStreams = 8;
 constexpr uint32_t kPingPongRounds = 1000;
 constexpr std::chrono::milliseconds kPingPongMax(20);
 
-volatile uint64_t loop_zero = 0;  // what the compiler must not know
+volatile uint64_t loop_zero = 0;  // zero that the compiler cannot assume
 std::atomic<uint64_t> loop_digest = 0;
 
 const loops::Loops& BestLoops() {
@@ -43,21 +43,22 @@ const loops::Loops& BestLoops() {
 
 uint64_t GroupsOf(uint64_t elems) { return (elems + kStreamGroupElems - 1) / kStreamGroupElems; }
 
-// Whole pages, and eleven lines more: ten arrays then lie 128 bytes or more apart in their pages.
+// Bytes to allocate for an array: whole pages plus eleven cache lines. The starts of ten arrays then lie at least 128 bytes
+// apart within their pages.
 uint64_t ArrayBytes(const StreamShape& shape, uint64_t elems) {
   return protocol::RoundUp(GroupsOf(elems) * shape.group_bytes, protocol::kPageBytes) +
          11 * loops::kLineBytes;
 }
 
-// A pass of one loop: each thread goes over an even part of the chunks and interleaves `interleave`
-// parts of that.
+// A pass of one loop over arrays of `chunks` chunks. Each thread gets an equal share of the chunks and goes over `interleave`
+// parts of its share at once.
 struct LoopPass {
   loops::LoopFn* loop;
   uint64_t chunks;
   uint64_t interleave;
 };
 
-// The streams from chunk `first` on.
+// Appends to `moved` the rest of each array from chunk `first` on.
 void AddStreams(const std::vector<BenchStream>& streams, uint64_t first,
                 std::vector<loops::Stream>& moved) {
   for (const BenchStream& stream : streams) {
@@ -71,7 +72,8 @@ void AddStreams(const std::vector<BenchStream>& streams, uint64_t first,
   }
 }
 
-// Seconds; what does not fill the interleave is left out.
+// Runs a loop over the arrays on all threads and returns the seconds. Chunks that cannot be divided evenly among the
+// interleaved parts of all threads are left out.
 double RunPass(cpu_adam::WorkerPool& pool, const LoopPass& pass,
                const std::vector<BenchStream>& streams) {
   const auto threads = static_cast<uint64_t>(pool.threads());
@@ -193,14 +195,14 @@ std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerPool& pool, uint64_t elems,
 
 double PingPongNs(cpu_adam::WorkerPool& pool) {
   FOREBAY_CHECK(pool.threads() >= 2);
-  alignas(64) std::atomic<uint32_t> turn = 0;  // even: thread 0's
+  alignas(64) std::atomic<uint32_t> turn = 0;  // even: thread 0's turn
   std::atomic<bool> over = false;
   std::atomic<double> round_ns = 0;
   RunOnAll(pool, [&](int task) {
     if (task > 1) return;
     const auto mine = static_cast<uint32_t>(task);
     const auto began = Clock::now();
-    auto first = began;  // when the other was there for the first time
+    auto first = began;  // time at which this thread's second turn ended
     for (uint32_t i = 0; i < kPingPongRounds && !over; ++i) {
       const uint32_t expected = 2 * i + mine;
       for (uint32_t spins = 1; turn.load(std::memory_order_acquire) != expected; ++spins) {

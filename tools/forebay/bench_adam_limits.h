@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory limit of this machine for a pass over some streams: the best of four loops and more.
+// Measures the speed at which this machine can read and write a set of arrays: the limit for an optimizer pass. The fastest
+// of several bare loops sets the limit.
 #pragma once
 
 #include <cstddef>
@@ -17,16 +18,16 @@
 namespace forebay::tools {
 
 inline constexpr size_t kStreamGroupElems = 128;
-inline constexpr size_t kLoopElems = 2048;  // the loops go over whole runs of this
+inline constexpr size_t kLoopElems = 2048;  // the loops go over multiples of this number
 
-// One array that a pass goes over once.
+// An array that a pass reads, updates or writes once.
 struct StreamShape {
   enum class Access { kRead, kUpdate, kWrite };
-  uint32_t group_bytes;  // in 128 elements: 128, 256, 512, or 4
+  uint32_t group_bytes;  // bytes of 128 elements: 128, 256, 512 or 4
   Access access;
 };
 
-// kUpdate: from == to. kRead: `to` is null. kWrite: `from` is null.
+// An allocated array. For kUpdate `from` equals `to`. For kRead `to` is null. For kWrite `from` is null.
 struct BenchStream {
   StreamShape shape;
   std::byte* from;
@@ -34,7 +35,7 @@ struct BenchStream {
   uint64_t bytes;
 };
 
-// Arrays for a pass. None begin at the same offset in their pages.
+// The arrays of a pass. Their starts have different offsets within a page.
 struct ArraySet {
   std::vector<StreamShape> shapes;
   uint64_t elems;
@@ -46,12 +47,12 @@ struct PassBytes {
 };
 PassBytes BytesOf(const std::vector<StreamShape>& shapes, uint64_t elems);
 
-// Memory on pages of one size, handed out from the front again for every case.
+// Memory on pages of one size. All cases use the same memory, one after the other.
 class BenchMemory {
  public:
   enum class Pages { k2MiB, k4KiB };
 
-  // Every page is touched.
+  // Allocates the memory and touches each page.
   //
   // Errors  E_DRAM_LIMIT  too little memory is free.
   static absl::StatusOr<std::unique_ptr<BenchMemory>> Create(Pages pages, uint64_t bytes);
@@ -60,11 +61,12 @@ class BenchMemory {
   BenchMemory& operator=(const BenchMemory&) = delete;
   ~BenchMemory();
 
-  // Frees all earlier arrays and allocates those of `arrays`, in order. The bytes are left as they are.
+  // Frees all earlier arrays and allocates those of `arrays`, in order. Does not initialize the bytes.
   std::vector<BenchStream> Allocate(const ArraySet& arrays);
   static uint64_t BytesFor(const ArraySet& arrays);
 
-  double huge_share() const;  // of the bytes, on 2 MiB pages when made
+  // Share of the bytes that lay on 2 MiB pages at the allocation.
+  double huge_share() const;
 
  private:
   BenchMemory() = default;
@@ -77,16 +79,15 @@ class BenchMemory {
 // Name of the instruction set that the loops run on.
 std::string LimitLoopsTarget();
 
-// Four loops over the streams of two memories, on the threads of `pool`: GB/s of the bytes that each
-// touches. They leave every byte as it is. `elems` is a multiple of kLoopElems, and at least one of
-// these a thread. Where there are one or two streams, two more loops interleave four parts of them: a
-// CPU reads few streams slower than many.
+// Returns four loops that run on the threads of `pool` over the arrays in `huge` and in `small`. Each loop measures the GB/s
+// of the bytes that it touches, and changes no byte. `elems` is a multiple of kLoopElems, at least kLoopElems a thread. For
+// one or two arrays, two more loops interleave four parts of each array: a CPU reads few streams slower than many.
 std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerPool& pool, uint64_t elems,
                                   const std::vector<BenchStream>& huge,
                                   const std::vector<BenchStream>& small);
 
-// Nanoseconds of a round trip between two threads of a pool that has at least two: near or far
-// cores. Gives up, with what it has, when one of them does not get to run.
+// Returns the nanoseconds of a round trip between two threads of the pool, which depend on the distance of their cores. The
+// pool has at least two threads. Ends early with the rounds so far if one of the threads does not run.
 double PingPongNs(cpu_adam::WorkerPool& pool);
 
 }  // namespace forebay::tools

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memories, worker pools and the way to measure that all cases of `forebay bench adam` share.
+// Memory, worker pools and the measuring function that all cases of `forebay bench adam` share.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct AdamFixture {
   uint32_t samples = 0;
   std::unique_ptr<BenchMemory> huge;   // huge pages; room for the largest case
   std::unique_ptr<BenchMemory> small;  // 4 KiB pages; room for the largest case
-  std::vector<std::unique_ptr<cpu_adam::WorkerPool>> pools;  // of 1 thread, of 2, …, of every core
+  std::vector<std::unique_ptr<cpu_adam::WorkerPool>> pools;  // pools[i] has i + 1 threads
 
   cpu_adam::WorkerPool& Pool(int threads) const { return *pools[static_cast<size_t>(threads) - 1]; }
 };
@@ -34,8 +34,8 @@ struct MeasuredSide {
   std::vector<BenchLoop> shown = {};
 };
 
-// Measures `side` beside the four loops of bench_adam_limits.h, over the arrays of `side` and over equal arrays on 4 KiB
-// pages, and beside a ping-pong of two threads.
+// Measures `side` in alternation with the loops of bench_adam_limits.h and with a ping-pong of two threads. The loops go over
+// the arrays of `side` and over equal arrays on 4 KiB pages.
 absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side);
 

@@ -16,19 +16,19 @@ StreamShape ShapeOf(uint64_t group_bytes, Access access) {
   return {static_cast<uint32_t>(group_bytes), access};
 }
 
-// A rounded up page for every plane of the last block.
+// Bytes by which page rounding of the last block's planes may exceed the arrays.
 uint64_t SlackBytes(const AdamPass& pass) {
   return (PlanesOf(pass).size() + 2) * protocol::kPageBytes;
 }
 
-// A pass in memory of the fixture.
+// Runs an optimizer pass in the fixture's memory.
 class PassRun {
  public:
   PassRun(const AdamFixture& fixture, const AdamPass& pass)
       : pass_(pass),
         elems_(fixture.params),
         blocks_(pass, fixture.params, fixture.Pool(pass.threads), Allocate(fixture, pass)),
-        // over the same memory, for the limit
+        // the limit's loops use the same memory
         streams_(fixture.huge->Allocate(Streams(pass, fixture.params))) {}
 
   absl::StatusOr<Sample> Run(AdamPass::Hash hash) {
@@ -53,7 +53,7 @@ class PassRun {
       arrays.shapes[2].group_bytes += streams.shapes[s].group_bytes;
     }
     const std::vector<BenchStream> allocated = fixture.huge->Allocate(arrays);
-    // The last array: its slack holds the rounding of the last block's planes.
+    // The states are the last array. The slack behind the array holds the rounding of the last block's planes.
     return {.gradient = {allocated[0].from, allocated[0].bytes},
             .weights = {allocated[1].to, allocated[1].bytes},
             .states = {allocated[2].to, allocated[2].bytes + SlackBytes(pass)}};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench copies: a GPU's copies from and to the daemon's memory, and what it costs to make that memory
-// known to the driver, each beside memory that the process has by itself.
+// Bench copies: measures a GPU's copies from and to the daemon's memory, and the time to register that memory with the
+// driver. Each result is compared with the same operation on private memory of the process.
 
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -47,7 +47,7 @@ double Seconds(Clock::duration time) { return std::chrono::duration<double>(time
 
 class Mapped {
  public:
-  // fd -1: the process's own memory.
+  // Maps `fd`, or private memory of the process if `fd` is -1.
   static absl::StatusOr<std::unique_ptr<Mapped>> Make(int fd, uint64_t size_bytes, int protection) {
     const int flags = fd < 0 ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED;
     void* const at = ::mmap(nullptr, size_bytes, protection, flags, fd, 0);
@@ -69,12 +69,12 @@ enum class Pages : uint8_t { kSmall, kHuge };
 
 std::string_view Name(Pages pages) { return pages == Pages::kSmall ? "4KiB" : "2MiB"; }
 
-// The arenas of a session, as the daemon makes them and a client maps them.
+// A session's arenas, created like the daemon's and mapped like a client's.
 struct Arenas {
   std::unique_ptr<pinned_mem::PinnedArena> weights_arena;
   std::unique_ptr<pinned_mem::PinnedArena> grad_arena;
   std::unique_ptr<Mapped> weights;           // read-only
-  std::unique_ptr<Mapped> writable_weights;  // the same
+  std::unique_ptr<Mapped> writable_weights;  // the weights arena, writable
   std::unique_ptr<Mapped> gradients;
 };
 
@@ -88,7 +88,7 @@ absl::StatusOr<std::unique_ptr<pinned_mem::PinnedArena>> MakeArena(pinned_mem::A
 }
 
 absl::StatusOr<Arenas> MakeArenas(Pages pages, uint64_t size_bytes) {
-  // MADV_COLLAPSE keeps to it too: prctl(2).
+  // PR_SET_THP_DISABLE also applies to MADV_COLLAPSE: prctl(2).
   ::prctl(PR_SET_THP_DISABLE, pages == Pages::kSmall ? 1 : 0, 0, 0, 0);
   Arenas made;
   ASSIGN_OR_RETURN(made.weights_arena, MakeArena(pinned_mem::Access::kServed, size_bytes));
@@ -105,11 +105,11 @@ absl::StatusOr<Arenas> MakeArenas(Pages pages, uint64_t size_bytes) {
   return made;
 }
 
-// One of DESIGN's ways to make the weights known to the driver.
+// A way to register the mapped weights with the GPU driver, from the ways that DESIGN compares.
 struct Way {
   std::string_view name;
   HostAccess access;
-  bool made_read_only;  // once they are known
+  bool made_read_only;  // the pages become read-only after the registration
   const Mapped& memory;
 };
 
@@ -137,7 +137,7 @@ std::string_view Name(Direction direction) {
   return kNames[static_cast<size_t>(direction)];
 }
 
-// Copies between host memory that the device knows and memory of its own.
+// Copies between registered host memory and device memory.
 class Copies {
  public:
   static absl::StatusOr<std::unique_ptr<Copies>> Make(gpu::Device& device, uint64_t size_bytes) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench disk: blocks between staging memory and a swap path, by the code that the daemon's loop thread
-// runs (SwapSpace, Volume, IoEngine): reads, writes, and a write for each read; beside a bare loop and,
-// where it is installed, fio.
+// Bench disk: transfers blocks between staging memory and a swap path by the code that the daemon's loop thread runs
+// (SwapSpace, Volume, IoEngine). The cases are reads, writes, and a write for each read. Results are compared with a bare
+// loop and, if fio is installed, with fio.
 
 #include <algorithm>
 #include <array>
@@ -38,15 +38,15 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 26;
-constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
+constexpr uint64_t kStateBytes = 8;  // swapped bytes of a parameter in format fp32
 constexpr uint64_t kBlockBytes = kStateBytes << 20;
-constexpr uint32_t kStagingSlots = 8;  // as with two workers
+constexpr uint32_t kStagingSlots = 8;  // the daemon's number with two workers
 constexpr uint64_t kLedgerBytes = kMiB;
 constexpr std::chrono::seconds kAnswerLimit(60);
 
 enum class Transfers : uint8_t { kReads, kWrites, kMixed };
 
-// Blocks of one job, two slots each, and the staging slots that they go through.
+// Transfers the blocks of one job between their swap slots and staging slots. Each block has two swap slots.
 class SwapLoop {
  public:
   static absl::StatusOr<std::unique_ptr<SwapLoop>> Create(const std::string& folder,
@@ -113,7 +113,7 @@ class SwapLoop {
             .bytes = current_.size() * kBlockBytes};
   }
 
-  // CPU seconds that this thread has taken for a GB of the runs since the last call.
+  // Returns the CPU seconds of this thread for each GB that was transferred since the last call.
   double DrainCpuSecondsPerGb() {
     return std::exchange(cpu_seconds_, 0) / std::exchange(moved_gb_, 0);
   }
@@ -124,7 +124,7 @@ class SwapLoop {
   }
 
  private:
-  static constexpr daemon::TaskId kZeroTask = kStagingSlots;  // transfers: their staging slot
+  static constexpr daemon::TaskId kZeroTask = kStagingSlots;  // ids below are transfers
 
   // Starts as many transfers as staging slots and the limit on reads allow. At most daemon::kReadsPerPath reads run at once.
   void Begin() {

@@ -46,7 +46,7 @@ absl::StatusOr<std::unique_ptr<DiskLimit>> DiskLimit::Create(const std::string& 
         absl::StrCat("no room for ", protocol::FormatBytes(file_bytes), " in ", folder));
   }
   RETURN_IF_ERROR(limit->Prepare());
-  RETURN_IF_ERROR(limit->RunCopies().status());  // gives every piece its place on the disk
+  RETURN_IF_ERROR(limit->RunCopies().status());  // allocates each piece on the disk
   std::swap(limit->read_half_, limit->write_half_);
   RETURN_IF_ERROR(limit->RunCopies().status());
   return limit;
@@ -77,7 +77,8 @@ absl::Status DiskLimit::Prepare() {
   return absl::OkStatus();
 }
 
-// Each of kDepth slots reads or writes a piece, or reads it and writes it to the other half; then the next.
+// Transfers all pieces of a half, kDepth at once. A slot reads or writes a piece, or reads the piece and writes the same
+// bytes to the other half. Then the slot takes the next piece.
 absl::StatusOr<Sample> DiskLimit::Run(Transfers transfers) {
   std::array<nvme::Completion, kDepth> done;
   const auto began = Clock::now();
@@ -113,7 +114,7 @@ absl::StatusOr<Sample> DiskLimit::Run(Transfers transfers) {
   return Sample{.value = bytes / took.count() / protocol::kGb};
 }
 
-// Between the slot's memory and a piece of the half that is read or written.
+// Starts a transfer between the slot's memory and a piece of the read half or of the written half.
 absl::Status DiskLimit::Submit(nvme::IoKind kind, uint32_t slot, uint64_t piece) {
   const uint64_t half = kind == nvme::IoKind::kRead ? read_half_ : write_half_;
   return engine_->Submit({.kind = kind,

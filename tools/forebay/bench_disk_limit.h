@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The limit of a disk: a bare loop of direct transfers, beside which the daemon's are measured.
+// Measures the limit of a disk by a bare loop of direct transfers. The daemon's transfers are compared with this limit.
 #pragma once
 
 #include <array>
@@ -25,8 +25,8 @@ class DiskLimit {
   static absl::StatusOr<std::unique_ptr<DiskLimit>> Create(const std::string& folder,
                                                            uint64_t bytes);
 
-  // The same over a part of a file that is there and written: 2 * `bytes` from `begin_bytes` on. Where a
-  // file lies on the disk decides as much as the loop does: so both sides have the same.
+  // A part of an existing, fully written file: 2 * `bytes` bytes from `begin_bytes` on. The daemon and the bare loop measure
+  // the same part, because the place on the disk also decides the speed.
   struct Part {
     std::string path;
     uint64_t begin_bytes = 0;
@@ -38,8 +38,8 @@ class DiskLimit {
   DiskLimit(const DiskLimit&) = delete;
   DiskLimit& operator=(const DiskLimit&) = delete;
 
-  // Reads one half; writes the other; copies one to the other, a write for each read. GB/s of what is
-  // read and written.
+  // RunReads() reads one half of the file, RunWrites() writes the other half, and RunCopies() copies one half to the other.
+  // Each sample's value is GB/s of the bytes read plus the bytes written.
   absl::StatusOr<Sample> RunReads() { return Run(Transfers::kReads); }
   absl::StatusOr<Sample> RunWrites() { return Run(Transfers::kWrites); }
   absl::StatusOr<Sample> RunCopies() { return Run(Transfers::kCopies); }

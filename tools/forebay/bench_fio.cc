@@ -27,7 +27,7 @@ absl::StatusOr<std::unique_ptr<FioLimit>> FioLimit::Create(const std::filesystem
                                                            uint64_t bytes) {
   std::unique_ptr<FioLimit> limit(
       new FioLimit(folder, std::max(protocol::kMiB, bytes / protocol::kMiB * protocol::kMiB)));
-  RETURN_IF_ERROR(limit->RunWrites().status());  // gives every piece its place on the disk
+  RETURN_IF_ERROR(limit->RunWrites().status());  // allocates each piece on the disk
   return limit;
 }
 

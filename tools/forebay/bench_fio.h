@@ -14,18 +14,18 @@
 
 namespace forebay::tools {
 
-// Direct transfers of 1 MiB through io_uring, 16 in flight, over a file of its own. It leaves that and fio's report
-// in its folder, which is the caller's to remove.
+// Runs fio with direct transfers of 1 MiB through io_uring, 16 in flight. The data file and fio's report stay in the folder;
+// the caller removes the folder.
 //
 // Threads  One, the main one.
 class FioLimit {
  public:
   // Errors  E_OPTION   fio is not installed.
-  //         E_SWAP_IO  fio did not do its work; its exit status.
+  //         E_SWAP_IO  fio failed; names its exit status.
   static absl::StatusOr<std::unique_ptr<FioLimit>> Create(const std::filesystem::path& folder,
                                                           uint64_t bytes);
 
-  // GB/s of what is read and written.
+  // Run fio. Each sample's value is GB/s of the bytes read plus the bytes written.
   absl::StatusOr<Sample> RunReads() { return Run("read"); }
   absl::StatusOr<Sample> RunWrites() { return Run("write"); }
   absl::StatusOr<Sample> RunMixed() { return Run("rw"); }  // as many writes as reads

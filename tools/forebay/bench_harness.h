@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One result beside one limit, measured in alternation: on a shared machine only such ratios count.
+// Measures a result and a limit in alternation, and their ratio. On a shared machine only such ratios count.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,10 @@ struct BenchCase {
   Measure measure = Measure::kRate;
 };
 
-// One round of either side.
+// Measurement of one round of the measured side or of a loop.
 struct Sample {
   double value = 0;
-  uint64_t bytes_read = 0;  // by the measured side, in this round
+  uint64_t bytes_read = 0;  // bytes that the measured side read in this round
   uint64_t bytes_written = 0;
 };
 
@@ -35,8 +35,8 @@ double Quantile(const std::vector<double>& sorted, double q);
 
 using Sampler = std::function<absl::StatusOr<Sample>()>;
 
-// A loop that runs in every round beside the measured side. Its median is a candidate for the limit, or is only shown with the
-// result.
+// A loop that runs once in each round, next to the measured side. The median of the loop is a candidate for the limit, or is
+// only shown with the result.
 struct BenchLoop {
   enum class Role { kLimit, kShown };
   std::string name;  // key in the JSON line
@@ -47,16 +47,16 @@ struct BenchLoop {
 struct BenchResult {
   BenchCase what;
   double value = 0;  // median
-  double limit = 0;  // median; of several the best
+  double limit = 0;  // median of the limit; of several loops the best median
   double share = 0;  // value / limit for rates, limit / value for times
   uint32_t samples = 0;
   double spread = 0;  // interquartile range of the values over their median
   uint64_t bytes_read = 0;
   uint64_t bytes_written = 0;
-  nlohmann::ordered_json more = {};  // what one bench adds to its lines; medians of its loops
+  nlohmann::ordered_json more = {};  // fields of this bench; medians of its loops
 };
 
-// One unrecorded round of both sides, then `samples` rounds that alternate between them.
+// Runs `value` and `limit` in alternation: one unrecorded round, then `samples` recorded rounds.
 absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
                                         const Sampler& value, const Sampler& limit);
 

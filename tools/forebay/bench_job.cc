@@ -29,9 +29,9 @@ namespace {
 using client::Attachment;
 
 constexpr client::Timeout kLimit = std::chrono::seconds(120);
-constexpr float kGradient = 1e-3F;  // plain numbers: no denormals, which are slow
+constexpr float kGradient = 1e-3F;  // not denormal: denormal numbers are slow
 
-// Elements of the job's type, all of one value.
+// Sets all elements, which have the job's type, to one value.
 void Fill(protocol::DType dtype, float value, std::span<std::byte> bytes) {
   if (dtype == protocol::DType::kFloat32) {
     auto* elems = reinterpret_cast<float*>(bytes.data());

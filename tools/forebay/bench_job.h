@@ -43,7 +43,7 @@ class BenchJob {
   BenchJob(const BenchJob&) = delete;
   BenchJob& operator=(const BenchJob&) = delete;
 
-  client::Attachment& attachment() { return *attachments_.front(); }  // of rank 0
+  client::Attachment& attachment() { return *attachments_.front(); }  // the attachment of rank 0
   uint32_t groups() const;
 
   // Runs work(attachment, the rank's partitions in the order of the groups) for all ranks at once; rank 0 runs on this thread.
@@ -51,20 +51,20 @@ class BenchJob {
   using RankWork = std::function<absl::Status(client::Attachment&, std::span<const uint32_t>)>;
   absl::Status OnEachRank(const RankWork& work);
 
-  absl::Status DeliverGradient(uint32_t group);  // for a job of one rank
+  absl::Status DeliverGradient(uint32_t group);  // needs a job of one rank
   // Delivers the gradients of all groups on all ranks. The benches do not time this.
   absl::Status DeliverGradients();
 
-  // Says the scalars of the next step: what is delivered from now on is of its last backward pass.
+  // Announces the scalars of the next step. Gradients delivered after this call belong to the step's last backward pass.
   absl::Status AnnounceStep();
-  // The next step: seconds from the call to its answer, of all ranks.
+  // Runs the next step on all ranks. Returns the seconds from the call to the answer.
   absl::StatusOr<double> TimedStep();
 
-  absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it
+  absl::StatusOr<client::NodeStatus> Status();  // lists exactly one job
   // Bytes that dram.limit counts besides the staging buffer and the job's states. A dram.limit of these bytes plus the staging
   // buffer puts all states on swap.
   absl::StatusOr<uint64_t> BytesBesideStates();
-  // The same job's plan on an empty node with so much DRAM and no swap.
+  // Returns the plan of this job on an empty node that has `dram_bytes` of DRAM and no swap.
   absl::StatusOr<client::JobPlan> Plan(uint64_t dram_bytes);
 
  private:
@@ -76,10 +76,10 @@ class BenchJob {
   std::unique_ptr<client::AdminClient> admin_;
   std::vector<std::unique_ptr<client::Attachment>> attachments_;  // by rank
   std::vector<std::vector<uint32_t>> partitions_;                 // by rank
-  std::jthread keeper_;  // of the descriptors of a daemon that can start again
+  std::jthread keeper_;  // reads the messages of a daemon that can restart
 };
 
-// A path in the bench's folder for each of its limit_rates, with that limit; without them one path.
+// Gives the daemon one swap path in the bench's folder for each limit rate of the options, or one path without a limit.
 void UseSwap(const BenchOptions& options, PrivateDaemonOptions& daemon);
 // Sum of options.limit_rates, in bytes a second.
 double TotalRate(const BenchOptions& options);

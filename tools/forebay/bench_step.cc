@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench step: forward, backward and update of a job whose states are on swap. Forward and backward use no
-// CPU, as those of a GPU: a third and two thirds of the compute time, evenly over the groups.
+// Bench step: measures forward, backward and update of a job whose states are on swap. Forward and backward sleep in place of
+// computing, like a CPU that waits for a GPU. Forward takes a third of the compute time and backward two thirds.
 
 #include <algorithm>
 #include <chrono>
@@ -27,26 +27,26 @@ using Seconds = std::chrono::duration<double>;
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroups = 32;
-constexpr uint64_t kStateBytes = 8;    // fp32: what goes to swap
-constexpr uint64_t kWeightsBytes = 4;  // new ones, of early updates
+constexpr uint64_t kStateBytes = 8;    // swapped bytes of a parameter in format fp32
+constexpr uint64_t kWeightsBytes = 4;  // bytes of a parameter's new weight for early updates
 constexpr uint32_t kStepsPerSample = 2;
 constexpr client::Timeout kLimit = std::chrono::seconds(120);
 
 // When blocks are updated.
 struct When {
-  bool early = false;  // from the arrival of their gradients on, else from the decision
-  bool drain = false;  // under the next forward, else while the call of step waits
+  bool early = false;  // updates start when gradients arrive; false: after the step's decision
+  bool drain = false;  // updates end during the next forward; false: the step call waits for them
 };
 
-// A loop that computes for a while with the weights of each group.
+// A training loop. It sleeps for a given time in place of computing with the weights of each group.
 class Trainer {
  public:
   Trainer(BenchJob& job, double compute_s, bool early)
       : job_(job), compute_s_(compute_s), early_(early) {}
 
-  // Seconds a step, of steps that follow each other.
+  // Runs consecutive steps and returns the average seconds of a step.
   absl::StatusOr<Sample> TimeSteps() {
-    RETURN_IF_ERROR(Step());  // so that the first that counts meets the update of another
+    RETURN_IF_ERROR(Step());  // its update overlaps the first timed step
     const Clock::time_point began = Clock::now();
     for (uint32_t i = 0; i < kStepsPerSample; ++i) RETURN_IF_ERROR(Step());
     const double seconds = Seconds(Clock::now() - began).count() / kStepsPerSample;
@@ -54,7 +54,7 @@ class Trainer {
     return Sample{.value = seconds};
   }
 
-  // Seconds that an update takes while nothing else goes on.
+  // Runs one step without computing and returns the seconds of its update.
   absl::StatusOr<double> TimeUpdate() {
     RETURN_IF_ERROR(job_.DeliverGradients());
     RETURN_IF_ERROR(job_.TimedStep().status());
@@ -113,13 +113,13 @@ BenchJobOptions JobOptions(const BenchOptions& options, uint64_t dram_bytes) {
   return job;
 }
 
-// All states on swap.
+// Creates a job whose states are all on swap.
 absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
                                                   uint64_t beside_states, const When& when) {
   const uint64_t staging = 64 * kMiB;
   BenchJobOptions job_options = JobOptions(options, 0);
   const uint64_t new_weights = when.early ? job_options.params * kWeightsBytes : 0;
-  // A block that is in DRAM needs no place for new weights: less is free than both together.
+  // A resident block needs no DRAM for new weights. With early updates no DRAM is spare, so that no block becomes resident.
   const uint64_t spare = when.early ? 0 : 2 * kMiB;
   job_options.daemon.dram = absl::StrCat(beside_states + staging + new_weights + spare);
   job_options.drain = when.drain;
@@ -147,7 +147,7 @@ absl::StatusOr<BenchResult> TimeJob(const BenchOptions& options, uint64_t beside
                                     const When& when) {
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, MakeJob(options, beside_states, when));
   Trainer idle(*job, 0, /*early=*/false);
-  RETURN_IF_ERROR(idle.TimeUpdate().status());  // slots that were never written
+  RETURN_IF_ERROR(idle.TimeUpdate().status());  // writes all slots for the first time
   ASSIGN_OR_RETURN(const double alone_s, idle.TimeUpdate());
   const double limited_s = SecondsAtLimit(options);
   const double disk_s = std::max(alone_s, limited_s);
@@ -156,7 +156,7 @@ absl::StatusOr<BenchResult> TimeJob(const BenchOptions& options, uint64_t beside
   double update_s = 0;
   const auto limit = [&]() -> absl::StatusOr<Sample> {
     ASSIGN_OR_RETURN(update_s, trainer.TimeUpdate());
-    if (limited_s > 0) update_s = limited_s;  // not less what was read ahead
+    if (limited_s > 0) update_s = limited_s;  // counts all blocks, also those read ahead
     return Sample{.value = std::max(update_s, compute_s)};
   };
   const std::string rate = options.limit_rate.empty() ? "" : "/rate=" + options.limit_rate;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work on every thread of a pool at once.
+// Runs work on all threads of a pool at once.
 #pragma once
 
 #include "absl/functional/function_ref.h"

@@ -23,7 +23,7 @@ using protocol::ErrorId;
 using protocol::FormatBytes;
 using protocol::MakeError;
 
-constexpr double kSlotsPerBlock = 2;  // the current one, and the one that the next step writes
+constexpr double kSlotsPerBlock = 2;  // the current slot, and the slot that the next step writes
 constexpr uint64_t kSampleElems = uint64_t{1} << 20;
 
 double WeightsWidth(const ClusterModel& model) {
@@ -177,7 +177,7 @@ ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
   const double both = forward.second + backward.second;
   const std::string_view of_both = Longest<2>({forward, backward}).first;
   const Part update = Longest<2>(
-      {Part("swap", time.swap - 2 * fetched), {"update", time.update}});  // after backward
+      {Part("swap", time.swap - 2 * fetched), {"update", time.update}});  // without early updates
   Part step;
   if (options.early_updates) {
     step = Longest<3>({Part(of_both, both), {"swap", time.swap}, {"update", time.update}});

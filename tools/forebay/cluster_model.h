@@ -15,15 +15,15 @@ namespace forebay::tools {
 // Rates are in GB/s (1e9 bytes), of a node unless they say otherwise, each way; 0: that part takes no time.
 struct ClusterOptions {
   uint32_t nodes = 0;  // 0: not of a cluster
-  uint32_t gpus = 8;   // of a node
+  uint32_t gpus = 8;   // GPUs of each node
   // GPUs of a node that split each layer; the others of the cluster are data-parallel to it. Divides `gpus`.
   uint32_t tensor_parallel = 1;
-  uint64_t tokens = 2048;     // of a step, for each GPU of the cluster
+  uint64_t tokens = 2048;     // tokens of one step for each GPU of the cluster
   bool recompute = false;     // activation checkpointing: a second forward under backward
-  double gpu_tflops = 0;      // what a GPU achieves while it waits for nothing
-  double gpu_link_rate = 0;   // of a GPU, to those of its node
-  double link_rate = 0;       // to the other nodes
-  double host_link_rate = 0;  // DRAM to all GPUs of the node
+  double gpu_tflops = 0;      // rate of a GPU that never waits
+  double gpu_link_rate = 0;   // one GPU to the other GPUs of its node
+  double link_rate = 0;       // one node to the other nodes
+  double host_link_rate = 0;  // between DRAM and all GPUs of the node
   double update_rate = 0;     // DRAM traffic of the optimizer's pass
   // Rates of a node's swap. Reads and writes share the disk: their times add up.
   double read_rate = 0;
@@ -45,14 +45,14 @@ struct ClusterModel {
 
 // Bytes of one node.
 struct ClusterMemory {
-  double params = 0;  // elements whose states it owns
+  double params = 0;  // elements whose states the node owns
   double weights = 0;
   double states = 0;
-  double gradients = 0;    // until their step is decided
-  double new_weights = 0;  // of blocks on swap that are updated before the decision
+  double gradients = 0;    // retained until their step is decided
+  double new_weights = 0;  // those of swapped blocks that are updated early
   double weights_on_swap = 0;
   double states_on_swap = 0;
-  double swap = 0;  // taken: two slots of each block
+  double swap = 0;  // two slots for each block
 
   double dram() const { return weights + states + gradients + new_weights; }
 };
@@ -65,7 +65,7 @@ struct ClusterTraffic {
   double from_gpus = 0;
   double swap_read = 0;
   double swap_written = 0;
-  double update = 0;  // DRAM, of the optimizer's pass
+  double update = 0;  // DRAM bytes of the optimizer's pass
 };
 
 // Seconds of one step. Each part counts the seconds that it takes alone.
@@ -73,12 +73,12 @@ struct ClusterTime {
   double compute = 0;
   double link = 0;
   double gpu_link = 0;
-  double host_link = 0;  // the longer of both ways
+  double host_link = 0;  // the longer of both directions
   double swap = 0;
   double update = 0;
   double step = 0;
-  std::string bound;  // which of them the step waits for most: "compute"
-  double tflops = 0;  // of a GPU, over the whole step
+  std::string bound;  // the part that determines the step: "compute"
+  double tflops = 0;  // rate of one GPU averaged over the whole step
 };
 
 struct ClusterPlan {
@@ -87,11 +87,12 @@ struct ClusterPlan {
   ClusterTime seconds;
 };
 
-// Gathers and copies of one group run while another computes; the update's swap and pass under both, or after.
+// Computes memory, traffic and time of a step. Gathers and copies of one group overlap the compute of another group. The
+// update's swap traffic and pass overlap forward and backward if updates are early, and otherwise follow backward.
 //
-// Errors  E_OPTION      a number breaks its rule above, or the format does not take such weights.
-//         E_DRAM_LIMIT  the gradients, or two layers of weights with them, do not fit: needed and given bytes.
-//         E_SWAP_NOSPC  what does not fit in DRAM does not fit on swap either.
+// Errors  E_OPTION      a number breaks its rule above, or the format does not support the weights' type.
+//         E_DRAM_LIMIT  the gradients, or the gradients and two layers of weights, do not fit; names both sizes in bytes.
+//         E_SWAP_NOSPC  the bytes that do not fit in DRAM do not fit on swap either.
 absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options);
 
 // The closed form and the simulation of a node share the following functions and the constant.

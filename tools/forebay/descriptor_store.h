@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The service manager's side of sd_notify(3), for one service.
+// Implements the service manager's side of sd_notify(3) for one service.
 #pragma once
 
 #include <cstdint>
@@ -12,38 +12,38 @@
 
 namespace forebay::tools {
 
-// Hears when the service is ready, and keeps descriptors that are to outlive its process. The service waits where
-// its messages are not read: Drain() whenever socket_fd() is readable.
+// Receives the readiness message of a service, and retains descriptors that must outlive the service's process. The service
+// blocks while its messages are unread: call Drain() whenever socket_fd() is readable.
 //
-// Not as systemd: whoever may reach the socket is heard, not the main process alone; one open file
-// description may have two names; descriptors are not polled.
+// Differences from systemd: messages of each process that can reach the socket are accepted, not only those of the main
+// process. One open file description may have two names. Descriptors are not polled.
 //
-// Ownership  Of the kept descriptors, until the service removes them or the store ends.
+// Ownership  The store owns the retained descriptors until the service removes them or the store is destroyed.
 // Threads    One.
-// Limits     What is beyond `capacity` descriptors is closed. A message has at most 4096 bytes and 253 descriptors;
-//            what breaks a rule of the protocol is ignored.
+// Limits     Descriptors beyond `capacity` are closed. A message has at most 4096 bytes and 253 descriptors. Messages that
+//            break a rule of the protocol are ignored.
 // Source     sd_notify(3) READY=, FDSTORE=, FDSTOREREMOVE=, FDNAME=, BARRIER=; systemd.service(5)
 //            FileDescriptorStoreMax=.
 class DescriptorStore {
  public:
-  // Makes the socket, which must not be there. A `capacity` of 0: nothing is kept.
+  // Creates the socket; no file of this path may exist. With a `capacity` of 0 no descriptor is retained.
   //
-  // Errors  E_OPTION  it cannot be made, or its path is too long.
+  // Errors  E_OPTION  the socket cannot be created, or its path is too long.
   static absl::StatusOr<DescriptorStore> Create(const std::string& socket_path, uint32_t capacity);
 
-  // For the service.
+  // Variables that the service needs in its environment, "NAME=value".
   std::vector<std::string> environment() const;
   int socket_fd() const { return socket_.get(); }
 
-  // Does what the messages that have come ask for; waits for none.
+  // Handles the messages that have arrived. Does not wait for more.
   void Drain();
 
-  // Whether READY=1 has come since the start or the last NextProcess().
+  // True if READY=1 has arrived since the start or the last NextProcess().
   bool is_ready() const { return is_ready_; }
-  // The service's process has ended and the next one is not started yet.
+  // Prepares for the service's next process. Call this after the service's process has ended and before the next one starts.
   void NextProcess();
 
-  // For the next process, newest first. Borrowed: until the next Drain().
+  // Retained descriptors to pass to the service's next process, newest first. Borrowed: valid until the next Drain().
   std::vector<PassedDescriptor> kept() const;
 
  private:

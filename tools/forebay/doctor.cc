@@ -33,7 +33,7 @@ using protocol::kGiB;
 using protocol::kHugePageBytes;
 using protocol::kPageBytes;
 
-constexpr uint64_t kLockProbeBytes = 64 * protocol::kMiB;  // far above the usual limit of 8 MiB
+constexpr uint64_t kLockProbeBytes = 64 * protocol::kMiB;  // the usual lock limit is 8 MiB
 constexpr uint64_t kHugeProbeBytes = 4 * kHugePageBytes;
 constexpr uint64_t kDiskComfortBytes = 4 * kGiB;
 

@@ -15,17 +15,17 @@ enum class CheckResult { kPass, kWarn, kFail };
 struct Finding {
   std::string what;  // "memlock"
   CheckResult result = CheckResult::kPass;
-  std::string seen;  // the numbers
-  std::string fix;   // a command or a line to add; empty where nothing is to be fixed
+  std::string seen;  // the measured numbers
+  std::string fix;   // a command or a line to add; empty: nothing to fix
 };
 
-// The instruction set that this process uses: a name that Examine() shows, or "" for the best.
+// Sets the instruction set that this process uses: a name that Examine() shows, or "" for the best.
 //
-// Errors  E_OPTION  not one of them; names them.
+// Errors  E_OPTION  the name is unknown; lists the known names.
 absl::Status ForceCpuTarget(const std::string& name);
 
-// Probes by trying: locks, rings, direct writes and huge pages are made and given back. `folders`
-// are candidates for swap.
+// Tests what this machine can do by trying: takes locks, rings and huge pages, makes direct writes, and releases all of
+// them. `folders` are candidates for swap.
 std::vector<Finding> Examine(const std::vector<std::string>& folders);
 
 std::string FindingsText(const std::vector<Finding>& findings);

@@ -20,7 +20,7 @@ using protocol::ErrorInfo;
 
 struct Explanation {
   ErrorId id = ErrorId::kNone;
-  std::string_view meaning;  // what has happened, and what is left
+  std::string_view meaning;  // what has happened, and what state remains
   std::string_view remedy;   // what the user does
   std::string_view example;  // a message as it is seen, without id and hint
 };
@@ -319,7 +319,7 @@ bool IsRetryable(const ErrorInfo& info) {
   return protocol::IsRetryable(absl::Status(info.code, ""));
 }
 
-// The first sentence, or what stands before its colon, without the sign at its end.
+// Returns the first sentence up to its colon if it has one, without the final punctuation.
 std::string Beginning(std::string_view text) {
   const size_t end = std::min(text.find(". "), text.find(": "));
   text = text.substr(0, end);

@@ -17,7 +17,7 @@ struct ExplainOptions {
 // Returns the whole explanation of one id, or a table with a line for each id. JSON is a list of {"id", "class" (the Python
 // exception), "retryable", "meaning", "remedy", "example", "hint" (the default hint)}.
 //
-// Errors  kInvalidArgument (E_OPTION)  there is no such id.
+// Errors  kInvalidArgument (E_OPTION)  the id does not exist.
 absl::StatusOr<std::string> Explain(const ExplainOptions& options);
 
 }  // namespace forebay::tools

@@ -28,7 +28,7 @@ using protocol::MakeError;
 constexpr char kSlots[] = "slots=";
 constexpr char kLineHint[] = "a line is: worker-1 slots=4";
 
-// Digits alone: SimpleAtoi takes signs and spaces too.
+// Accepts only digits. SimpleAtoi alone would also accept signs and spaces.
 bool ParseNumber(const std::string& text, int* number) {
   return !text.empty() && std::ranges::all_of(text, absl::ascii_isdigit) &&
          absl::SimpleAtoi(text, number);
@@ -38,7 +38,7 @@ std::vector<std::string> Words(const std::string& line) {
   return absl::StrSplit(line, absl::ByAnyChar(" \t\r"), absl::SkipEmpty());
 }
 
-// `where`: "hosts:3".
+// Parses the words of a line. `where` names the file and the line in errors, "hosts:3".
 absl::StatusOr<HostSlots> ParseLine(const std::vector<std::string>& words,
                                     const std::string& where) {
   const std::string line = absl::StrJoin(words, " ");
@@ -72,7 +72,7 @@ absl::StatusOr<HostSlots> ParseLine(const std::vector<std::string>& words,
 
 using Selected = std::map<std::string, std::set<int>>;
 
-// "worker-1:0,2" into `selected`. `option`: "--include".
+// Parses "worker-1:0,2" into `selected`. `option` names the option in errors, "--include".
 absl::Status Select(const std::string& part, const std::vector<HostSlots>& hosts,
                     const std::string& option, Selected& selected) {
   const size_t colon = part.find(':');

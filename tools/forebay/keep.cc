@@ -32,14 +32,14 @@ using protocol::ErrorId;
 using protocol::FormatBytes;
 using protocol::MakeError;
 
-// Daemons that are killed one after the other while they end.
+// Attempts to end a daemon durably. An attempt fails if the daemon is killed meanwhile.
 constexpr int kStopsMax = 3;
 
 client::AdminOptions AdminOf(const PrivateDaemon& daemon) {
   return {.socket = daemon.socket(), .timeout = std::chrono::minutes(1)};
 }
 
-// A size as --dram and --swap-size take it.
+// Formats a size with its exact number of bytes, which --dram and --swap-size accept.
 std::string Exactly(uint64_t bytes) {
   return absl::StrCat(FormatBytes(bytes), " (", bytes, " bytes)");
 }
@@ -66,7 +66,7 @@ absl::StatusOr<std::vector<std::string>> AbsolutePlaces(const std::vector<std::s
   return places;
 }
 
-// --swap and --keep say these.
+// Returns E_OPTION for settings that --swap and --keep determine.
 absl::Status CheckSettings(const std::vector<std::string>& settings) {
   constexpr std::array<std::string_view, 4> kOwn = {"swap.paths", "swap.capacity", "swap.life",
                                                     "jobs.at_stop"};
@@ -89,7 +89,7 @@ absl::Status LessDramError(const KeptRun& run, uint64_t dram_bytes) {
       absl::StrCat("give --dram ", run.dram_bytes, " or more, or leave it out"));
 }
 
-// Options of --resume beside the name.
+// Checks that the options given with --resume agree with the saved run.
 absl::Status CheckSame(const KeptRun& run, const KeepOptions& options,
                        const PrivateDaemonOptions& daemon) {
   if (!daemon.swap.empty()) {
@@ -150,7 +150,7 @@ absl::StatusOr<KeptRunFile> Resume(const KeepOptions& options, PrivateDaemonOpti
   return file;
 }
 
-// By job: its newest committed step.
+// Returns the newest committed step of each job, by the job's name.
 absl::StatusOr<std::map<std::string, uint64_t>> CommittedSteps(const PrivateDaemon& daemon) {
   ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect(AdminOf(daemon)));
   ASSIGN_OR_RETURN(const client::NodeStatus status, admin->Status());
@@ -159,7 +159,8 @@ absl::StatusOr<std::map<std::string, uint64_t>> CommittedSteps(const PrivateDaem
   return steps;
 }
 
-// From the volume itself. Nothing: it could not be read, and forebayd has said why.
+// Reads the durable step of each training from the swap volume. nullopt: the volume could not be read, and forebayd has
+// printed why.
 absl::StatusOr<std::optional<std::vector<KeptTraining>>> DurableTrainings(const KeptRun& run) {
   ASSIGN_OR_RETURN(const std::optional<json> report, Scrub({.swap = run.paths,
                                                             .config = {},
@@ -174,7 +175,8 @@ absl::StatusOr<std::optional<std::vector<KeptTraining>>> DurableTrainings(const 
   return trainings;
 }
 
-// One that has ended, or is not ready again yet, may have jobs in memory that the next one goes on with.
+// Restarts the daemon if it has ended, and waits until it is ready. A daemon that has ended may have left jobs in memory,
+// which its successor takes over.
 absl::Status MakeReady(PrivateDaemon& daemon, int signal_fd) {
   daemon.HandleMessages();
   if (daemon.process().WaitFor(std::chrono::milliseconds(0)).has_value()) {
@@ -183,7 +185,8 @@ absl::Status MakeReady(PrivateDaemon& daemon, int signal_fd) {
   return daemon.AwaitReady(std::array{signal_fd});
 }
 
-// `committed` gets the steps that were committed. A daemon that is killed meanwhile leaves its jobs to the next one.
+// Asks the daemon to end after each job's newest step is durable. Tries again with a restarted daemon if the daemon is
+// killed meanwhile. `committed` receives the committed step of each job.
 absl::Status StopDurably(PrivateDaemon& daemon, int signal_fd,
                          std::map<std::string, uint64_t>& committed) {
   absl::Status status;
@@ -197,7 +200,7 @@ absl::Status StopDurably(PrivateDaemon& daemon, int signal_fd,
   return status;
 }
 
-// Says at which step each training stands. Errors: the first one that is not where it was.
+// Prints the durable step of each training. Returns an error for the first training whose committed step is not durable.
 absl::Status ReportSteps(const KeptRun& run, const std::map<std::string, uint64_t>& committed) {
   std::map<std::string, uint64_t> durable;
   for (const KeptTraining& training : run.trainings) durable[training.job] = training.step;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `forebay run --keep NAME`: how a run is begun, ended so that its trainings go on later, listed and forgotten.
+// `forebay run --keep NAME`: functions that begin a named run, end the run so that its trainings can continue later, and
+// list and forget such runs.
 #pragma once
 
 #include <filesystem>
@@ -15,35 +16,35 @@
 namespace forebay::tools {
 
 struct KeepOptions {
-  std::string keep;    // the name of a new kept run
-  std::string resume;  // or of one that goes on
+  std::string keep;    // name of a new run that can be resumed later
+  std::string resume;  // or name of the earlier run to continue
   std::filesystem::path state_folder;
   std::string run_variable;  // FOREBAY_RUN of this process; empty: not set
 
   bool is_wanted() const { return !keep.empty() || !resume.empty(); }
 };
 
-// Takes the name of a new run, or opens the one that goes on, and makes the daemon's options those of the run.
+// Reserves the name of a new run, or opens the run to continue. Sets the daemon's options to those of the run.
 //
-// Errors  of KeptRunFile; E_OPTION: what is given contradicts the kept run, both are named.
+// Errors  those of KeptRunFile; E_OPTION: an option contradicts the saved run; names both values.
 absl::StatusOr<KeptRunFile> BeginKept(const KeepOptions& options, PrivateDaemonOptions& daemon);
 
-// Once the daemon is ready: writes down how much DRAM it has.
+// Saves the DRAM limit of the daemon, which is ready, in the run's state.
 //
-// Errors  E_OPTION  it has less than the run was kept with; both numbers.
+// Errors  E_OPTION  the limit is lower than the saved one; names both numbers.
 absl::Status CheckKeptDaemon(KeptRunFile& file, PrivateDaemon& daemon);
 
-// After the command: each job's newest committed step is made durable, the daemon ends, and stderr says what is durable. A run
-// without a training is given up. A signal that `signal_fd` has ends the wait for the disk.
+// Makes each job's newest committed step durable, ends the daemon, and prints the durable steps to stderr. Called after the
+// command has ended. Removes a run that has no training. A signal from `signal_fd` ends the wait for the disk.
 //
-// Errors  E_SWAP_IO  a training is not durable at its newest step; of the daemon's restart.
+// Errors  E_SWAP_IO  a training is not durable at its newest step. Also the errors of a restart of the daemon.
 absl::Status EndKept(KeptRunFile& file, PrivateDaemon& daemon, int signal_fd);
 
-// The durable steps of each kept run.
+// Returns each run that can be resumed, with its swap and the durable steps of its trainings.
 absl::StatusOr<nlohmann::ordered_json> ListKept(const std::filesystem::path& state_folder);
 std::string KeptText(const nlohmann::ordered_json& runs);
 
-// Gives the run up: its swap is free, its name too. Returns what was freed, as a sentence.
+// Removes the run: frees its swap and its name. Returns a sentence that says what was freed.
 absl::StatusOr<std::string> ForgetKept(const std::filesystem::path& state_folder,
                                        const std::string& name);
 

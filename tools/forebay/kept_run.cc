@@ -68,7 +68,7 @@ json JsonOf(const KeptRun& run) {
           {"settings", run.settings},     {"run", run.run},     {"trainings", trainings}};
 }
 
-// Throws nlohmann's errors.
+// Parses the state of a run. Throws nlohmann's errors.
 KeptRun RunOf(const json& state, const std::string& name) {
   KeptRun run{.name = name,
               .places = state.at("places"),
@@ -102,7 +102,7 @@ absl::Status WriteDurably(const fs::path& path, const std::string& text) {
                    "make room in that folder, or name another one with XDG_STATE_HOME");
 }
 
-// Eight digits that no other run's folder in the same place has.
+// Returns eight random hexadecimal digits. They distinguish the folders of several runs in the same place.
 std::string Suffix() {
   std::string bytes(4, '\0');
   (void)!::getrandom(bytes.data(), bytes.size(), 0);
@@ -146,7 +146,7 @@ absl::StatusOr<KeptRunFile> KeptRunFile::Create(const fs::path& state_folder, Ke
     const bool is_device = fs::is_block_file(place, ignored);
     run.paths.push_back(is_device ? place : (fs::path(place) / swap_folder).string());
   }
-  // The state names the folders before they are made: whoever is killed now leaves nothing unnamed.
+  // The saved state names the folders before the folders are created: after a kill no folder exists without a name.
   absl::Status status = file.Save(std::move(run));
   if (status.ok()) status = file.MakeSwapFolders();
   if (status.ok()) return file;

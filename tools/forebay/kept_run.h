@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs whose trainings outlive them: `forebay run --keep NAME`.
+// Saved runs of `forebay run --keep NAME`. Their trainings can be resumed after the run has ended.
 #pragma once
 
 #include <cstdint>
@@ -20,48 +20,50 @@ struct KeptTraining {
   bool operator==(const KeptTraining&) const = default;
 };
 
-// "gpt at step 41, bert at step 7"; "no training": there is none.
+// Returns "gpt at step 41, bert at step 7", or "no training" for an empty list.
 std::string Describe(const std::vector<KeptTraining>& trainings);
 
 struct KeptRun {
   std::string name;
-  std::vector<std::string> places;  // of --swap: absolute
+  std::vector<std::string> places;  // the paths of --swap, absolute
   std::vector<std::string> paths;  // swap.paths: a folder in each place, or the block device itself
-  uint64_t swap_bytes = 0;         // of each path
-  uint64_t dram_bytes = 0;         // the daemon's limit; 0: it has not been ready yet
-  std::string dram;                // --dram; empty: `config` or `settings` say it
+  uint64_t swap_bytes = 0;         // swap bytes on each path
+  uint64_t dram_bytes = 0;         // the daemon's DRAM limit; 0: the daemon was never ready
+  std::string dram;                // --dram; empty: `config` or `settings` has it
   std::string config;              // --config; empty: none
   std::vector<std::string> settings;         // --set
   std::string run;                           // FOREBAY_RUN of its commands
-  std::vector<KeptTraining> trainings = {};  // as its newest end has left them
+  std::vector<KeptTraining> trainings = {};  // durable steps at the run's newest end
 
   bool operator==(const KeptRun&) const = default;
 };
 
-// A kept run's name and state: the folder runs/NAME in the user's state folder. One process at a time has it; a child made
-// by fork(2) shares it.
+// Name and state of a run that can be resumed, stored in the folder runs/NAME of the user's state folder. The folder is
+// locked by one process at a time. A child made by fork(2) shares the lock.
 //
-// Ownership  The files stay until Remove().
+// Ownership  The files persist until Remove().
 class KeptRunFile {
  public:
-  // Takes the name, and makes a folder in each place of `run` that is a directory: `paths` names them.
+  // Reserves the name and creates a folder in each place of `run` that is a directory. `paths` of the run lists these folders.
   //
-  // Errors  E_OPTION     a run of this name is kept, the name is none, or there is no state folder.
-  //         E_SWAP_PATH  a folder cannot be made in a place; nothing is left.
+  // Errors  E_OPTION     a run of this name exists, the name is invalid, or the user has no state folder.
+  //         E_SWAP_PATH  a folder cannot be created in a place; all that was created is removed.
   static absl::StatusOr<KeptRunFile> Create(const std::filesystem::path& state_folder, KeptRun run);
 
-  // Errors  E_OPTION  no run of this name is kept; names those that are.
-  //         E_BUSY    another process has it.
-  //         E_CORRUPT its state cannot be read.
+  // Opens a saved run and locks it.
+  //
+  // Errors  E_OPTION  no run of this name exists; names the existing runs.
+  //         E_BUSY    another process has locked the run.
+  //         E_CORRUPT the run's state cannot be read.
   static absl::StatusOr<KeptRunFile> Open(const std::filesystem::path& state_folder,
                                           const std::string& name);
 
   const KeptRun& run() const { return run_; }
   absl::Status Save(KeptRun run);
 
-  // Removes the folders on swap with all that is in them, then the name.
+  // Removes the run's folders on swap with their content, then the name.
   //
-  // Errors  E_SWAP_PATH  one cannot be removed: the name stays.
+  // Errors  E_SWAP_PATH  a folder cannot be removed; the name remains.
   absl::Status Remove();
 
  private:
@@ -73,13 +75,13 @@ class KeptRunFile {
   KeptRun run_;
 };
 
-// The run as it was saved last, also while a process has it.
+// Reads the newest saved state of a run. Works while another process has locked the run.
 //
-// Errors  E_CORRUPT  it cannot be read.
+// Errors  E_CORRUPT  the state cannot be read.
 absl::StatusOr<KeptRun> ReadKeptRun(const std::filesystem::path& state_folder,
                                     const std::string& name);
 
-// Sorted.
+// Returns the names of all saved runs, sorted.
 std::vector<std::string> KeptRunNames(const std::filesystem::path& state_folder);
 
 }  // namespace forebay::tools

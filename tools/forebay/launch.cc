@@ -37,7 +37,8 @@ using protocol::PrintError;
 using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
-// For the hosts whose command is ended: longer than what launch-node gives it.
+// Time after which hosts that were asked to end their command lose their ssh by SIGKILL. It is longer than the grace that
+// launch-node gives the command.
 constexpr std::chrono::seconds kEndLimit(15);
 constexpr std::array<std::string_view, 4> kExportedNames = {"PATH", "LD_LIBRARY_PATH",
                                                             "VIRTUAL_ENV", "CONDA_PREFIX"};
@@ -55,7 +56,7 @@ bool IsExported(std::string_view name) {
                              [name](std::string_view prefix) { return name.starts_with(prefix); });
 }
 
-// One host's command.
+// The command on one host, and the ssh that runs it.
 struct Node {
   std::string host;
   RemoteForebay remote;
@@ -73,7 +74,7 @@ void PrintError(const Node& node, std::string_view line) {
   std::fprintf(stderr, "%s", LineOf(node, line).c_str());
 }
 
-// All hosts' commands, until they have ended.
+// Runs the commands of all hosts and waits until each has ended.
 class Nodes {
  public:
   explicit Nodes(int signal_fd) : signal_fd_(signal_fd) {}
@@ -88,7 +89,7 @@ class Nodes {
     return absl::OkStatus();
   }
 
-  // The exit status to pass on.
+  // Waits until all commands have ended. Returns the exit status for this process.
   int Wait() {
     while (std::ranges::any_of(nodes_, IsRunning)) {
       Poll();
@@ -110,7 +111,7 @@ class Nodes {
     return !node->exit_status.has_value();
   }
 
-  // Into a pipe that has room for it; nothing where nobody reads.
+  // Writes `text` into the pipe to launch-node. The pipe has room for it. Has no effect if the reader has ended.
   static void Send(const Node& node, const std::string& text) {
     (void)!::write(node.remote.stdin_fd.get(), text.data(), text.size());
   }
@@ -134,7 +135,7 @@ class Nodes {
     ::poll(watched.data(), watched.size(), end_.has_value() ? kEndingMs : -1);
   }
 
-  // Whatever the host's login shell prints before launch-node answers goes to stderr.
+  // Prints a line of a host. Lines that the host's login shell prints before launch-node answers go to stderr.
   void PrintOutput(Node& node, std::string_view line) {
     if (node.has_answered) {
       const absl::Status written = protocol::WriteOutput(LineOf(node, line));
@@ -173,7 +174,7 @@ class Nodes {
     EndAll();
   }
 
-  // The exit status of a command that cannot write.
+  // Handles a failed write to stdout: sets the exit status and ends all commands.
   void OnLostOutput(const absl::Status& status) {
     exit_status_ = kFailed;
     if (!absl::IsCancelled(status)) PrintError(status);
@@ -207,11 +208,11 @@ class Nodes {
   int signal_fd_;
   std::vector<std::unique_ptr<Node>> nodes_;
   bool is_signalled_ = false;
-  int exit_status_ = 0;                   // of the first that failed
-  std::optional<Clock::time_point> end_;  // when what still runs is given up
+  int exit_status_ = 0;                   // the status of the first failed command
+  std::optional<Clock::time_point> end_;  // when the remaining commands get SIGKILL
 };
 
-// A script is torchrun's, as `deepspeed train.py` has it.
+// Returns the command to run. A command that begins with a Python script is run by torchrun, like `deepspeed train.py`.
 std::vector<std::string> CommandOf(const LaunchOptions& options) {
   std::vector<std::string> command = options.command;
   if (command[0].ends_with(".py")) command.insert(command.begin(), "torchrun");
@@ -249,7 +250,7 @@ absl::StatusOr<std::vector<std::string>> ExportedVariables(const LaunchOptions& 
                   [&](const std::string& one) { return NameOf(one) == NameOf(variable); });
     variables.push_back(variable);
   };
-  // The same in every rank: processes of one run replace each other.
+  // All ranks get the same token. A rank's process can replace an earlier one of the same run.
   set(absl::StrCat("FOREBAY_RUN=", client::RunToken({})));
   for (const std::string& variable : options.environment) {
     if (IsExported(NameOf(variable))) set(variable);
@@ -284,7 +285,7 @@ std::vector<std::string> TorchrunVariables(const std::vector<HostSlots>& hosts, 
 }
 
 int Launch(const LaunchOptions& options) {
-  ::signal(SIGPIPE, SIG_IGN);  // of a host that is gone
+  ::signal(SIGPIPE, SIG_IGN);  // writes to a host whose ssh has ended
   const UniqueFd signal_fd = CatchForwardedSignals();
   if (!signal_fd.valid()) {
     PrintError(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd", errno)));

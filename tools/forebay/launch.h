@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `forebay launch`: one command on every host of a hostfile, over ssh.
+// `forebay launch`: runs one command on each host of a hostfile, over ssh.
 #pragma once
 
 #include <optional>
@@ -17,10 +17,10 @@ struct LaunchOptions {
   SshOptions ssh;
   std::string master_addr;  // empty: the address of the first host
   int master_port = 29500;
-  std::string folder;                    // to work in; empty: this process's
+  std::string folder;                    // working folder; empty: this process's
   std::vector<std::string> exported;     // NAME, or NAME=VALUE
   std::vector<std::string> environment;  // of this process, "NAME=value"
-  std::vector<std::string> command;      // not empty; one that begins with a script is torchrun's
+  std::vector<std::string> command;      // not empty; torchrun runs it if it begins with a script
 };
 
 // Variables of `environment` that every host gets: those named by `exported`, and those that programs are found by or that

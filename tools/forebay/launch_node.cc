@@ -35,10 +35,10 @@ int Fail(const absl::Status& status, int exit_status) {
   return exit_status;
 }
 
-// Lines of stdin.
+// Splits stdin into lines.
 class Lines {
  public:
-  // Waits for bytes; false at the end.
+  // Waits for more bytes. Returns false at the end of stdin or if too many bytes are unread.
   bool Read() {
     std::array<char, 4096> bytes;
     const ssize_t got = ::read(STDIN_FILENO, bytes.data(), bytes.size());
@@ -71,7 +71,7 @@ std::optional<NodeMessage> ReadMessage(Lines& lines) {
   }
 }
 
-// Until the command has ended, or stdin: then the wait status is absent.
+// Passes signals to the command until it ends, and returns its wait status. nullopt: stdin ended first.
 std::optional<int> Watch(Process& command, Lines& lines) {
   std::array<pollfd, 2> watched = {{{STDIN_FILENO, POLLIN, 0}, {command.pidfd(), POLLIN, 0}}};
   while (true) {

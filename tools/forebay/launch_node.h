@@ -16,7 +16,7 @@ inline constexpr std::string_view kNodeAnswer = "forebay launch-node 1";
 inline constexpr size_t kNodeMessageMax = 512 << 10;  // bytes
 
 struct NodeMessage {
-  std::string folder;                    // to work in
+  std::string folder;                    // working folder of the command
   std::vector<std::string> environment;  // "NAME=value", on top of the host's own
   std::vector<std::string> command;
 };
@@ -27,9 +27,10 @@ struct NodeMessage {
 //         E_LIMIT   longer than kNodeMessageMax.
 absl::StatusOr<std::string> FormatNodeMessage(const NodeMessage& message);
 
-// Reads a message from stdin, runs its command there and returns its exit status, 128 and the number of a signal that
-// ended it. Each further line of stdin is the number of a signal for the command. At the end of stdin the command and
-// what it has started get SIGTERM, and 5 s later SIGKILL; what it leaves running when it ends too.
+// Reads a message from stdin, runs its command in its folder and returns the command's exit status. If a signal ended the
+// command, returns 128 plus the signal's number. Each further line of stdin is the number of a signal for the command. At
+// the end of stdin the command and its descendants get SIGTERM, and 5 s later SIGKILL. Descendants that still run when the
+// command ends get the same.
 //
 // Threads  Before the process has a second thread.
 int LaunchNode();

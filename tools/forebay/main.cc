@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// forebay: everything a person types. Exit codes: 0 good, 1 error, 2 usage, 3 no daemon, 4 not
-// permitted; `run` and `launch` pass on their command's.
+// forebay: the command line tool. Exit codes: 0 good, 1 error, 2 usage, 3 no daemon, 4 not permitted. `run` and `launch`
+// return the exit code of their command.
 
 #include <unistd.h>
 
@@ -83,7 +83,7 @@ int ExitCodeOf(const absl::Status& status) {
   }
 }
 
-// Prints the error, if there is one that somebody may read: not that the reader of the output has gone.
+// Prints the error, unless it only says that the reader of the output has closed the pipe. Returns the exit code.
 int Exit(const absl::Status& status) {
   if (!status.ok() && !absl::IsCancelled(status)) {
     protocol::PrintError(status);
@@ -95,7 +95,7 @@ absl::Status Show(bool as_json, const std::string& json, const std::string& text
   return WriteOutput(as_json ? json + "\n" : text);
 }
 
-// `exit_code` if the text is written.
+// Returns `exit_code` if the output was written, otherwise the exit code of the error.
 int ExitShown(const absl::Status& shown, int exit_code) {
   return shown.ok() ? exit_code : Exit(shown);
 }
@@ -107,7 +107,7 @@ int WithDaemon(const Arguments& arguments, const View& view) {
   return Exit(admin.ok() ? view(**admin) : admin.status());
 }
 
-// Status() shown by a function of it.
+// Asks the daemon for its status and shows it with `show`. Returns the exit code.
 int WithStatus(const Arguments& arguments,
                const std::function<absl::Status(schema::NodeStatus::Reader)>& show) {
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
@@ -116,7 +116,7 @@ int WithStatus(const Arguments& arguments,
   });
 }
 
-// Exit code 3 where one does not answer.
+// Shows the status of all hosts. Returns exit code 3 if a host does not answer.
 int ShowAllHosts(const Arguments& arguments) {
   StatusAllOptions options = arguments.status_all;
   options.socket = arguments.socket;
@@ -290,7 +290,7 @@ struct HostOptions {
   SshOptions& ssh;
 };
 
-// The option of the hostfile.
+// Adds the options that name hosts. Returns the option of the hostfile.
 CLI::Option* AddHostOptions(CLI::App* app, const HostOptions& options) {
   CLI::Option* hostfile = app->add_option(
       "--hostfile", options.hostfile, "a DeepSpeed hostfile: a line \"worker-1 slots=4\" a host");
@@ -378,11 +378,11 @@ std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
 }
 
 struct Environment {
-  std::filesystem::path state_folder;        // of this user; empty: there is none
+  std::filesystem::path state_folder;        // the user's; empty: the user has none
   std::string run;                           // FOREBAY_RUN
   std::vector<std::string> runtime_folders;  // XDG_RUNTIME_DIR, TMPDIR
   std::string cpu_target;                    // FOREBAY_CPU_TARGET
-  std::vector<std::string> variables;        // all of them
+  std::vector<std::string> variables;        // the whole environment
 };
 
 int Main(std::vector<std::string> words, const Environment& environment) {
@@ -439,12 +439,12 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   const std::vector<NamedBench> benches = UserBenches();
   AddBenchOptions(*bench, benches, arguments.bench);
 
-  std::reverse(words.begin(), words.end());  // as CLI11 wants them
+  std::reverse(words.begin(), words.end());  // CLI11 takes words in reverse order
   try {
     app.parse(words);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() != 0 &&
-        IsLabBench(arguments.bench.what)) {  // with options of its own
+        IsLabBench(arguments.bench.what)) {  // forebay-bench has other options
       return Exit(LabBenchError(arguments.bench.what));
     }
     std::ostringstream text;

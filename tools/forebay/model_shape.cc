@@ -27,12 +27,12 @@ uint64_t ElemsOf(const std::vector<uint64_t>& shape) {
   return std::accumulate(shape.begin(), shape.end(), uint64_t{1}, std::multiplies<>());
 }
 
-// The numbers of a config.json.
+// Reads the numbers of a config.json.
 class Numbers {
  public:
   explicit Numbers(const nlohmann::json& config) : config_(config) {}
 
-  // 1 to `max`.
+  // Returns the number of a key, which must be 1 to `max`.
   uint64_t Get(const char* key, uint64_t max = uint64_t{1} << 24) {
     const auto found = config_.find(key);
     if (found != config_.end() && found->is_number_unsigned()) {
@@ -86,7 +86,7 @@ ModelShape Gpt2(Numbers& numbers) {
       group.params.push_back(Vector(absl::StrCat(group.name, ".", norm, ".weight"), width));
       group.params.push_back(Vector(absl::StrCat(group.name, ".", norm, ".bias"), width));
     }
-    // Conv1D has its weight the other way round.
+    // The weight of Conv1D is transposed: inputs come first.
     const auto add = [&](const char* name, uint64_t in, uint64_t out) {
       group.params.push_back({absl::StrCat(group.name, ".", name, ".weight"), {in, out}});
       group.params.push_back(Vector(absl::StrCat(group.name, ".", name, ".bias"), out));
@@ -179,12 +179,12 @@ ModelShape DecoderShape(uint32_t layers, uint64_t width, uint64_t vocab) {
   Numbers numbers(config);
   ModelShape model = Gpt2(numbers);
   model.what = "a decoder";
-  model.groups[0].params[1] = {"lm_head.weight", {vocab, width}};  // in the place of positions
+  model.groups[0].params[1] = {"lm_head.weight", {vocab, width}};  // replaces wpe.weight
   return model;
 }
 
 absl::StatusOr<ModelShape> HuggingFaceShape(const nlohmann::json& config) {
-  const auto named = config.find("model_type");  // of what is no object: the end
+  const auto named = config.find("model_type");  // end() if `config` is no object
   const bool is_named = named != config.end() && named->is_string();
   const std::string type = is_named ? named->get<std::string>() : "";
   Numbers numbers(config);

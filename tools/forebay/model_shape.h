@@ -35,11 +35,11 @@ struct ModelShape {
   uint64_t elems() const;
 };
 
-// `layers` groups, at most `params`, of one parameter each; together `params` elements.
+// Shape of `params` elements in `layers` groups, or in fewer if `params` is less. Each group has one parameter.
 ModelShape EvenShape(uint64_t params, uint32_t layers);
 
-// A GPT: attention of 4 width^2, feed-forward of 8 width^2, two norms a layer; an embedding of `vocab` rows and
-// a head of its own.
+// Shape of a GPT. Each layer has attention of 4 width^2 elements, feed-forward of 8 width^2 and two norms. The model has an
+// embedding of `vocab` rows and a separate head.
 ModelShape DecoderShape(uint32_t layers, uint64_t width, uint64_t vocab);
 
 // Shape of the model in a config.json of Hugging Face's transformers: model_type gpt2, llama, mistral, mixtral, qwen2 or

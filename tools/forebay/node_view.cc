@@ -102,14 +102,14 @@ std::string MemoryText(schema::MemoryStatus::Reader memory) {
   return absl::StrCat(MemoryLine(memory), arenas.empty() ? "" : "\n" + arenas.Text());
 }
 
-// "2.17 read, 1.20 written": GB/s.
+// Returns the measured rates of a path in GB/s: "2.17 read, 1.20 written".
 std::string RatesOf(schema::SwapPathStatus::Reader path) {
   if (path.getReadRate() <= 0) return "-";
   return absl::StrFormat("%.2f read, %.2f written", path.getReadRate() / protocol::kGb,
                          path.getWriteRate() / protocol::kGb);
 }
 
-// "2.10 (97 %) read, 1.15 (96 %) written": GB/s of the last transfers, and their share of the measured rate.
+// Returns the GB/s of the last transfers and their share of the measured rate: "2.10 (97 %) read, 1.15 (96 %) written".
 std::string RatesNow(schema::SwapPathStatus::Reader path) {
   std::vector<std::string> rates;
   const auto add = [&](double rate, double measured, double share, const char* what) {
@@ -142,22 +142,23 @@ std::string SwapText(schema::NodeStatus::Reader status) {
                       reason.empty() ? "" : absl::StrCat(" (", reason, ")"), "\n\n", paths.Text());
 }
 
-// "60 %" of the states; "100 %, weights 7.0 MiB".
+// Returns the share of a job's states on swap, and the bytes of its weights on swap if it has any: "60 %", or
+// "100 %, weights 7.0 MiB".
 std::string OnSwap(schema::JobStatus::Reader job) {
   const std::string states = Percent(Share(SwappedBlocks(job), job.getBlocks()));
   if (job.getWeightsOnSwapBytes() == 0) return states;
   return absl::StrCat(states, ", weights ", FormatBytes(job.getWeightsOnSwapBytes()));
 }
 
-// "1.2 GiB read, 1.2 GiB written": what the updates of the newest step moved.
+// Returns the swap traffic of the newest step's updates: "1.2 GiB read, 1.2 GiB written".
 std::string StepTraffic(schema::JobStatus::Reader job) {
   if (job.getLastStepReadBytes() + job.getLastStepWrittenBytes() == 0) return "-";
   return absl::StrCat(FormatBytes(job.getLastStepReadBytes()), " read, ",
                       FormatBytes(job.getLastStepWrittenBytes()), " written");
 }
 
-// "0.482 s"; "0.482 s, 0.93 of the disk's rate": what was read and written from the decision on, of the rate that the
-// paths were measured with.
+// Returns the time of the newest step: "0.482 s", or "0.482 s, 0.93 of the disk's rate". The second number is the rate of
+// swap transfers after the step's decision, as a share of the measured rate of all paths.
 std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader status) {
   std::string text = absl::StrFormat("%.3f s", job.getLastStepSeconds());
   const auto bytes = static_cast<double>(job.getLastUpdateBytes());
@@ -172,7 +173,7 @@ std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader s
   return text;
 }
 
-// The newest step that the daemon's death leaves; "-": none.
+// Returns the newest step that survives the daemon's death, or "-" if the job is not durable.
 std::string DurableStep(schema::JobStatus::Reader job) {
   const bool is_durable = job.getDurability() != "memory";
   return is_durable ? absl::StrCat(job.getDurableStep()) : "-";
@@ -214,7 +215,7 @@ nlohmann::json TraceForPerfetto(capnp::List<schema::TraceEvent>::Reader events) 
   std::ranges::stable_sort(by_start, {}, [](const auto& event) { return event.getStartNs(); });
   nlohmann::json out = nlohmann::json::array();
   std::map<std::string, int> processes;
-  // By process and lane: when each of its tracks is free, and the track's number.
+  // For each process and lane, the lane's tracks: the time in ns from which a track is free, and the track's number.
   std::map<std::pair<std::string, std::string>, std::vector<std::pair<uint64_t, int>>> lanes;
   int tracks = 0;
   const auto name = [&](const char* what, int pid, int tid, const std::string& text) {
@@ -246,7 +247,7 @@ nlohmann::json TraceForPerfetto(capnp::List<schema::TraceEvent>::Reader events) 
   return {{"displayTimeUnit", "ms"}, {"traceEvents", out}};
 }
 
-// While a scrub runs.
+// Returns a line with the progress of a scrub, or nothing if no scrub runs.
 std::string ScrubLine(schema::NodeStatus::Reader status) {
   if (status.getScrubBytes() == 0) return "";
   return absl::StrCat("scrub  ", FormatBytes(status.getScrubbedBytes()), " of ",

@@ -15,8 +15,8 @@ std::string SwapText(schema::NodeStatus::Reader status);
 std::string JobsText(schema::NodeStatus::Reader status);
 std::string TraceText(capnp::List<schema::TraceEvent>::Reader events);
 
-// For https://ui.perfetto.dev and chrome://tracing: a process of each, a track a lane; of a lane whose
-// events overlap, as many as they need.
+// Converts trace events for https://ui.perfetto.dev and chrome://tracing. Each process of the events becomes a process, and
+// each lane a track. A lane with overlapping events becomes as many tracks as the overlap needs.
 //
 // Source  Trace Event Format, "complete" and "metadata" events.
 nlohmann::json TraceForPerfetto(capnp::List<schema::TraceEvent>::Reader events);

@@ -89,7 +89,7 @@ absl::StatusOr<std::optional<client::AdminClient::NodeSize>> NodeOf(const PlanOp
   return node;
 }
 
-// GB/s; 0: not known.
+// Rates of the node's swap in GB/s. 0: unknown.
 struct DiskRates {
   double read = 0;
   double write = 0;
@@ -222,7 +222,7 @@ std::string GatheredText(const ModelShape& model, protocol::DType dtype,
   return text + "\n";
 }
 
-// `is_made`: the job exists.
+// Table of the DRAM that the job takes. `is_made` is true if the job exists.
 std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t ranks, bool is_made) {
   Table table({"DRAM", "BYTES", "PER PARAMETER"});
   const auto add = [&](std::string what, uint64_t bytes) {
@@ -388,7 +388,7 @@ absl::Status Plan(const PlanOptions& options) {
   attach.accumulate = options.accumulate;
   if (!options.buffers.empty()) {
     ASSIGN_OR_RETURN(const uint64_t buffers, SizeOf(options.buffers));
-    constexpr uint64_t kUnitBytes = 64 * protocol::kKiB;  // of the Python client's requests
+    constexpr uint64_t kUnitBytes = 64 * protocol::kKiB;  // the Python client's unit
     attach.extra_state_bytes += protocol::RoundUp(buffers, kUnitBytes);
   }
   attach.early_updates = options.early_updates && !options.is_shared;

@@ -17,17 +17,17 @@ struct PlanOptions {
   // Exactly one of the next four names the model.
   std::string job;           // an existing job on this node; with `dram`: planned for another node
   std::string hugging_face;  // a config.json
-  uint64_t params = 0;       // in `layers` layers of one size
-  uint64_t width = 0;        // of a decoder of `layers` layers
+  uint64_t params = 0;       // elements in `layers` equal layers
+  uint64_t width = 0;        // width of a decoder of `layers` layers
   uint32_t layers = 32;
   uint64_t vocab = 50257;
 
   uint32_t ranks = 1;
   bool is_shared = false;
-  bool is_on_gpu = false;  // not of a shared job
+  bool is_on_gpu = false;  // excludes is_shared
   bool accumulate = false;
   std::string buffers = {};   // bytes of the model's persistent buffers; empty: none
-  bool early_updates = true;  // not of a shared job
+  bool early_updates = true;  // ignored for a shared job
   std::string dtype = "bfloat16";
   std::string format = {};  // empty: exact for bfloat16, else fp32
   std::string optimizer = "adamw";
@@ -46,15 +46,15 @@ struct PlanOptions {
   ClusterOptions cluster;
 };
 
-// The model and the cluster that the options describe.
+// Returns the model and the cluster that the options describe.
 //
-// Errors  E_OPTION  no model or several, or an unknown name, or a size that cannot be parsed.
+// Errors  E_OPTION  the options name no model or several, an unknown name, or a size that cannot be parsed.
 absl::StatusOr<ClusterModel> ClusterModelOf(const PlanOptions& options);
 absl::StatusOr<ClusterOptions> ClusterOptionsOf(const PlanOptions& options);
 
 // Prints the plan.
 //
-// Errors  E_OPTION; those of AdminClient::Plan and PlanJob, with the sum where it does not fit.
+// Errors  E_OPTION; those of AdminClient::Plan and PlanJob, with the needed sum if the job does not fit.
 absl::Status Plan(const PlanOptions& options);
 
 }  // namespace forebay::tools

@@ -37,8 +37,9 @@ constexpr size_t kRuntimeFolderBytesMax = sizeof(sockaddr_un::sun_path) -
 // Longer than the daemon waits for its disk.
 constexpr std::chrono::minutes kStopDurablyLimit(65);
 
-// How many descriptors of a daemon are kept, of five a job, two a rank and one for staging slots: no more than this
-// process may have, and a child that gets them has each twice for a moment.
+// Returns the number of the daemon's descriptors that the store retains. A daemon has five a job, two a rank and one for
+// staging slots. The limit of open files bounds the number, because a child that receives the descriptors has each twice for
+// a moment.
 uint32_t StoreCapacity() {
   constexpr rlim_t kOthers = 64;
   constexpr rlim_t kCapacityMax = 4096;
@@ -63,7 +64,7 @@ absl::StatusOr<Runtime> MakeRuntimeIn(const std::string& parent, uint32_t store_
   return Runtime{.folder = std::move(folder), .store = std::move(store)};
 }
 
-// In the first of the folders that takes it, or in /tmp.
+// Creates the runtime in the first of `parents` that can hold it, or in /tmp.
 absl::StatusOr<Runtime> MakeRuntime(std::vector<std::string> parents, uint32_t store_capacity) {
   parents.push_back("/tmp");
   std::vector<std::string> refused;
@@ -185,10 +186,10 @@ void PrivateDaemon::SetCommand(const std::string& program, const PrivateDaemonOp
     settings.push_back(SwapPathsSetting(swap_paths_));
     settings.push_back(absl::StrCat("swap.capacity=\"", options.swap_size, "\""));
     if (options.can_start_again) {
-      // The files are made for one command: measuring them would delay it, and the result goes with them.
+      // The swap files live for one command. A measurement would delay the command, and its result is lost with the files.
       settings.insert(settings.end(), {"swap.life=kept", "swap.probe=never"});
     } else {
-      settings.push_back("swap.life=unlinked");  // the space is free however the daemon ends
+      settings.push_back("swap.life=unlinked");  // frees the space at each end of the daemon
     }
   }
   if (options.is_kept) settings.push_back("jobs.at_stop=durable");
@@ -238,7 +239,7 @@ absl::Status PrivateDaemon::AwaitReady(std::span<const int> abort_fds) {
                    absl::StrCat("forebayd was not ready within ", kReadyLimit.count(), " s"));
 }
 
-// It may wait for its messages to be read meanwhile.
+// Waits up to `limit` for the daemon's end and reads its messages meanwhile, because the daemon may block on them.
 std::optional<int> PrivateDaemon::AwaitEnd(std::chrono::milliseconds limit) {
   std::array<pollfd, 2> watched = {{{.fd = store_.socket_fd(), .events = POLLIN, .revents = 0},
                                     {.fd = process_->pidfd(), .events = POLLIN, .revents = 0}}};

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A forebayd for one command, with a folder, a socket and swap of its own; all are removed when it
-// stops.
+// A forebayd for one command, with a private folder, socket and swap. All three are removed when the daemon stops.
 #pragma once
 
 #include <chrono>
@@ -21,48 +20,49 @@
 
 namespace forebay::tools {
 
-// The forebayd in this program's folder.
+// Returns the path of the forebayd in this program's folder.
 //
-// Errors  E_OPTION  there is none.
+// Errors  E_OPTION  this folder has no forebayd.
 absl::StatusOr<std::string> DaemonPath();
 
-// A path as a string of TOML, whatever bytes are in it.
+// Quotes a path as a TOML string. The path may contain any bytes.
 std::string QuotedPath(std::string_view path);
 
 // "swap.paths=[...]", for --set.
 std::string SwapPathsSetting(const std::vector<std::string>& paths);
 
 struct PrivateDaemonOptions {
-  // The private folder goes into the first of these that takes it, or into /tmp. Empty ones are skipped.
+  // Candidates for the parent of the private folder. The first one that works is used, or else /tmp. Empty ones are skipped.
   std::vector<std::string> runtime_folders;
   std::string dram;  // "2GiB"; empty: what `config` says
-  // Directories (a private one is made inside each) or block devices.
+  // Swap places: directories, in each of which a private directory is created, or block devices.
   std::vector<std::string> swap;
-  std::string swap_size;  // of each
-  // The daemon makes each job durable when it ends, on `swap` as it is: nothing is made inside it, or removed.
+  std::string swap_size;  // size on each place
+  // The daemon makes each job durable when the daemon ends. The places of `swap` are used directly: no private directory is
+  // created or removed.
   bool is_kept = false;
   std::string config;                 // a TOML file, or empty
-  std::vector<std::string> settings;  // "key=value", on top of everything
-  bool verbose = false;               // its log at level info; else warnings alone
-  // For StartAgain(): its swap files keep their names, and its descriptors are kept when it ends.
+  std::vector<std::string> settings;  // "key=value", override all other settings
+  bool verbose = false;               // the daemon logs at level info; false: only warnings
+  // Enables StartAgain(): the daemon's swap files keep their names, and its descriptors are retained when it ends.
   bool can_start_again = false;
-  // Called with each folder that is made, for somebody who removes it where this process cannot.
+  // Called with each created folder, so that another process can remove the folder if this one is killed.
   std::function<void(const std::filesystem::path&)> folder_made = {};
 };
 
-// One that can start again waits for its owner, as for a service manager: where its owner waits, and
-// messages_fd() is readable, HandleMessages().
+// Runs a forebayd as a child process. A daemon with can_start_again sends messages as to a service manager and may block on
+// them: its owner must call HandleMessages() whenever messages_fd() is readable.
 //
 // Ownership  The destructor stops the daemon and removes its folders.
 // Threads    Start() before the process has a second thread; one at a time.
 class PrivateDaemon {
  public:
-  // Starts the forebayd in this program's folder and returns once it accepts clients. Its
-  // messages go to stderr. It is killed when the calling thread dies.
+  // Starts the forebayd in this program's folder and returns once the daemon accepts clients. The daemon's messages go to
+  // stderr. The daemon is killed when the calling thread dies.
   //
-  // Errors  E_OPTION, E_SWAP_PATH  no folder can be made, or the program is missing.
-  //         E_NO_DAEMON            it ended before it was ready; it has said why.
-  //         E_TIMEOUT              it was not ready within a minute.
+  // Errors  E_OPTION, E_SWAP_PATH  no folder can be created, or the program is missing.
+  //         E_NO_DAEMON            the daemon ended before it was ready; its message says why.
+  //         E_TIMEOUT              the daemon was not ready in time.
   //         E_INTERRUPTED          one of `abort_fds` became readable.
   static absl::StatusOr<std::unique_ptr<PrivateDaemon>> Start(const PrivateDaemonOptions& options,
                                                               std::span<const int> abort_fds = {});
@@ -76,26 +76,26 @@ class PrivateDaemon {
 
   int messages_fd() const { return store_.socket_fd(); }
   void HandleMessages() { store_.Drain(); }
-  // Whether it has accepted clients since it was last started.
+  // True if the daemon has accepted clients since its last start.
   bool is_ready() const { return store_.is_ready(); }
 
-  // Once process() has ended: the next one, as the first was started, with the descriptors that are kept. Returns
-  // before it is ready.
+  // Starts the next daemon after process() has ended, with the same options and the retained descriptors. Returns before the
+  // daemon is ready.
   //
-  // Errors  of Process::Start().
+  // Errors  those of Process::Start().
   absl::Status StartAgain();
 
-  // Returns once it accepts clients, at once where it does.
+  // Waits until the daemon accepts clients.
   //
-  // Errors  E_NO_DAEMON, E_TIMEOUT, E_INTERRUPTED  of Start().
+  // Errors  E_NO_DAEMON, E_TIMEOUT, E_INTERRUPTED  as for Start().
   absl::Status AwaitReady(std::span<const int> abort_fds);
 
-  // Asks a kept daemon to end, and waits until each job's newest step is durable, an hour at most. A signal that
-  // `signal_fd` has ends that wait. Returns the wait status.
+  // Asks a daemon with is_kept to end, and waits about an hour at most until each job's newest step is durable. A signal from
+  // `signal_fd` ends that wait. Returns the wait status.
   int StopDurably(int signal_fd);
 
-  // Asks it to end, and sends SIGKILL where it does not within ten seconds. Its jobs end with it. Returns the wait
-  // status.
+  // Asks the daemon to end, and sends SIGKILL if it has not ended within ten seconds. The daemon's jobs end too. Returns the
+  // wait status.
   int Stop();
 
  private:

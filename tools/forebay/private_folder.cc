@@ -30,7 +30,7 @@ constexpr char kNameStart[] = "forebay-run-";
 constexpr char kLockName[] = "lock";
 constexpr char kNewLockName[] = "lock.new";
 
-// At most 63 bytes of a small file; empty where it cannot be read.
+// Returns the first 63 bytes of a small file, or nothing if the file cannot be read.
 std::string ContentOf(int fd) {
   std::array<char, 63> text{};
   const ssize_t size = ::pread(fd, text.data(), text.size(), 0);
@@ -42,7 +42,8 @@ std::string BootId() {
   return ContentOf(file.get());
 }
 
-// It is locked before it has its name: nobody finds it without a lock while this process lives.
+// Creates the lock file of a folder. The file is locked before it gets its final name, so no other process sees the name
+// unlocked while this process lives.
 UniqueFd MakeLock(const fs::path& folder) {
   const fs::path made = folder / kNewLockName;
   const std::string boot = BootId();
@@ -54,7 +55,7 @@ UniqueFd MakeLock(const fs::path& folder) {
   return ::rename(made.c_str(), (folder / kLockName).c_str()) == 0 ? std::move(lock) : UniqueFd();
 }
 
-// Whether the process that made it has ended, on this machine since it was booted.
+// Returns true if the folder's process ran on this machine in the current boot and has ended.
 bool IsLeft(const fs::path& folder) {
   const UniqueFd directory(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat status {};

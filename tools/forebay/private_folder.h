@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folders of one process, removed when it ends.
+// Private folders of a process, removed when the process ends.
 #pragma once
 
 #include <filesystem>
@@ -10,13 +10,13 @@
 
 namespace forebay::tools {
 
-// A new folder that this user alone can enter; its destructor removes it with all that is in it.
+// A new folder that only this user can enter. The destructor removes the folder and its content.
 //
-// A process that is killed leaves it: then the next Create() in the same parent removes it, if nobody else has. What
-// another boot has left stays, as it may be of another machine, where the file system is shared.
+// The folder of a killed process remains until the next Create() in the same parent removes it. Folders of another boot are
+// not removed: on a shared file system they may belong to another machine.
 class PrivateFolder {
  public:
-  // Errors  E_OPTION  it cannot be made inside `parent`.
+  // Errors  E_OPTION  the folder cannot be created inside `parent`.
   static absl::StatusOr<PrivateFolder> Create(const std::filesystem::path& parent);
 
   PrivateFolder(PrivateFolder&&) = default;
@@ -29,7 +29,7 @@ class PrivateFolder {
   explicit PrivateFolder(std::filesystem::path path);
 
   std::unique_ptr<std::filesystem::path> path_;
-  protocol::UniqueFd lock_;  // of a file in it, as long as this process lives
+  protocol::UniqueFd lock_;  // lock on a file in the folder
 };
 
 }  // namespace forebay::tools

@@ -46,7 +46,7 @@ std::vector<char*> Pointers(std::vector<std::string>& words) {
   return pointers;
 }
 
-// This process's environment with `extra` on top.
+// Returns this process's environment. Variables of `extra` replace those of the same name.
 std::vector<std::string> Environment(const std::vector<std::string>& extra) {
   std::vector<std::string> all = extra;
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -73,8 +73,8 @@ struct Launch {
   std::vector<char*> arguments;
   std::vector<char*> environment;
   std::vector<int> passed_fds = {};
-  char* listen_pid = nullptr;  // where its id goes; null: no descriptor is passed
-  int errno_fd = -1;           // where the errno of a failed exec goes
+  char* listen_pid = nullptr;  // the child writes its id here; null: no descriptor is passed
+  int errno_fd = -1;           // the child writes the errno of a failed exec here
 };
 
 // Runs in the child. First moves the descriptors above the target numbers, so that dup2 to kPassedFdsStart and the following
@@ -98,7 +98,7 @@ int PassDescriptors(Launch& launch) {
 // Runs in the child between fork and exec, with async-signal-safe calls only. Returns the errno of the call that failed.
 int BecomeProgram(const ProcessOptions& options, pid_t parent, Launch& launch) {
   if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
-  if (::getppid() != parent) ::_exit(127);  // it died before prctl
+  if (::getppid() != parent) ::_exit(127);  // the parent died before prctl
   if (options.own_group && ::setpgid(0, 0) != 0) return errno;
   if (options.group.has_value() && ::setpgid(0, *options.group) != 0) return errno;
   if (options.null_stdin) {
@@ -118,7 +118,7 @@ int BecomeProgram(const ProcessOptions& options, pid_t parent, Launch& launch) {
   return errno;
 }
 
-// Children of this process, zombies included.
+// Returns the ids of this process's children, including zombies.
 std::vector<pid_t> Children() {
   std::vector<pid_t> children;
   const std::unique_ptr<DIR, int (*)(DIR*)> proc(::opendir("/proc"), ::closedir);
@@ -167,7 +167,7 @@ absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
       launch.listen_pid = variable.data() + kListenPid.size();
     }
   }
-  std::array<int, 2> pipe_ends;  // tells the errno of a failed exec; closed by a good one
+  std::array<int, 2> pipe_ends;  // carries the errno of a failed exec; a successful exec closes it
   if (::pipe2(pipe_ends.data(), O_CLOEXEC) != 0) {
     return MakeError(ErrorId::kLimit, ErrnoText("pipe", errno));
   }
@@ -248,7 +248,7 @@ void EndDescendants(pid_t spared, std::chrono::milliseconds grace,
     for (const pid_t child : left) {
       if (kill || !asked) ::kill(child, kill ? SIGKILL : SIGTERM);
     }
-    // The first of them to end, or a little time: orphans of a dead child become ours only then.
+    // Waits until a child ends, at most 20 ms. Orphans of a dead child become children of this process only at its death.
     const UniqueFd pidfd = protocol::OpenPidfd(left.front());
     pollfd watched{.fd = pidfd.get(), .events = POLLIN, .revents = 0};
     ::poll(&watched, 1, 20);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Child processes: started, waited for by descriptor, never left behind.
+// Starts child processes and waits for them by descriptor. No child outlives its owner.
 #pragma once
 
 #include <signal.h>
@@ -26,7 +26,7 @@ struct PassedDescriptor {
 struct ProcessOptions {
   std::vector<std::string> arguments;    // the first one is looked up in PATH
   std::vector<std::string> environment;  // "NAME=value", on top of this process's own
-  bool own_group = false;                // out of reach of the terminal's signals
+  bool own_group = false;                // the terminal's signals do not reach the child
   std::optional<pid_t> group = {};       // a process group of this session to join
   bool null_stdin = false;
   // Descriptors that replace this process's own in the child.
@@ -35,17 +35,17 @@ struct ProcessOptions {
   std::optional<int> stderr_fd = {};
   // Descriptors that the child gets from number 3 on. The variables LISTEN_* name them for sd_listen_fds(3).
   std::vector<PassedDescriptor> passed = {};
-  std::optional<sigset_t> signal_mask;  // of the child; absent: this thread's mask
+  std::optional<sigset_t> signal_mask;  // the child's; nullopt: this thread's mask
 };
 
-// One child. It gets SIGKILL when the thread that started it dies.
+// A child process. It gets SIGKILL when the thread that started it dies.
 //
 // Ownership  The destructor kills and reaps a child that still lives.
 // Threads    One at a time.
 class Process {
  public:
   // Errors  E_OPTION  the program cannot be executed; names it and the errno.
-  //         E_LIMIT   no process or descriptor is left.
+  //         E_LIMIT   a limit on processes or descriptors is reached.
   static absl::StatusOr<Process> Start(const ProcessOptions& options);
 
   Process(Process&& other) noexcept;
@@ -54,9 +54,9 @@ class Process {
 
   pid_t pid() const { return pid_; }
   int pidfd() const { return pidfd_.get(); }  // readable once the child has ended
-  void Signal(int number) const;              // nothing once it has been reaped
+  void Signal(int number) const;              // no effect once the child has been reaped
 
-  // The wait status once the child has ended within `limit`; absent if it has not.
+  // Waits up to `limit` for the child's end and returns its wait status. nullopt: the child still runs.
   std::optional<int> WaitFor(std::chrono::milliseconds limit);
 
  private:
@@ -81,12 +81,12 @@ inline constexpr std::chrono::milliseconds kLeftOverGrace(3000);
 // Converts a wait status to the exit status that a shell reports: 128 plus the number for a signal.
 int ShellStatus(int wait_status);
 
-// "exit status 3", "signal 9 (Killed)".
+// Describes a wait status: "exit status 3", "signal 9 (Killed)".
 std::string DescribeWaitStatus(int wait_status);
 
-// Kills every descendant of this process, `spared` and its children aside, and reaps it. This
-// process must be a subreaper (PR_SET_CHILD_SUBREAPER), so that none escapes. First SIGTERM, after
-// `grace` SIGKILL. `on_wait` is called at least every 20 ms.
+// Ends and reaps all descendants of this process except `spared` and its children. Sends SIGTERM first, and SIGKILL after
+// `grace`. This process must be a subreaper (PR_SET_CHILD_SUBREAPER), so that no descendant escapes. `on_wait` is called at
+// least every 20 ms.
 void EndDescendants(
     pid_t spared, std::chrono::milliseconds grace, const std::function<void()>& on_wait = [] {});
 

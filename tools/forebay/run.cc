@@ -39,10 +39,10 @@ using protocol::PrintError;
 using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
-// Limits for restarts of a daemon that has ended by itself: so many restarts within the period.
+// Number of times that a daemon which has ended by itself is restarted within kStartsAgainPeriod, at most.
 constexpr size_t kStartsAgainMax = 5;
 constexpr std::chrono::seconds kStartsAgainPeriod(60);
-constexpr int kOfTerminal = 0x666f7265;  // marks a signal that the first process hands on
+constexpr int kOfTerminal = 0x666f7265;  // marks signals that the first process forwards
 
 int ExitStatus(int code) { return W_EXITCODE(code, 0); }
 
@@ -126,7 +126,7 @@ class Supervisor {
         command_group_(command_group),
         front_pidfd_(std::move(front_pidfd)) {}
 
-  // The wait status to pass on.
+  // Runs daemon and command. Returns the wait status to pass on.
   int Supervise() {
     const std::array abort_fds = {signal_fd_, front_pidfd_.get()};
     auto daemon = PrivateDaemon::Start(options_.daemon, abort_fds);
@@ -143,9 +143,9 @@ class Supervisor {
     }
     const int status = RunCommand(**daemon);
     if (kept_ == nullptr) return status;
-    ::signal(SIGPIPE, SIG_IGN);  // of messages, whose reader may have ended with the command
+    ::signal(SIGPIPE, SIG_IGN);  // the reader of stderr may have ended with the command
     while (NextSignal(signal_fd_)) {
-      // The command has ended by these.
+      // Discards signals that the command has already received.
     }
     const absl::Status kept = EndKept(*kept_, **daemon, signal_fd_);
     if (kept.ok()) return status;
@@ -154,7 +154,7 @@ class Supervisor {
   }
 
  private:
-  // Removes the files of a new kept run that has not started its command.
+  // Removes the files of a new --keep run that has not started its command.
   void GiveUpNew() {
     if (kept_ == nullptr || options_.keep.keep.empty()) return;
     const absl::Status status = kept_->Remove();
@@ -203,9 +203,9 @@ class Supervisor {
     }
   }
 
-  // Restarts a daemon that has ended although nobody asked this process to stop.
+  // Restarts a daemon that has ended while the command runs.
   absl::Status StartAgain(PrivateDaemon& daemon) {
-    daemon.HandleMessages();  // its last ones
+    daemon.HandleMessages();  // the last ones of the ended daemon
     const std::string ended = absl::StrCat(
         "forebayd ended while the command ran: ",
         DescribeWaitStatus(daemon.process().WaitFor(std::chrono::seconds(1)).value_or(0)));
@@ -229,7 +229,7 @@ class Supervisor {
   }
 
   const RunOptions& options_;
-  KeptRunFile* kept_;  // null: nothing of the run outlives it
+  KeptRunFile* kept_;  // null: the run is not saved for --resume
   int signal_fd_;
   sigset_t command_mask_;
   pid_t command_group_;
@@ -237,8 +237,8 @@ class Supervisor {
   std::vector<Clock::time_point> started_again_;
 };
 
-// The first process: passes signals on, waits for the second one's report, and cleans up where that
-// one could not.
+// Work of the first process: forwards signals, waits for the report of the second process, and cleans up if the second
+// process died without a report.
 int PassOn(pid_t supervisor, int signal_fd, int report_fd, const KeptRunFile* kept) {
   std::array<pollfd, 2> watched = {{{signal_fd, POLLIN, 0}, {report_fd, POLLIN, 0}}};
   Report report;
@@ -257,7 +257,8 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd, const KeptRunFile* ke
                    kept == nullptr ? "it begins anew, since its daemon and swap are removed"
                                    : "--resume goes on from the newest durable step, which forebay "
                                      "run --kept shows")));
-  EndDescendants(/*spared=*/0, std::chrono::milliseconds(0));  // orphans: ours since its death
+  // The children of the dead second process have become children of this process.
+  EndDescendants(/*spared=*/0, std::chrono::milliseconds(0));
   for (const std::string& folder : report.folders()) {
     std::error_code ignored;
     std::filesystem::remove_all(folder, ignored);
@@ -267,14 +268,14 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd, const KeptRunFile* ke
 
 [[noreturn]] void EndBySignal(int number) {
   const rlimit no_core{.rlim_cur = 0, .rlim_max = 0};
-  ::setrlimit(RLIMIT_CORE, &no_core);  // the core that matters is the command's
+  ::setrlimit(RLIMIT_CORE, &no_core);  // only the command's core dump is useful
   ::signal(number, SIG_DFL);
   sigset_t one;
   sigemptyset(&one);
   sigaddset(&one, number);
   ::raise(number);
   ::sigprocmask(SIG_UNBLOCK, &one, nullptr);
-  ::_exit(128 + number);  // a signal that does not end processes
+  ::_exit(128 + number);  // reached if the signal does not end processes
 }
 
 }  // namespace
@@ -312,7 +313,7 @@ int Run(const RunOptions& options) {
   if (supervisor == 0) {
     report_read.Reset();
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
-    ::setpgid(0, 0);  // it clears up also after a SIGKILL of the whole group
+    ::setpgid(0, 0);  // cleans up also after a SIGKILL of the first process's group
     wanted.daemon.can_start_again = true;
     wanted.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
       Report::Folder(fd, folder);

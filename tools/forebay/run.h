@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `forebay run`: a private daemon, a command, tear-down.
+// `forebay run`: runs a command with a private daemon and cleans up afterwards.
 #pragma once
 
 #include <string>
@@ -16,14 +16,13 @@ struct RunOptions {
   std::vector<std::string> command;  // not empty
 };
 
-// Runs the command with FOREBAY_SOCKET set and returns its exit status; a command that a signal
-// ended ends this process by the same signal. Signals sent to this process reach the command. A
-// daemon that ends before the command is started again, with the descriptors that it has kept, at
-// most five times within a minute.
-// Nothing is left over: a second process, which is the parent of daemon and command and outlives
-// this one, ends what still runs and removes the folders, also after a SIGKILL of this one or of
-// its process group. Should that second one be killed, this one does so; should both be killed at
-// once, the next run in the same folders removes them. The swap of a run that is kept stays, see keep.h.
+// Runs the command with FOREBAY_SOCKET set and returns its exit status. If a signal ends the command, this process ends by
+// the same signal. Signals sent to this process reach the command. A daemon that ends before the command is restarted with
+// its retained descriptors, at most five times within a minute.
+// A second process is the parent of daemon and command and outlives this process. It ends all remaining processes and
+// removes the folders, also after a SIGKILL of this process or of its process group. If the second process is killed, this
+// process cleans up. If both are killed at once, the next run in the same folders removes them. The swap of a --keep run
+// persists, see keep.h.
 //
 // Threads  Before the process has a second thread.
 int Run(const RunOptions& options);

@@ -18,10 +18,10 @@ enum class ScrubExtent {
 
 struct ScrubOptions {
   std::vector<std::string> swap;  // directories or block devices, in the daemon's order
-  std::string config;             // or the daemon's TOML file
+  std::string config;             // alternatively the daemon's TOML file
   // Limit in bytes a second, "500MiB"; for a stopped daemon the limit of each path. Empty: no limit, or the daemon's choice.
   std::string rate;
-  std::string socket;  // of a running daemon; used if neither swap nor config is given
+  std::string socket;  // a running daemon's; used if swap and config are empty
   ScrubExtent extent = ScrubExtent::kSlots;
 };
 
@@ -29,7 +29,7 @@ struct ScrubOptions {
 // volume of a stopped daemon. Messages of that forebayd go to stderr. Returns nothing if that forebayd could not read the
 // volume and has printed why.
 //
-// Errors  E_OPTION  the rate cannot be parsed, or there is no forebayd. Else those of client::AdminClient::Scrub.
+// Errors  E_OPTION  the rate cannot be parsed, or forebayd does not exist. Else those of client::AdminClient::Scrub.
 absl::StatusOr<std::optional<nlohmann::ordered_json>> Scrub(const ScrubOptions& options);
 
 std::string ScrubText(const nlohmann::ordered_json& report);

@@ -25,7 +25,7 @@ using protocol::MakeError;
 using protocol::UniqueFd;
 
 constexpr size_t kReadMax = 1 << 20;
-constexpr int kStdinBytesMax = 1 << 20;  // what an unprivileged pipe may hold
+constexpr int kStdinBytesMax = 1 << 20;  // capacity that an unprivileged pipe may have
 
 struct Pipe {
   UniqueFd read_end;
@@ -54,8 +54,8 @@ std::vector<std::string> SshWords(const SshOptions& options, const std::string& 
   std::vector<std::string> words = CommandWords(options);
   for (const std::string& setting : std::vector<std::string>{
            "BatchMode=yes", absl::StrCat("ConnectTimeout=", options.limit.count()),
-           "ServerAliveInterval=15", "ServerAliveCountMax=4",  // a node without power is noticed
-           "ControlMaster=no"}) {  // a connection that others share would keep our pipes open
+           "ServerAliveInterval=15", "ServerAliveCountMax=4",  // detects a node without power
+           "ControlMaster=no"}) {  // a shared connection would hold the pipes open
     words.insert(words.end(), {"-o", setting});
   }
   words.insert(words.end(), {"-T", host, remote_command});
@@ -141,7 +141,7 @@ void LineSplitter::Add(std::string_view bytes, const Sink& sink) {
   rest_ += bytes;
   size_t begin = 0;
   for (size_t end; (end = rest_.find_first_of("\r\n", begin)) != std::string::npos;) {
-    const bool is_bar = rest_[end] == '\r';  // a progress bar goes back to its line's start
+    const bool is_bar = rest_[end] == '\r';  // progress bars end lines with a carriage return
     if (!is_bar || end > begin) sink(std::string_view(rest_).substr(begin, end - begin));
     begin = end + 1;
     if (is_bar && begin < rest_.size() && rest_[begin] == '\n') ++begin;

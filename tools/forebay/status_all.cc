@@ -26,7 +26,7 @@ using json = nlohmann::ordered_json;
 using protocol::FormatBytes;
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kOutputMax = 64 << 20;  // of one host
+constexpr size_t kOutputMax = 64 << 20;  // bytes from one host
 constexpr std::string_view kErrorStart = "error[";
 
 struct Question {
@@ -38,7 +38,7 @@ struct Question {
   bool is_late = false;
 };
 
-// False once it has ended.
+// Reads the output of a host. Returns false once its command has ended.
 bool Read(Question& one) {
   if (one.ended.has_value()) return false;
   const std::optional<int> ended = one.remote.ssh.WaitFor(std::chrono::milliseconds(0));

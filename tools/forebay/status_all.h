@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `forebay status --all`: the daemons of every host of a hostfile, asked over ssh.
+// `forebay status --all`: asks the daemons of all hosts in a hostfile for their status, over ssh.
 #pragma once
 
 #include <string>
@@ -16,7 +16,7 @@ struct StatusAllOptions {
   std::string hostfile;
   HostSelection selection;
   SshOptions ssh;
-  std::string socket;  // of the daemons; empty: each host's own
+  std::string socket;  // the daemon's on all hosts; empty: each host's default
 };
 
 struct HostStatus {
@@ -26,13 +26,13 @@ struct HostStatus {
   std::string error;  // one line: why the host did not answer; empty if it did
 };
 
-// Asks all hosts at once; each has ssh.limit to connect, and as long again to answer.
+// Asks all hosts at once. Each host has ssh.limit to connect and the same time to answer.
 absl::StatusOr<std::vector<HostStatus>> AskAllHosts(const StatusAllOptions& options);
 
-// A table of the nodes, one of their jobs, and a line for each host that does not answer.
+// Returns a table of the nodes, a table of their jobs, and a line for each host that did not answer.
 std::string StatusAllText(const std::vector<HostStatus>& hosts);
 
-// {"nodes": [{"host": ..., "status": {...} or null, "error": "..."}, ...]}
+// Returns {"nodes": [{"host": ..., "status": {...} or null, "error": "..."}, ...]}.
 nlohmann::ordered_json StatusAllJson(const std::vector<HostStatus>& hosts);
 
 }  // namespace forebay::tools

@@ -8,7 +8,7 @@
 
 namespace forebay::tools {
 
-// Columns as wide as their widest cell, two spaces between; columns of numbers are right-aligned. Every
+// A table whose columns are as wide as their widest cell, with two spaces between. Columns of numbers are right-aligned. Each
 // row has as many cells as the header.
 class Table {
  public:

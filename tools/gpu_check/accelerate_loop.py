@@ -30,7 +30,7 @@ def make_accelerator(who, device):
         from forebay.integrations.accelerate import Accelerator as maker
     if device == "cuda":
         return maker(fsdp_plugin=plugin)
-    accelerator = maker(cpu=True)  # where it ignores the plugin: it has FSDP on devices alone
+    accelerator = maker(cpu=True)  # Accelerate ignores the plugin on the CPU
     accelerator.state.distributed_type = accelerate.DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     plugin.cpu_offload = None

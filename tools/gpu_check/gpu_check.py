@@ -26,7 +26,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 BIN, PYTHON, TESTS, EXAMPLES = (HERE / name for name in ("bin", "python", "tests", "examples"))
 GIB = 1 << 30
-# Layers, width, heads, hidden, vocabulary: LLaMA (Touvron et al., table 2), the largest first.
+# Model shapes, the largest first: layers, width, heads, hidden, vocabulary. From LLaMA (Touvron et al., table 2).
 SHAPES = {
     "30B": (60, 6656, 52, 17920, 32000),
     "13B": (40, 5120, 40, 13824, 32000),
@@ -35,17 +35,18 @@ SHAPES = {
     "1B": (22, 2048, 32, 5632, 32000),
     "small": (2, 64, 4, 128, 256),
 }
-# The node's memory that a parameter takes: weights, states (docs/reference/formats.md), sums of gradients of 16 bits,
-# all rounded up.
+# Bytes of the node's memory for each parameter, by format: weights, states (docs/reference/formats.md) and gradient sums of
+# 16 bits. The numbers are rounded up.
 BYTES_PER_PARAM = {"exact": 14.2, "bf16": 10.2, "int8": 8.3}
-# float32 parameters, gradients and two moments; torch rounds pinned memory up to powers of two.
+# Bytes for each parameter with torch's CPU offload: float32 parameters, gradients and two moments. torch rounds pinned memory
+# up to powers of two.
 OFFLOAD_BYTES_PER_PARAM = 24
-SHARE_OF_MEMORY = 0.85  # that a run may take of what is available
+SHARE_OF_MEMORY = 0.85  # share of the available memory that a run may use
 EXPOSED_MOST = {16384: 0.10, 4096: 0.25}  # exposed_share by tokens of a step: goal G9
 PEER_FACTOR_LEAST = 2.0
 COPY_SHARE_LEAST = 0.95
 DAEMON_START_S, DAEMON_END_S = 60, 60
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # that end an item's daemon and remove its folder
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # they end an item's daemon and remove its folder
 
 
 @dataclasses.dataclass
@@ -101,7 +102,7 @@ class Checks:
             "FOREBAY_BIN_DIR": str(BIN),
             "PATH": before_others("PATH", BIN),
             "PYTHONDONTWRITEBYTECODE": "1",
-            # For dlopen(3) of NCCL, which torch brings. The archive's libraries are found without.
+            # NCCL comes with torch and is opened by dlopen(3). The archive's own libraries do not need this variable.
             "LD_LIBRARY_PATH": before_others("LD_LIBRARY_PATH", *nccl_folders()),
         }
 
@@ -287,8 +288,8 @@ class Checks:
             )
         pairs = list(zip(ours["losses"], theirs["losses"]))
         apart = max(abs(a - b) / b for a, b in pairs)
-        # Weights and activations are bfloat16, whose neighbours are 2^-8 apart: what a rounding more or
-        # less does to a loss is of that size.
+        # Weights and activations are bfloat16, whose neighbours are 2^-8 apart. One different rounding changes a loss by about
+        # that much.
         holds = apart <= 2**-7 and ours["losses"][-1] < ours["losses"][0]
         seen = f"{ours['losses'][0]:.3f} to {ours['losses'][-1]:.3f}, at most {apart:.1e} from FSDP2's"
         yield Item("losses as FSDP2's", "PASS" if holds else "FAIL", seen, pairs)
@@ -304,7 +305,7 @@ class Checks:
         theirs = last_json(self.run([*program, "plain", device], **launch()))
         ours = last_json(self.with_daemon(GIB, *program, "forebay", device, **launch()))
         apart = max(abs(a - b) / b for a, b in zip(ours["losses"], theirs["losses"]))
-        # float32 on both sides; the order of the operations differs
+        # Both sides compute in float32. The order of the operations differs.
         holds = apart <= 1e-4 and ours["committed"] == len(ours["losses"]) and ours["mode"] == "sharded"
         seen = f"{ours['losses'][0]:.3f} to {ours['losses'][-1]:.3f}, at most {apart:.1e} from its own"
         yield Item("FSDP2 through Accelerate", "PASS" if holds else "FAIL", seen, [ours, theirs])
@@ -318,7 +319,8 @@ class Checks:
             ours = self.with_daemon(GIB, *changed, **options, **launch())
         pairs = [list(map(float, re.findall(r"^step \d+ loss ([\d.]+)$", text, re.M))) for text in (ours, plain)]
         first, last = pairs[0][0], pairs[0][-1]
-        # The page's model gets other values from meta than the plain one: both learn the same sequences.
+        # The initial values of the two models differ, because the changed script materializes the model from meta. Both learn
+        # the same sequences.
         holds = len(pairs[0]) == len(pairs[1]) and last < 0.5 * first
         seen = f"{first:.3f} to {last:.3f}; the plain script {pairs[1][0]:.3f} to {pairs[1][-1]:.3f}"
         yield Item("script of docs/guide/one-gpu.md", "PASS" if holds else "FAIL", seen, pairs)
@@ -377,7 +379,7 @@ class Checks:
             return Item(name, "SKIP", "it is not installed")
         try:
             (theirs,) = self.train("deepspeed", shape, tokens=[tokens], steps=4)
-        except Failure as failure:  # it compiles its optimizer, and not every machine can
+        except Failure as failure:  # DeepSpeed compiles its optimizer, which can fail
             return Item(name, "SKIP", f"it does not run here: {failure}")
         factor = ours["tokens_per_s"] / theirs["tokens_per_s"]
         seen = f"{factor:.2f} times its tokens/s: {theirs['tokens_per_s']:.0f}, {millions(theirs)}"
@@ -413,7 +415,7 @@ class Checks:
 
     def add(self, item):
         self.items.append(item)
-        self.save()  # what is there stays where this is killed
+        self.save()  # a killed run retains the results so far
         print(f"{item.result:4}  {item.name}: {item.seen}", flush=True)
 
     def counts(self):
@@ -444,7 +446,7 @@ class Checks:
                 self.add(Item(name, "SKIP", f"no time left: {late}"))
             except Failure as failure:
                 self.add(Item(name, "FAIL", str(failure)))
-            except (LookupError, ValueError) as error:  # of what a command printed
+            except (LookupError, ValueError) as error:  # a command printed unexpected output
                 self.add(Item(name, "FAIL", f"{type(error).__name__}: {error}"))
             print(f"      {name}: {time.monotonic() - began:.0f} s", flush=True)
             if any(item.name == "gpu" for item in self.items):
@@ -513,7 +515,7 @@ def main():
             return check_all()
         finally:
             print(end="", flush=True)
-    except BrokenPipeError:  # nobody reads what this prints, and Python would print once more
+    except BrokenPipeError:  # the reader of stdout has ended; Python would flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -525,7 +527,7 @@ def check_all():
     except ImportError as error:
         sys.exit(f"error[E_SETUP]: {error}\nhint: start it with a Python that has torch")
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, exit_once)
     checks = Checks(args)
     try:

@@ -214,7 +214,7 @@ def train(args, sequences, model, opt, vocabulary):
     is_cuda = args.device == "cuda"
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(vocabulary, (sequences, args.seq + 1), generator=generator)
-    tokens = tokens.to(args.device)  # the same in each step: the loss has to fall
+    tokens = tokens.to(args.device)  # all steps use these tokens: the loss has to fall
     losses, step_s, parts = [], [], []
     for number in range(args.steps):
         if args.trace and number == args.steps - 1:
@@ -253,7 +253,7 @@ def train(args, sequences, model, opt, vocabulary):
         "median_s": statistics.median(timed),
         "tokens_per_s": sequences * args.seq / statistics.median(timed),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else None,
-        "until_forward_backward_step_returned_s": parts,  # by the processor, which is ahead of the device
+        "until_forward_backward_step_returned_s": parts,  # on the CPU, which runs ahead of the GPU
     }
     if args.who == "forebay":
         figures["stats"] = {name: value for name, value in opt.stats().items() if isinstance(value, (int, float))}
