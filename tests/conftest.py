@@ -5,8 +5,8 @@ import pathlib
 import signal
 import sys
 
-sys.path.append(str(pathlib.Path(__file__).parent / "support"))  # what several rooms' tests use
+sys.path.append(str(pathlib.Path(__file__).parent / "support"))  # helpers that tests of several folders share
 
-# A shell that starts the tests in the background has SIGINT ignored: then nothing here, nor a process that
-# a test starts, would notice Ctrl-C.
+# Restores SIGINT, which a shell ignores for tests in the background: otherwise neither pytest nor the processes that tests
+# start would react to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

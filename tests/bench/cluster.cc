@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench cluster: a step of one node of a cluster in virtual time, by the daemon's own state machine, beside the
-// closed form of `forebay plan --nodes`. The other nodes are like this one and wait for nothing else.
+// Bench cluster: simulates a step of one node of a cluster in virtual time with the daemon's state machine. The result is
+// compared with the closed form of `forebay plan --nodes`. All other nodes behave like the simulated one.
 
 #include <algorithm>
 #include <cstdint>
@@ -74,7 +74,7 @@ absl::Status BenchCluster(const BenchOptions& options, const ClusterBenchOptions
     return protocol::MakeError(protocol::ErrorId::kOption, "bench cluster needs a cluster",
                                "give --nodes, --gpus and a model as to forebay plan");
   }
-  if (options.compute_ms > 0) {  // in the place of the GPUs' rate
+  if (options.compute_ms > 0) {  // replaces the GPUs' rate
     cluster.gpu_tflops = ClusterFlops(model, cluster) / (options.compute_ms * 1e-3) / 1e12;
   }
   ASSIGN_OR_RETURN(const ClusterPlan plan, PlanCluster(model, cluster));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The daemon's state machine in virtual time, with a disk and workers that take as long as their rates say.
+// Runs the daemon's state machine in virtual time, with a modeled disk and workers whose durations follow from their rates.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ class VirtualClock {
   std::map<std::pair<double, uint64_t>, std::function<void()>> due_;
 };
 
-// Serves one request after the other.
+// A resource that serves one request after the other. Times are virtual seconds.
 struct Server {
   double free_at = 0;
   double worked_s = 0;
@@ -54,7 +54,7 @@ struct Server {
   }
 };
 
-// Bytes of transfers, each way.
+// Bytes that were transferred in each direction.
 struct Transfer {
   uint64_t read = 0;
   uint64_t written = 0;
@@ -70,14 +70,14 @@ class VirtualDaemon {
 
   void Send(daemon::Event event);
   void Call(uint64_t session, protocol::Command command, OnAnswer on_answer);
-  // `copied`: the contents of the step region.
+  // Sends a call of step. `copied` has the contents of the step region.
   void CallStep(uint64_t session, protocol::Command command, daemon::StepRequestCopied copied,
                 OnAnswer on_answer);
   void StartTime() { takes_time_ = true; }
 
-  // Null: not answered yet.
+  // Returns the answer to a session's attach, or null if it is not answered yet.
   const daemon::AnswerAttach* attached(uint64_t session) const;
-  // The first error of any answer.
+  // Returns the first error among all answers.
   const absl::Status& status() const { return status_; }
   daemon::JobView View() const { return state_.Jobs().at(0); }
   uint64_t handled() const { return handled_; }
@@ -103,7 +103,7 @@ class VirtualDaemon {
   std::unordered_map<uint64_t, OnAnswer> answers_;                         // by tag
   std::unordered_map<uint64_t, daemon::StepRequestCopied> step_requests_;  // by tag
   std::map<uint64_t, daemon::AnswerAttach> attached_;                      // by session
-  // Nobody verifies weights here, but a page of them without digests is a bug.
+  // The simulation does not verify weights. The state machine requires digests for each page of weights.
   const daemon::WeightsDigests digests_ = std::make_shared<const std::vector<uint64_t>>();
   absl::Status status_;
 };

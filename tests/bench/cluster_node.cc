@@ -18,7 +18,7 @@ namespace {
 using protocol::Completion;
 using protocol::Op;
 
-constexpr uint32_t kPieces = 2;  // of a rank's arena for gradients, as the client has it
+constexpr uint32_t kPieces = 2;  // pieces of a rank's gradient arena, as many as the client's
 constexpr uint32_t kStepsBefore = 2;
 constexpr protocol::HyperParams kHyper{
     .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
@@ -30,7 +30,7 @@ protocol::Command MakeCommand(Op op, uint32_t partition = 0) {
   return command;
 }
 
-// The ranks of the node, in lockstep.
+// The training ranks of the node. All ranks work in lockstep.
 class VirtualTrainer {
  public:
   VirtualTrainer(const VirtualNodeOptions& options, VirtualClock& clock, VirtualDaemon& daemon)
@@ -88,7 +88,7 @@ class VirtualTrainer {
 
  private:
   struct Piece {
-    uint32_t index = 0;  // of the computation in the step that made the gradient
+    uint32_t index = 0;  // position in the step of the computation that made the gradient
     uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -96,8 +96,8 @@ class VirtualTrainer {
   struct Rank {
     uint64_t session = 0;
     uint64_t attempt = 0;
-    std::vector<uint64_t> free;  // offsets in its arena
-    std::deque<Piece> pieces;    // that wait for room
+    std::vector<uint64_t> free;  // offsets in the rank's arena
+    std::deque<Piece> pieces;    // wait for a free offset
   };
 
   absl::Status AttachRank(uint32_t number) {
@@ -302,9 +302,9 @@ class VirtualTrainer {
   Server link_;
 
   uint64_t step_ = 0;
-  uint32_t next_ = 0;  // to compute: the groups up, then down
+  uint32_t next_ = 0;  // next computation: groups ascending, then descending
   bool computing_ = false;
-  uint32_t undelivered_ = 0;  // groups whose gradients are not all in an arena
+  uint32_t undelivered_ = 0;  // groups with gradients that are not in an arena yet
   size_t stepped_ = 0;
   std::vector<bool> ready_;
   std::vector<std::vector<std::pair<uint32_t, uint64_t>>> leases_;  // partitions and leases

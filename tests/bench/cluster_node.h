@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One node of a cluster in virtual time: the daemon's own state machine, with a disk, workers, links and GPUs
-// that take as long as their rates say. Nothing sleeps, no byte is moved.
+// Simulates one node of a cluster in virtual time: the daemon's state machine with modeled disk, workers, links and GPUs,
+// whose durations follow from their rates. The simulation does not sleep and moves no bytes.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace forebay::tools {
 
-// Rates are in GB/s; 0: that part takes no time.
+// Options of the simulated node. Rates are in GB/s. A part whose rate is 0 takes no time.
 struct VirtualNodeOptions {
-  std::shared_ptr<const protocol::Layout> layout;  // its owners are the ranks of this node
+  std::shared_ptr<const protocol::Layout> layout;  // the owners are this node's ranks
   uint64_t dram_bytes = 0;                         // 0: everything fits
   uint64_t block_elems = uint64_t{1} << 20;
   uint32_t workers = 2;
@@ -23,12 +23,12 @@ struct VirtualNodeOptions {
   // True: no link is used while GPUs compute. A group is fetched and gathered after the previous group is computed and its
   // gradient is reduced. FSDP2 works like this over gloo.
   bool in_turn = false;
-  double compute_s = 0;  // of forward and backward of all groups
+  double compute_s = 0;  // forward and backward of all groups
   double forward_share = 1.0 / 3;
-  // Seconds in which one element of this node's partitions is gathered by all GPUs, and as long for the
-  // reduce-scatter of its gradient.
+  // Seconds to gather one element of this node's partitions on all GPUs. The reduce-scatter of an element's gradient takes
+  // the same time.
   double gather_s_per_elem = 0;
-  double host_link_rate = 0;  // each way; 0: ranks compute where the weights are
+  double host_link_rate = 0;  // each way; 0: ranks compute in DRAM, without copies
   double update_rate = 0;     // DRAM traffic of all workers
   double update_bytes_per_param = 0;
   // Rates of the swap.
@@ -50,12 +50,12 @@ struct VirtualSteps {
   uint64_t weights_on_swap_bytes = 0;
 };
 
-// Trains `steps` steps after as many as a steady state takes. All ranks of the node go in lockstep, as
-// collectives make them: a group is fetched by all, copied to the GPUs and gathered while the one before
-// computes; a gradient is reduced, copied back and delivered in pieces.
+// Simulates `steps` steps after the steps that reach a steady state. Collectives synchronize all ranks of the node. All ranks
+// fetch a group, copy it to the GPUs and gather it while the previous group computes. A gradient is reduced, copied to DRAM
+// and delivered in pieces.
 //
 // Limits  O(blocks + partitions) memory; a few microseconds an event.
-// Errors  those of attach, where the job does not fit.
+// Errors  those of attach if the job does not fit.
 absl::StatusOr<VirtualSteps> SimulateNode(const VirtualNodeOptions& options, uint32_t steps);
 
 }  // namespace forebay::tools

@@ -25,7 +25,7 @@ from network_nodes import ADDRESSES, LINK, limit_link, two_nodes  # noqa: E402
 from test_daemon_restart import Service  # noqa: E402
 
 DRAM_MIB, PORT = 224, 29611
-# Mbit/s of the link, MiB/s of a disk, ms of compute.
+# Measured cases: Mbit/s of the link, MiB/s of each disk, ms of compute in a step.
 CASES = ((800, 500, 1000), (800, 100, 1000), (400, 200, 2000), (1600, 100, 2000))
 UNLIMITED_MBIT = 100_000
 DEADLINE_S = 600
@@ -69,7 +69,7 @@ def main():
     print("| link | disk | timers | trainer alone | measured | predicted | off by | sent a step | ZeRO-3 counts |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     counted = 3 * 4 * PARAMS / 2
-    alone = {}  # by compute
+    alone = {}  # the trainer alone, by ms of compute
     with tempfile.TemporaryDirectory(prefix="fb", dir=arguments.swap) as folder, two_nodes(folder) as network:
         for link_mbit, disk_mib, compute_ms in CASES:
             if compute_ms not in alone:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench commit: a step that is durable when it is answered, beside the same step at level memory and a bare loop that
-// writes what the first one has written more.
+// Bench commit: measures a step at durability level step. The limit is the same step at level memory, plus the time in which
+// a bare loop writes the additional bytes.
 
 #include <cstdint>
 #include <memory>
@@ -25,8 +25,9 @@ using protocol::kMiB;
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
-constexpr uint64_t kBytes = 12;       // of a parameter in format exact: weights and states
-constexpr uint64_t kSlotsAtStep = 3;  // for each block and each part of the weights, and one more
+constexpr uint64_t kBytes = 12;  // weights and states of a parameter in format exact
+// Swap slots for each block and each part of the weights.
+constexpr uint64_t kSlotsAtStep = 3;
 constexpr uint64_t kLoopBytes = 256 * kMiB;
 
 constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::kStep, .steps = 1};
@@ -41,8 +42,8 @@ struct Side {
     return bytes;
   }
 
-  // From the call of step to its answer, and what was written meanwhile: all that the step writes, where its update is not
-  // early.
+  // Runs a step. Returns the seconds from the call to its answer, and the bytes written meanwhile. Without early updates
+  // these are all bytes that the step writes.
   absl::StatusOr<Sample> TimeStep() {
     RETURN_IF_ERROR(job->DeliverGradients());
     ASSIGN_OR_RETURN(const uint64_t before, WrittenBytes());
@@ -63,7 +64,7 @@ absl::StatusOr<Side> MakeSide(const BenchOptions& options, const std::string& dr
   job.daemon.dram = dram;
   job.daemon.swap_size =
       absl::StrCat(protocol::RoundUp(kSlotsAtStep * params * kBytes, 64 * kMiB) + 512 * kMiB);
-  // A durable level needs files that are kept; the folder is removed with the daemon.
+  // A durable level needs swap files that persist. The folder is removed with the daemon.
   job.daemon.settings = {absl::StrCat("swap.staging=", 64 * kMiB), "swap.life=kept"};
   UseSwap(options, job.daemon);
   ASSIGN_OR_RETURN(std::unique_ptr<BenchJob> made, BenchJob::Create(job));
@@ -74,7 +75,7 @@ absl::StatusOr<BenchResult> TimePlace(const BenchOptions& options, const std::st
                                       const std::string& dram, DiskLimit& disk) {
   ASSIGN_OR_RETURN(Side memory, MakeSide(options, dram, {}));
   ASSIGN_OR_RETURN(Side durable, MakeSide(options, dram, kStep));
-  uint64_t more_bytes = 0;  // that the durable step writes
+  uint64_t more_bytes = 0;  // bytes that the durable step writes
   double memory_s = 0;
   const auto limit = [&]() -> absl::StatusOr<Sample> {
     ASSIGN_OR_RETURN(const Sample step, memory.TimeStep());
@@ -118,7 +119,7 @@ absl::Status BenchCommit(const BenchOptions& options, const Report& report) {
   ASSIGN_OR_RETURN(const BenchResult in_dram,
                    TimePlace(options, "dram", absl::StrCat(room), *disk));
   RETURN_IF_ERROR(report(in_dram));
-  // Tables of a durable job are larger: a few blocks may stay in DRAM at level memory.
+  // The tables of a durable job are larger. With the same limit a few blocks may stay resident at level memory.
   const uint64_t small = beside_states + 64 * kMiB + 8 * kMiB;
   ASSIGN_OR_RETURN(const BenchResult on_swap,
                    TimePlace(options, "nvme", absl::StrCat(small), *disk));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench fetch: from the request for a resident group to its lease, beside a bare eventfd round
-// trip; groups on swap, one after the other, beside a bare loop of reads; the parts of several
-// ranks, at once, beside one rank.
+// Bench fetch: measures the time from the request for a resident group to its lease, compared with a bare eventfd round trip.
+// Also measures the rate at which groups on swap are fetched one after the other, compared with a bare loop of reads, and
+// the rate of several ranks at once, compared with one rank.
 
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -42,9 +42,9 @@ constexpr uint32_t kTripsPerSample = 500;
 constexpr uint64_t kParams = uint64_t{1} << 20;
 constexpr uint32_t kSwapSamples = 7;
 constexpr uint64_t kSwappedParams = uint64_t{1} << 27;
-constexpr uint32_t kRanks = 4;  // whose sessions share the disk
+constexpr uint32_t kRanks = 4;  // ranks whose sessions share the disk
 constexpr uint64_t kSwappedGroupElems = uint64_t{1} << 22;
-constexpr uint64_t kBlockBytesPerElem = 13;  // of exact with its weights, and rounding
+constexpr uint64_t kBlockBytesPerElem = 13;  // format exact with weights, plus rounding
 constexpr uint64_t kStagingBytes = 96 * protocol::kMiB;
 constexpr client::Timeout kLimit = std::chrono::seconds(30);
 
@@ -62,7 +62,7 @@ bool Receive(const UniqueFd& fd) {
   return ::read(fd.get(), &count, sizeof(count)) == sizeof(count);
 }
 
-// Another process that answers each eventfd write with one of its own.
+// A child process that answers each write to one eventfd with a write to another.
 class EventFdEcho {
  public:
   static absl::StatusOr<std::unique_ptr<EventFdEcho>> Create() {
@@ -100,12 +100,12 @@ class EventFdEcho {
   pid_t pid_ = -1;
 };
 
-// Times of round trips.
+// Collects the times of round trips.
 class Trips {
  public:
   void Add(Clock::duration time) { microseconds_.push_back(Microseconds(time)); }
 
-  // The median of the newest sample's.
+  // Returns the median of the newest kTripsPerSample times.
   Sample NewestSample() const {
     return {.value = QuantileOf({microseconds_.end() - kTripsPerSample, microseconds_.end()}, 0.5)};
   }
@@ -135,7 +135,7 @@ absl::StatusOr<uint64_t> WeightsRead(BenchJob& job) {
   return status->getJobs()[0].getWeightReadBytes();
 }
 
-// Leases each and gives it back.
+// Fetches each partition and releases its lease.
 absl::Status FetchAll(client::Attachment& attachment, std::span<const uint32_t> partitions) {
   for (const uint32_t partition : partitions) {
     ASSIGN_OR_RETURN(const client::Lease lease, attachment.Fetch(partition, kLimit));
@@ -144,8 +144,8 @@ absl::Status FetchAll(client::Attachment& attachment, std::span<const uint32_t> 
   return absl::OkStatus();
 }
 
-// A forward over all groups in the order of the step before, each rank over its parts: the weights of all of them
-// per second, none of which is there before. Then, not timed, a step.
+// Runs a forward on all ranks: each rank fetches its partitions in the order of the previous step. No weights are resident
+// before. Returns the bytes of weights per second. Then runs a step, which is not timed.
 absl::StatusOr<Sample> TimeForward(BenchJob& job) {
   ASSIGN_OR_RETURN(const uint64_t before, WeightsRead(job));
   const auto began = Clock::now();
@@ -162,7 +162,7 @@ uint64_t ParamsOnSwap(const BenchOptions& options) {
   return options.params == 0 ? kSwappedParams : options.params;
 }
 
-// The job in the smallest limit that has room for it.
+// Creates the job with the smallest DRAM limit that it fits in.
 absl::StatusOr<std::unique_ptr<BenchJob>> JobOnSwap(const BenchOptions& options, uint32_t ranks) {
   const uint64_t params = ParamsOnSwap(options);
   BenchJobOptions job_options{.format = protocol::Format::kExact,

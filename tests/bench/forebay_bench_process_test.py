@@ -76,7 +76,7 @@ def test_bench_commit_shows_what_a_durable_step_writes_and_costs(folders):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == [f"commit/level=step/place={place}" for place in ("dram", "nvme")]
     for line in lines:
-        # Weights and states of format exact; beside them whole pages, and the ledger twice.
+        # A step writes weights and states of format exact, rounded up to whole pages, and the ledger twice.
         assert 1 <= line["written_bytes"] / (12 * params) < 1.02
         assert line["value"] > 0 and line["limit"] >= line["memory_s"] > 0
     assert os.listdir(swap) == []

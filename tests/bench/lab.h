@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The benches that `forebay-bench` has beside those of `forebay bench`.
+// Benches that `forebay-bench` has in addition to those of `forebay bench`.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@
 namespace forebay::tools {
 
 struct ClusterBenchOptions {
-  PlanOptions plan;  // the model, but for its --params, and the cluster
+  PlanOptions plan;  // the model without --params, and the cluster
   uint32_t workers = 2;
-  uint64_t blocks = 4096;  // of a node, at most; then they are larger than the daemon's
-  uint32_t ranks = 4;      // of a node, at most; then several GPUs share one
-  bool drain = true;       // step returns at its decision
+  uint64_t blocks = 4096;  // most blocks of a node; larger models get larger blocks
+  uint32_t ranks = 4;      // most ranks of a node; with more GPUs several share a rank
+  bool drain = true;       // the step call returns at its decision
   bool in_turn = false;    // links and GPUs take turns
   std::string staging;     // "64MiB"; empty: the daemon's default
 };

@@ -59,7 +59,7 @@ std::vector<NamedBench> AllBenches(const ClusterBenchOptions& cluster) {
   return benches;
 }
 
-// Options of cluster alone.
+// Adds the options that only bench cluster has.
 void AddClusterBenchOptions(CLI::App& app, ClusterBenchOptions& cluster) {
   app.add_option("--workers", cluster.workers, "cluster: of a node's daemon (2)")
       ->check(CLI::Range(1, 1024));
@@ -96,7 +96,7 @@ int Main(std::vector<std::string> words, BenchOptions options, const std::string
     if (std::ranges::count(common, name) == 0) of_cluster->options.push_back(name);
   }
 
-  std::ranges::reverse(words);  // as CLI11 wants them
+  std::ranges::reverse(words);  // CLI11 takes words in reverse order
   try {
     app.parse(words);
   } catch (const CLI::ParseError& error) {

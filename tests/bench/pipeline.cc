@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench pipeline: what a group costs a training loop in C++ beside its bytes: groups so small that copies
-// and collectives take no time, beside the same session's calls and the same collectives without a
-// pipeline.
+// Bench pipeline: measures the overhead of a group in a training loop in C++. The groups are so small that copies and
+// collectives take almost no time. The result is compared with the same calls of the session and the same collectives
+// without a pipeline.
 
 #include "client/pipeline.h"
 
@@ -33,13 +33,13 @@ constexpr uint64_t kParams = uint64_t{1} << 14;
 constexpr uint64_t kGroupElems = 256;
 constexpr client::Timeout kLimit = std::chrono::seconds(30);
 
-// Microseconds a group.
+// Microseconds for one group, as an average over the groups of a step.
 struct StepTimes {
   double forward = 0;   // weights
   double backward = 0;  // weights and gradients
 };
 
-// One rank on the host, with a daemon of its own.
+// A training with one rank on the host and a private daemon.
 class Rank {
  public:
   static absl::StatusOr<std::unique_ptr<Rank>> Create(const PrivateDaemonOptions& daemon,
@@ -82,7 +82,7 @@ class Rank {
   Rank& operator=(const Rank&) = delete;
   ~Rank() { pipeline_.reset(); }
 
-  // A step through the pipeline.
+  // Runs a step through the pipeline and returns its times.
   absl::StatusOr<StepTimes> ThroughPipeline() {
     const auto use = [&](uint32_t group) -> absl::Status {
       RETURN_IF_ERROR(pipeline_->Gather(group, *compute_).status());
@@ -97,7 +97,7 @@ class Rank {
     });
   }
 
-  // The same work by calls of the session and the communicator.
+  // Runs the same step without the pipeline, by calls of the session and the communicator.
   absl::StatusOr<StepTimes> ByItself() {
     const std::span<std::byte> all = std::as_writable_bytes(std::span(weights_));
     const std::span<std::byte> sum = std::as_writable_bytes(std::span(*gradient_));

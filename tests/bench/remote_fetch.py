@@ -46,9 +46,9 @@ PEERS = {  # arguments of ucx_perftest
     "ucx_perftest/ucp_am_bw": ["-t", "ucp_am_bw", "-s", "1048576", "-n", "1000"],
     "ucx_perftest/tag_bw": ["-t", "tag_bw", "-s", "1048576", "-n", "1000"],
 }
-# The same with one message as large as the partition: memory that no cache has, as the weights are.
+# PEERS with one message as large as the partition. Like the weights, the message is not in a cache.
 LARGE = {f"{name}/large": words for name, words in PEERS.items()}
-LATENCY = ["-t", "ucp_am_lat", "-s", "64", "-n", "2000", "-E", "sleep"]  # it waits as ours do
+LATENCY = ["-t", "ucp_am_lat", "-s", "64", "-n", "2000", "-E", "sleep"]  # sleeps like the gateway
 
 
 class Model(nn.Module):
@@ -156,7 +156,7 @@ def iperf3(nodes):
     pipe = subprocess.PIPE
     server = subprocess.Popen(nodes[0].command("iperf3", "-s", "-1"), stdout=pipe, stderr=pipe)
     time.sleep(0.5)  # house: allow sleep: it does not say when it listens
-    # From the daemon's node to the other, as weights go.
+    # The bytes flow from the daemon's node to the other node, like weights.
     words = nodes[1].command("iperf3", "-c", ADDRESSES[0], "-t", "1", "-R", "-J")
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
     server.wait(DEADLINE_S)

@@ -10,8 +10,8 @@ import os
 import pathlib
 import subprocess
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 440, 300, 52, 34, 12, 44  # of a panel and its axes, pixels
-WAYS = {  # class of the curve, its words
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 440, 300, 52, 34, 12, 44  # pixels of a panel and its axes
+WAYS = {  # class of each curve, its text in the legend
     ("yes", "yes"): ("both", "early updates and drain"),
     ("no", "yes"): ("drain", "drain alone"),
     ("yes", "no"): ("early", "early updates alone"),
@@ -19,7 +19,7 @@ WAYS = {  # class of the curve, its words
 }
 BOUND = "bound"
 SUITES = "*StepTime.*/states:StepTimeOfResidentStates.*"
-SHARE_WAYS = (("yes", "yes"), ("no", "no"))  # what the second suite measures
+SHARE_WAYS = (("yes", "yes"), ("no", "no"))  # the ways that the second suite measures
 COLORS = {  # class: its color on a light page and on a dark one
     "both": ("#1b6ca8", "#58a6ff"),
     "drain": ("#4a8230", "#6fbf4b"),

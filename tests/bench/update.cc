@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bench update: a whole step of AdamW, all in DRAM beside the memory limit, the same with a record beside it without one,
-// and all, half and a quarter of the states on swap beside the disk limit.
+// Bench update: measures a whole step of AdamW. With all states in DRAM the limit is that of memory. A step with a record is
+// compared with a step without one. With all, half and a quarter of the states on swap the limit is that of the disk.
 
 #include <algorithm>
 #include <cstdint>
@@ -36,7 +36,7 @@ using protocol::RoundUp;
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
-constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
+constexpr uint64_t kStateBytes = 8;  // swapped bytes of a parameter in format fp32
 
 AdamPass PassOf(Format format) {
   return {.format = {format, format == Format::kFp32 ? protocol::DType::kFloat32
@@ -143,7 +143,7 @@ BenchJobOptions JobOptions(const CaseOptions& options, Format format, uint64_t d
 // Measures a job in DRAM. Sets `beside_states` to the bytes of the job's memory other than its states.
 absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
                                    uint64_t& beside_states) {
-  // weights, sums, states, and ample arenas
+  // Bytes for weights, gradient sums and states, and enough for the arenas.
   const uint64_t room = options.params * 24 + 512 * kMiB;
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job,
                    BenchJob::Create(JobOptions(options, format, room)));
@@ -215,8 +215,8 @@ absl::StatusOr<BenchResult> MeasureOnSwap(const CaseOptions& options, BenchJob& 
       options.samples, [&] { return TimeStep(job, 0, last); }, [&] { return limit->RunCopies(); });
 }
 
-// `in_dram`: the share of the states that is resident. If the swap rate is the same as with all states on swap, the time of a
-// step is linear in the share on swap.
+// Measures steps with the share `in_dram` of the states resident. If the swap rate is the same as with all states on swap, the
+// time of a step is linear in the share on swap.
 absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_states,
                                    double in_dram) {
   const uint64_t staging = 64 * kMiB;

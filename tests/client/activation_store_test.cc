@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    A backward pass loads the bytes that its forward pass has saved, however late the device works. Each event and each
 //         wait is needed for this. The room is never exceeded, and all of it is free again at the end.
-// Method  CUDA over a driver that does nothing before it must: once as it is, and once without each of the
-//         waits. Compute is copies between memory that is poison when it is freed. Random sizes on the host.
+// Method  CUDA is a driver that runs work only when it must. The test runs once with all waits, and once without each of the
+//         waits. Compute is copies between memory that is poisoned when it is freed. The host is tested with random sizes.
 
 #include "client/activation_store.h"
 
@@ -133,13 +133,13 @@ class Loop {
     if (pending_.size() < 2) return;
     const Pending oldest = std::move(pending_.front());
     pending_.pop_front();
-    if (layer % 2 == 0) {  // the oldest's memory is used again, behind the copy
+    if (layer % 2 == 0) {  // even layers: the oldest's memory is overwritten behind its copy
       Note(store_->LeaveBehind(oldest.number, *forward_));
       Note(forward_->Copy(*oldest.memory, *Values(Bytes(kLayerBytes))));
       kept_.push_back(oldest.memory);
       return;
     }
-    while (true) {  // or freed once it was copied
+    while (true) {  // odd layers: the oldest's memory is freed once its copy has ended
       const absl::StatusOr<bool> has_left = store_->HasLeft(oldest.number);
       Note(has_left.status());
       if (!has_left.ok() || *has_left) return;
@@ -158,7 +158,7 @@ class Loop {
     Note(store_->Drop(numbers_[layer]));
     std::erase_if(pending_, [&](Pending& one) {
       if (one.number != numbers_[layer]) return false;
-      kept_.push_back(one.memory);  // until the end: its copy may not have ended
+      kept_.push_back(one.memory);  // lives until the end: its copy may be under way
       return true;
     });
   }
@@ -183,7 +183,7 @@ class Loop {
   std::unique_ptr<gpu::Stream> backward_;
   std::unique_ptr<ActivationStore> store_;
   std::array<FakeCuda::Memory, 2> buffers_;
-  std::array<Place, 2> holds_{};  // of the buffers
+  std::array<Place, 2> holds_{};  // step and layer whose values each buffer holds
   std::vector<std::pair<Place, FakeCuda::Memory>> saw_;
   std::array<uint64_t, kLayers> numbers_{};
   std::deque<Pending> pending_;
@@ -206,10 +206,10 @@ class ActivationStoreOnADevice : public ActivationStoreTest {
   }
   // Options of a device on which all work is as late as possible, and of devices with every choice of late streams.
   static std::vector<FakeCuda::Options> Devices() {
-    constexpr uint64_t kStreams = 4;  // the loop's two, and the store's two
+    constexpr uint64_t kStreams = 4;  // two streams of the loop, and two of the store
     std::vector<FakeCuda::Options> devices{{}};
     for (uint64_t streams = 0; streams < uint64_t{1} << kStreams; ++streams) {
-      devices.push_back({.late_streams = streams << 1});  // the first is the session's
+      devices.push_back({.late_streams = streams << 1});  // the session's stream is the first
     }
     return devices;
   }
@@ -274,7 +274,7 @@ TEST_F(ActivationStoreOnADevice, ThatFailsSaysSoAndKeepsNothing) {
   for (size_t call = 0; call < calls; ++call) {
     FakeCuda::FailCall(FakeCuda::calls() + call);
     const auto saved = store->Save(*memory, *compute);
-    if (saved.ok()) {  // the call was one whose failure changes nothing
+    if (saved.ok()) {  // the call that failed was not needed
       ASSERT_OK(store->Drop(**saved));
       continue;
     }
@@ -338,7 +338,7 @@ TEST_F(ActivationStoreTest, BytesThatTheDaemonTookBackAreAnErrorAndNotZeros) {
   Bytes got(bytes.size());
   ASSERT_OK(store->Load(number.value(), got, *compute));
   ASSERT_OK(attachment->Detach());
-  // The daemon gives the memory back some time after the session's end; until then the bytes are there.
+  // The daemon frees the memory some time after the session ends. Until then Load() reads the saved bytes.
   EXPECT_TRUE(testing::Eventually([&] {
     const absl::Status loaded = store->Load(*number, got, *compute);
     EXPECT_TRUE(!loaded.ok() || got == bytes);

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Ranks whose gradients and weights are on a device train to the reference's bits, whatever memory
-//         the device takes; when a device fails its rank says so, the other ranks hear of it, and the job goes
-//         on where it was.
-// Method  Daemon and clients as threads of one process; CUDA over a driver that does nothing before it
-//         must.
+// Goal    Ranks whose gradients and weights are on a device train to the reference's bits, whatever memory the device takes. If
+//         a device fails, its rank returns an error, the other ranks hear of the loss, and the job continues at its committed
+//         step when its ranks attach again.
+// Method  Daemon and clients are threads of one process. CUDA is a driver that runs work only when it must.
 
 #include <algorithm>
 #include <cstring>

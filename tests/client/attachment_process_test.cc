@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    When the daemon is killed every blocked call returns E_DAEMON_GONE; a forked child is
-//         refused, never hangs and harms nothing; a write into the weights is explained.
-// Method  A real forebayd, killed with SIGKILL while threads wait in each call that can; real
-//         forks.
+// Goal    If the daemon is killed, every blocked call returns E_DAEMON_GONE. A forked child is refused, does not hang and harms
+//         nothing. A write into the weights is explained.
+// Method  A real forebayd is killed with SIGKILL while threads wait in each call that can wait. Forks are real.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -106,7 +105,7 @@ TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
     EXPECT_THAT(status, HasError(ErrorId::kDaemonGone));
   });
   EXPECT_TRUE(testing::Eventually([&] { return begun == 3; }));
-  // Attach has a connection by now: without one its error would be another.
+  // Waits until Attach has a connection. Without a connection Attach would return another error.
   ASSERT_OK_AND_ASSIGN(const auto admin, AdminClient::Connect({.socket = socket_}));
   EXPECT_TRUE(testing::Eventually([&] {
     const auto status = admin->Status();
@@ -126,7 +125,7 @@ TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
   EXPECT_TRUE(std::equal(values.begin(), values.end(), rank0->weights().begin()));
 }
 
-// Every check of a forked child; the number of the first that fails, 0 if none does.
+// Runs every check of a forked child. Returns the number of the first check that fails, or 0 if none fails.
 int ChecksInChild(Attachment& session, std::span<const std::byte> expected_weights) {
   std::vector<std::byte> bytes(16);
   const auto hyper = testing::MakeHyperParams();
@@ -156,7 +155,7 @@ TEST_F(AttachmentProcess, AForkedChildIsRefusedAndHarmsNothing) {
   ASSERT_GE(child, 0);
   if (child == 0) {
     const int failed = ChecksInChild(*session, weights);
-    session.reset();  // must neither hang nor end the parent's session
+    session.reset();  // the child's end must not hang or end the parent's session
     ::_exit(failed);
   }
   int status = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Attach, its waits and its errors; what outlives a detach; what an administrator sees.
-// Method  Daemon and clients as threads of one process.
+// Goal    Tests Attach, its waits and its errors, what remains after a detach, and the view of an administrator.
+// Method  Daemon and clients are threads of one process.
 
 #include <dirent.h>
 #include <signal.h>
@@ -295,7 +295,7 @@ TEST_F(AttachmentTest, NothingIsLeftOfManySessions) {
     AttachOptions bad = Options(7);
     EXPECT_THAT(Attachment::Attach(bad), HasError(ErrorId::kRank));
   }
-  // The daemon, in this process too, closes its ends when it has seen the connections go.
+  // The daemon is in this process too. It closes its descriptors after it has seen the connections close.
   EXPECT_TRUE(testing::Eventually([&] { return OpenFds() <= before; })) << OpenFds() << before;
 }
 
@@ -352,7 +352,7 @@ TEST_F(AttachmentTest, AnotherProtocolVersionIsRefusedNamingBoth) {
 TEST_F(AttachmentTest, AnAnswerMayBeLargerThanAnyRequest) {
   constexpr uint32_t kRanks = 16;
   constexpr size_t kRequestBytesMax = 512 << 10;
-  constexpr size_t kEventBytes = 96;  // at least, with names
+  constexpr size_t kEventBytes = 96;  // smallest size of an event with its names
   std::vector<std::unique_ptr<Attachment>> ranks;
   ranks.push_back(AttachFirst(kRanks));
   ASSERT_NE(ranks[0], nullptr);

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    After the daemon's death every call of every client returns E_DAEMON_GONE with a hint, and
-//         a new connection E_NO_DAEMON; a daemon started on the same socket is attached to and
-//         trains.
-// Method  A real forebayd, killed with SIGKILL. Each call has a session of its own, in which it is
-//         the first after the death. The calls of the Python package have theirs in
-//         python/test_daemon_gone.py.
+// Goal    After the daemon's death every call of every client returns E_DAEMON_GONE with a hint, and a new connection returns
+//         E_NO_DAEMON. Clients can attach to a daemon that is started on the same socket, and train.
+// Method  A real forebayd is killed with SIGKILL. Each call has a separate session, in which the call is the first after the
+//         death. The calls of the Python package are tested in python/test_daemon_gone.py.
 
 #include <cstring>
 #include <functional>

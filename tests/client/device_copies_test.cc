@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Weights that are copied to a device, and gradients that are copied from it, are the right
-//         bytes however late the device does its work; each event and each wait on the way is needed.
-// Method  A scripted daemon serves slots of its own for leases and poisons what is given back; the
-//         device runs work only where somebody waits for it. The calls come in FSDP2's order, on its
-//         streams: copies for a gather, the gather, compute, the reduction. Once as it is, and once
-//         without each of the waits.
+// Goal    Weights that are copied to a device, and gradients that are copied from the device, have the right bytes however late
+//         the device does its work. Each event and each wait of the copies is needed.
+// Method  A scripted daemon serves leases from its own slots and poisons slots that are returned. The device runs work only
+//         when a thread waits for the work. The calls come in FSDP2's order, on FSDP2's streams: copies for a gather, the
+//         gather, compute, the reduction. The test runs once with all waits, and once without each of the waits.
 
 #include <algorithm>
 #include <array>
@@ -56,7 +55,7 @@ enum class Flush : uint8_t { kEachUnit, kAtTheEnd };
 // A rank that trains.
 class Training {
  public:
-  // `gradients` units fit into the grad arena at once.
+  // The grad arena has room for `gradients` units at once.
   Training(const std::shared_ptr<gpu::Device>& device, uint64_t gradients, Flush flush)
       : flush_(flush),
         daemon_(UnitsSpec(kUnits, kParamsOfUnit, kElemsOfParam), gradients, device),
@@ -75,12 +74,12 @@ class Training {
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
 
-  // Two steps, then masters are written. What went wrong; empty: nothing.
+  // Trains two steps, then writes masters. Returns the errors; empty if all went well.
   std::vector<std::string> Run() {
     for (uint64_t step = 1; step <= 2; ++step) {
       Forward();
       Backward(step);
-      // FSDP2 may prefetch what it does not use.
+      // FSDP2 may prefetch a unit that it does not use.
       const FakeCuda::Memory dropped = step == 1 ? Prefetch(0) : nullptr;
       const std::array<protocol::HyperParams, 1> hyper{};
       Note(session_->Step(step, hyper, 0, {}, kTimeout).status(), "Step");
@@ -122,14 +121,15 @@ class Training {
   void Note(const absl::Status& status, const std::string& what) {
     if (!status.ok()) wrong_.push_back(what + ": " + std::string(status.message()));
   }
-  // FSDP2's own events and waits are not left out.
+  // Makes one stream wait for another, as FSDP2 does itself. These events and waits are not counted, so no test leaves them
+  // out.
   void Follow(gpu::Stream& before, gpu::Stream& after) {
     FakeCuda::set_counts_waits(false);
     const auto event = before.Record().value();
     EXPECT_OK(after.WaitFor(*event));
     FakeCuda::set_counts_waits(true);
   }
-  // Until the caller's streams have been synchronised.
+  // Allocates memory that lives until EndOfPass() has synchronised the caller's streams.
   FakeCuda::Memory Kept(size_t size_bytes) {
     return kept_.emplace_back(FakeCuda::Allocate(size_bytes));
   }
@@ -198,7 +198,7 @@ class Training {
 
 struct CopiesCase {
   std::string name;
-  uint64_t pieces = 0;  // that the grad arena has room for
+  uint64_t pieces = 0;  // pieces that the grad arena has room for
   Flush flush = Flush::kEachUnit;
 };
 
@@ -226,7 +226,7 @@ TEST_P(DeviceCopies, AreOfTheRightBytesInAnyOrderThatStreamsAllow) {
   }
 }
 
-// Copies to slots in the arena. Slots in private memory are left out, because they need no event and no wait.
+// All cases except PrivateSlots. Copies to slots in private memory need no event and no wait.
 class CopiesToTheArena : public DeviceCopies {};
 
 TEST_P(CopiesToTheArena, NeedEachEventAndEachWait) {
@@ -265,7 +265,8 @@ float ElementAfterADrop(std::optional<size_t> left_out) {
 
 TEST(DroppedGradients, AreNoLongerOnTheirWayIntoSlotsThatAreFree) {
   EXPECT_EQ(ElementAfterADrop(std::nullopt), GradientOf(1, 1, 0));
-  constexpr size_t kAfterTheCopy = 2;  // after what it waits for, which are two
+  // Number of the wait behind the copy; waits 0 and 1 come before the copy.
+  constexpr size_t kAfterTheCopy = 2;
   EXPECT_NE(ElementAfterADrop(kAfterTheCopy), GradientOf(1, 1, 0)) << "its event was not needed";
 }
 

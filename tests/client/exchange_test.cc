@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Ranks of a job get each other's bytes through the daemon; where one of them is gone the others are
-//         answered instead of waiting, and the next exchange works.
-// Method  Daemon and clients as threads of one process.
+// Goal    Ranks of a job get each other's bytes through the daemon. If a rank ends, the other ranks get an error instead of
+//         waiting, and the next exchange works.
+// Method  Daemon and clients are threads of one process.
 
 #include <memory>
 #include <string>
@@ -64,7 +64,7 @@ class ExchangeTest : public ::testing::Test {
     return session.InitialDone(kTimeout);
   }
 
-  // Calls Exchange() on every rank except the last one, each on a thread of its own. Calls `last` in place of the last rank's
+  // Calls Exchange() on every rank except the last one, each in a separate thread. Calls `last` in place of the last rank's
   // call. Returns the results of the other ranks.
   template <typename Last>
   std::vector<All> WaitingFor(Last last) {
@@ -95,7 +95,7 @@ TEST_F(ExchangeTest, BringsTheBytesOfAll) {
 }
 
 TEST_F(ExchangeTest, ARankThatEndsIsAnErrorOfTheOthers) {
-  // In good order, and as if its process had died.
+  // In the first round the rank detaches. In the second round the rank only disconnects, like a process that dies.
   for (const bool in_good_order : {true, false}) {
     const auto all = WaitingFor([&] {
       if (in_good_order) {
@@ -116,7 +116,7 @@ TEST_F(ExchangeTest, ACallThatGivesUpCanBeRepeated) {
   for (int round = 0; round < 2; ++round) {
     All own = absl::UnknownError("not answered");
     const auto all = WaitingFor([&] { own = ranks_[2]->Exchange("of 2", kTimeout); });
-    // In the first round the daemon may hear of the others before it hears that the call has given up.
+    // In round 0 the daemon may receive the exchanges of ranks 1 and 2 before it learns that rank 0's call has timed out.
     ASSERT_OK(own);
     EXPECT_THAT((*own)[0], AnyOf("of 0", round == 0 ? "old" : "of 0"));
     for (const All& one : all) EXPECT_THAT(*one, ElementsAreArray(*own));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    No two ranges overlap, all stay inside, and whatever is open, one largest gradient can
-//         travel once the daemon has given everything back.
-// Method  Seeded random takes, deliveries and frees against a list of ranges; the promise is tried
-//         out on a copy after every operation.
+// Goal    No two ranges overlap, and all ranges are inside the arena. Whatever ranges are open, the largest gradient finds room
+//         once the daemon has freed all delivered ranges.
+// Method  Random takes, deliveries and frees, by a seed, are compared with a list of ranges. After every operation the largest
+//         gradient is allocated in a copy of the slots.
 
 #include <algorithm>
 #include <cstdint>

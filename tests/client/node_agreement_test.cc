@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every rank concludes the same from what all say: a step is committed where all nodes have prepared it alike,
-//         else every rank hears what another one met; at attach all nodes come to one step, or both are named.
-// Method  Messages of four ranks on two nodes, encoded and decoded.
+// Goal    Every rank concludes the same from the messages of all ranks. A step is committed if all nodes have prepared it
+//         alike; otherwise every rank hears the error that another rank met. At attach all nodes come to one step, or an error
+//         names both steps.
+// Method  Messages of four ranks on two nodes are encoded and decoded.
 
 #include "client/internal/node_agreement.h"
 
@@ -50,7 +51,7 @@ std::vector<std::byte> Encoded(const StepSummary& summary) {
   return bytes;
 }
 
-// Two ranks on each of two nodes.
+// Ranks of the test: two on each of two nodes.
 struct World {
   NodeMessage messages[4];
 

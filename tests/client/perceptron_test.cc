@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    A training loop in C++ computes the same on two ranks, in every stage of ZeRO and with every
 //         communicator, as one process does with the whole batch: every loss and every weight, bit by bit.
-// Method  A perceptron of two layers that predicts the next character of a text. Each rank has half of the
-//         batch; the one process takes both halves and the mean of their gradients, which is what two ranks
-//         reduce to in any order. The device is the host, or CUDA and NCCL over drivers that are late or work
-//         in random orders, as if each operation were delayed before and after; one rank is also on a GPU
-//         where there is one.
+// Method  A perceptron of two layers predicts the next character of a text. Each rank has half of the batch. The one process
+//         takes both halves and the mean of their gradients, which is also the mean that two ranks reduce to in any order. The
+//         device is the host, or CUDA and NCCL over drivers that are late or work in random orders, as if each operation were
+//         delayed before and after. One rank also runs on a GPU if the machine has one.
 
 #include <algorithm>
 #include <array>
@@ -41,7 +40,7 @@ using testing::OnRanks;
 
 constexpr uint32_t kChars = 64;
 constexpr uint32_t kHidden = 32;
-constexpr uint32_t kBatch = 32;  // of a rank
+constexpr uint32_t kBatch = 32;  // samples of a rank in a step
 constexpr uint64_t kSteps = 12;
 constexpr Timeout kTimeout = std::chrono::seconds(30);
 
@@ -142,7 +141,7 @@ std::vector<float> Mean(const std::vector<float>& a, const std::vector<float>& b
 }
 
 struct Trained {
-  std::vector<float> losses;  // of both halves, a step
+  std::vector<float> losses;  // of each half of the batch: 2 a step
   std::vector<float> weights;
 };
 
@@ -193,7 +192,7 @@ class Perceptron : public ::testing::Test {
     ASSERT_GT(text_.size(), 2 * kBatch * (kSteps + 1));
   }
 
-  // One process with the whole batch.
+  // Trains in one process with the whole batch.
   absl::StatusOr<Trained> TrainAlone(const std::string& job = "alone", Kind kind = Kind::kHost) {
     ASSIGN_OR_RETURN(
         const auto loop,
@@ -221,7 +220,7 @@ class Perceptron : public ::testing::Test {
     return absl::OkStatus();
   }
 
-  // Two ranks; what both have seen.
+  // Trains on two ranks. Returns the losses of both ranks.
   absl::StatusOr<Trained> TrainOnRanks(const std::string& job, Kind kind,
                                        const PipelineOptions& options) {
     std::array<Trained, 2> of_rank;
@@ -275,7 +274,7 @@ TEST_F(Perceptron, ComputesTheSameOnTwoRanksInEveryStage) {
   EXPECT_LT(alone.losses.back(), 0.9F * alone.losses.front()) << "it learns";
   int number = 0;
   for (const ZeroStage stage : {ZeroStage::kStates, ZeroStage::kGradients, ZeroStage::kWeights}) {
-    constexpr uint64_t kSeeds = 3;  // the last run is on the host
+    constexpr uint64_t kSeeds = 3;  // random orders of the device; one more run is on the host
     for (uint64_t seed = 0; seed <= kSeeds + 1; ++seed) {
       const Kind kind = seed > kSeeds ? Kind::kHost : Kind::kCuda;
       FakeCuda::Options options;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A gradient that comes a parameter at a time is delivered in ranges of whole units as soon
-//         as they are complete, with zeros where a parameter has none; what is flushed in part waits
-//         for the rest or for Step; a dropped attempt begins the next one.
-// Method  The daemon's end of the ring is scripted and copies what each delivery names.
+// Goal    A gradient that is delivered parameter by parameter is sent in ranges of whole units as soon as the units are
+//         complete, with zeros for a parameter without a gradient. A unit that is flushed in part waits for its rest or for
+//         Step. A dropped attempt begins the next attempt.
+// Method  The daemon's end of the ring is scripted and copies the values of each delivery.
 
 #include <algorithm>
 #include <array>
@@ -35,7 +35,7 @@ using testing::HasError;
 
 constexpr uint64_t kUnit = kGradUnitElems;
 
-// One group of three parameters over three units; the second one crosses two borders of units.
+// The layout has one group of three parameters over three units. The second parameter crosses two borders of units.
 class PiecesTest : public ::testing::Test {
  protected:
   static constexpr uint64_t kElems0 = 1000;
@@ -155,7 +155,7 @@ class PiecesTest : public ::testing::Test {
   std::shared_ptr<Mapping> grad_;
   ScriptedDaemon daemon_;
   std::unique_ptr<Attachment> session_;
-  // Only the daemon's thread uses these until Step has returned.
+  // The daemon's thread records commands in the members below. Only that thread uses them until Step has returned.
   std::vector<Delivery> delivered_;
   uint64_t presence_ = 0;
   uint64_t attempt_of_step_ = 0;
@@ -233,7 +233,7 @@ TEST_F(PiecesTest, AFurtherPassTakesEachParameterAgainBehindWhatIsThereOfTheOneB
   ASSERT_OK(Add(2, 7));
   ASSERT_OK(Step(1));
   EXPECT_EQ(presence_, 0b111U) << "of all passes";
-  std::vector<std::array<float, 3>> sums(3);  // of each pass: the first element of each parameter
+  std::vector<std::array<float, 3>> sums(3);  // [pass][parameter]: its first element
   for (const Delivery& delivery : delivered_) {
     ASSERT_LT(delivery.pass, 3U);
     for (uint32_t param = 0; param < 3; ++param) {
@@ -280,7 +280,7 @@ TEST_F(PiecesTest, AStepHasSoManyPasses) {
 
 TEST_F(PiecesTest, DropGradientsBeginsAnAttemptWhereSomethingWasDelivered) {
   ASSERT_OK(Add(0, 1));
-  ASSERT_OK(session_->DropGradients());  // nothing was: the piece was open
+  ASSERT_OK(session_->DropGradients());  // nothing was delivered: the piece was open
   ASSERT_OK(Add(0, 1));
   ASSERT_OK(session_->FlushGradients());
   ASSERT_OK(Add(1, 5));
@@ -317,7 +317,7 @@ class PiecesWithFrozenTest : public PiecesTest {
 TEST_F(PiecesWithFrozenTest, AFrozenParameterIsNotWaitedFor) {
   ASSERT_OK(Add(2, 3));
   ASSERT_OK(Add(0, 1));
-  daemon_.WaitForCommands(2);  // no step was called
+  daemon_.WaitForCommands(2);  // both commands come before Step is called
   ASSERT_OK(Step(1));
   ASSERT_EQ(delivered_.size(), 2U) << "the unit that it has alone does not travel";
   EXPECT_EQ(delivered_[0].begin, 0U);

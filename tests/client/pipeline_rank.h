@@ -23,7 +23,7 @@ namespace forebay::client {
 
 enum class Kind : uint8_t {
   kHost,
-  kCuda,  // over the drivers of the tests
+  kCuda,  // CUDA and NCCL over the tests' drivers
   kGpu,
 };
 
@@ -32,13 +32,13 @@ struct RankOptions {
   std::string job = "job";
   uint32_t rank = 0;
   uint32_t ranks = 1;
-  NodeRanks own = {};         // of several nodes; none: all are on one
-  AllGather all_gather = {};  // likewise
+  NodeRanks own = {};         // this node's ranks; empty if the job has one node
+  AllGather all_gather = {};  // between nodes; empty if the job has one node
   Kind kind = Kind::kHost;
-  protocol::LayoutSpec spec = {};  // of one owner
+  protocol::LayoutSpec spec = {};  // layout of a single owner, which Create() splits over the ranks
   PipelineOptions pipeline = {};
   uint64_t activation_bytes = 0;
-  std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives
+  std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // limit of each collective
 };
 
 // Members die in reverse order.

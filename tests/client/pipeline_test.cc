@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A loop that gathers, computes and reduces through the pipeline trains to the reference's bits in
-//         every stage of ZeRO, with every communicator and however late the device is; its memory is what the
-//         stage promises; a rank that is gone is an error.
-// Method  Ranks as threads, the daemon in the same process. Compute is copies on the caller's stream: of the
-//         weights it was given, and of known gradients. NCCL and CUDA are drivers that do nothing before they
-//         must, or work in random orders.
+// Goal    A loop that gathers, computes and reduces through the pipeline trains to the reference's bits in every stage of ZeRO,
+//         with every communicator and however late the device is. The loop takes the memory that its stage promises. The loss
+//         of a rank is an error of the other ranks.
+// Method  Ranks are threads, and the daemon is in the same process. Compute is copies on the caller's stream: of the gathered
+//         weights, and of known gradients. NCCL and CUDA are drivers that run work only when they must, or in random orders.
 
 #include "client/pipeline.h"
 
@@ -67,9 +66,9 @@ struct LoopOptions {
   uint64_t steps = 3;
   bool has_reference = true;
   PipelineOptions pipeline = {};
-  uint32_t nodes = 1;                                               // of as many ranks each
-  testing::ThreadExchange* all_gather = nullptr;                    // of several
-  std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives
+  uint32_t nodes = 1;                             // nodes that share the ranks equally
+  testing::ThreadExchange* all_gather = nullptr;  // between nodes; null if `nodes` is 1
+  std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // limit of each collective
   // The step in which rank 1 leaves before it reduces. 0: no rank leaves.
   uint64_t leaves_in_step = 0;
 };
@@ -169,7 +168,7 @@ class Loop {
   absl::Status StepOnTwoStreams(uint64_t t) {
     ASSIGN_OR_RETURN(second_, own_.device->MakeStream());
     RETURN_IF_ERROR(MakeGradients(t));
-    FakeCuda::set_looks_until_done(1 << 30);  // whoever looks lets nothing end
+    FakeCuda::set_looks_until_done(1 << 30);  // a query of an event lets no work end
     for (uint32_t group = 0; group + 1 < kGroups; ++group) {
       RETURN_IF_ERROR(Backward(group, *second_));
     }
@@ -211,7 +210,7 @@ class Loop {
     }
     return absl::OkStatus();
   }
-  // A gradient's bytes leave the device and come back.
+  // Saves a gradient's bytes to the activation store and loads them back onto the device.
   absl::Status OffloadActivations() {
     ASSIGN_OR_RETURN(const auto store, ActivationStore::Create(*own_.attachment, own_.device));
     const std::span<std::byte> bytes = gradients_[0].bytes();
@@ -223,7 +222,7 @@ class Loop {
   }
 
  private:
-  // Compute with a group's weights: it keeps what it saw.
+  // Stands for compute with a group's weights: copies the gathered weights to `used_`.
   absl::Status Use(uint32_t group) {
     ASSIGN_OR_RETURN(const auto weights, own_.pipeline->Gather(group, *own_.compute));
     ASSIGN_OR_RETURN(auto saw, own_.compute->Allocate(weights.size()));
@@ -231,7 +230,7 @@ class Loop {
     used_.emplace_back(group, std::move(saw));
     return own_.pipeline->Release(group, *own_.compute);
   }
-  // On the device, before the step.
+  // Makes each group's gradient on the device, before the step.
   absl::Status MakeGradients(uint64_t t) {
     gradients_.clear();
     for (uint32_t group = 0; group < kGroups; ++group) {
@@ -279,7 +278,7 @@ class PipelineTest : public ::testing::Test {
     daemon_.reset();
     ASSERT_OK_AND_ASSIGN(daemon_, testing::StartDaemonThread(dir_.path() + "/s"));
   }
-  // `act` with each rank's loop, on threads.
+  // Runs `act` with each rank's loop, each in a separate thread.
   std::vector<absl::Status> OnLoops(const LoopOptions& options,
                                     const std::function<absl::Status(Loop&)>& act) {
     StartDaemon();
@@ -340,7 +339,7 @@ INSTANTIATE_TEST_SUITE_P(
                                 {.stage = ZeroStage::kWeights, .resident_bytes = 2 * kGroupBytes}}),
     [](const auto& parameter) { return parameter.param.name; });
 
-// Each has a daemon of its own; ranks reach each other by the loop's own all_gather, and by collectives.
+// Each node has a separate daemon. Ranks reach each other by the loop's own all_gather, and by collectives.
 TEST_F(PipelineTest, TrainsToTheBitsOfOneNodeOverTwo) {
   constexpr uint32_t kRanks = 4;
   for (const Kind kind : {Kind::kHost, Kind::kCuda}) {
@@ -357,7 +356,7 @@ TEST_F(PipelineTest, TrainsToTheBitsOfOneNodeOverTwo) {
       testing::ThreadExchange all_gather(kRanks);
       const LoopOptions options{.kind = kind,
                                 .ranks = kRanks,
-                                // The sum of four gradients has another order than the reference's.
+                                // Four gradients are added in another order than the reference's.
                                 .has_reference = false,
                                 .nodes = nodes,
                                 .all_gather = &all_gather};
@@ -384,13 +383,13 @@ TEST_F(PipelineTest, TrainsToTheBitsOfOneNodeOverTwo) {
 }
 
 TEST_F(PipelineTest, TakesTheMemoryThatItsStagePromises) {
-  // P bytes of weights and as many of gradients on each device: 2 P in the first stage; P, and a whole
-  // gradient and two that are being reduced with their parts, in the second; in the third two groups (one in
-  // use, one being freed) instead of all.
+  // A device has P bytes of weights and as many of gradients. The first stage takes 2 P. The second takes P, a whole gradient,
+  // and two gradients that are being reduced with their parts. The third takes two groups of weights (one in use, one being
+  // freed) instead of P.
   constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
   constexpr uint64_t kModel = kGroups * kPadded;
   const auto max_of = [&](ZeroStage stage) {
-    std::atomic<uint64_t> most = 0;  // the same on both ranks
+    std::atomic<uint64_t> most = 0;  // both ranks store the same number
     const LoopOptions options{.kind = Kind::kHost, .pipeline = {.stage = stage}};
     for (const absl::Status& status : OnLoops(options, [&](Loop& loop) {
            const absl::Status done = loop.Run();
@@ -407,10 +406,10 @@ TEST_F(PipelineTest, TakesTheMemoryThatItsStagePromises) {
 }
 
 TEST_F(PipelineTest, TooLittleMemoryIsRefusedBeforeAnythingIsGathered) {
-  // Each rank's, of parts that end on 64 elements: a gradient that is filled and one that is reduced, with
-  // their parts; all weights, or the group in use and the one ahead.
+  // Bytes on each rank's device: a gradient that is filled and a gradient that is reduced, with their parts, and either all
+  // weights or the weights of the group in use and of the group ahead. A part ends on 64 elements.
   constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
-  // Two whole ones, and this rank's parts of all: the session's arena has room for them.
+  // Bytes of two whole gradients and of this rank's parts of all gradients. The session's arena has room for the parts.
   constexpr uint64_t kGradients = 2 * kPadded + kGroups * kPadded / 2;
   struct Case {
     PipelineOptions options;
@@ -446,13 +445,13 @@ TEST_F(PipelineTest, ATraceShowsWhatTheDevicesStreamsDid) {
     const uint64_t begun_ns = protocol::MonotonicNs();
     std::set<std::string> lanes;
     const auto act = [&](Loop& loop) -> absl::Status {
-      RETURN_IF_ERROR(loop.Run());  // gathers a group for a fourth step
+      RETURN_IF_ERROR(loop.Run());  // also gathers a group for a fourth step
       RETURN_IF_ERROR(loop.Backward(1));
       RETURN_IF_ERROR(loop.OffloadActivations());
       RETURN_IF_ERROR(loop.pipeline().Step(4, testing::MakeHyperParams(), 0, {}).status());
       if (loop.rank() != 0) return absl::OkStatus();
       ASSIGN_OR_RETURN(const auto admin, AdminClient::Connect({.socket = socket()}));
-      // The call ended at the decision; a rank's records are shown with the step that is published.
+      // Step() returned at the decision. A rank's records are visible once the step is published.
       for (uint64_t published = 0; published < 4;) {
         ASSIGN_OR_RETURN(const auto status, admin->Status());
         published = status->getJobs()[0].getPublishedStep();
@@ -480,7 +479,7 @@ TEST_F(PipelineTest, GathersAheadAlongTheStepBefore) {
   const LoopOptions options{.kind = Kind::kHost, .pipeline = {.prefetch_bytes = kPadded}};
   for (const absl::Status& status : OnLoops(options, [&](Loop& loop) -> absl::Status {
          RETURN_IF_ERROR(loop.Run());
-         // In the order of the last gathers, which began with group 0.
+         // Groups are gathered ahead in the order of the last gathers, which began with group 0.
          RETURN_IF_ERROR(loop.pipeline().Step(4, testing::MakeHyperParams(), 0, {}).status());
          RETURN_IF_ERROR(loop.pipeline().Gather(0, loop.compute()).status());
          EXPECT_EQ(loop.pipeline().device_bytes(), kPadded);
@@ -549,7 +548,7 @@ TEST_F(PipelineTest, AStepThatOneRankRepeatsLeavesTheOrderOfItsGroups) {
            EXPECT_THAT(step(too_much), HasError(ErrorId::kExtraState));
          }
          RETURN_IF_ERROR(step({}));
-         return loop.Forward();  // gathered ahead alike, and the same bytes
+         return loop.Forward();  // gathers ahead as before, with the same bytes
        })) {
     EXPECT_OK(status);
   }
@@ -573,7 +572,7 @@ TEST_F(PipelineTest, GathersThatDifferFromTheStepBeforeTakeNoMoreMemory) {
 }
 
 TEST_F(PipelineTest, GradientsLiveUntilTheyAreReducedWhicheverStreamMadeThem) {
-  constexpr uint64_t kStreams = 6;  // of a device: any of them may be late
+  constexpr uint64_t kStreams = 6;  // streams of a device; each of them may be late
   for (uint64_t late = 0; late < uint64_t{1} << kStreams; ++late) {
     StartDrivers({.late_streams = late});
     const LoopOptions options{.kind = Kind::kCuda, .ranks = 1, .steps = 1};
@@ -587,7 +586,7 @@ TEST_F(PipelineTest, GradientsLiveUntilTheyAreReducedWhicheverStreamMadeThem) {
 }
 
 TEST_F(PipelineTest, WeightsLiveUntilEveryStreamThatUsedThemIsDone) {
-  constexpr uint64_t kCompute = 1;  // a bit: the first stream of the device
+  constexpr uint64_t kCompute = 1;  // bit of the device's first stream
   constexpr uint64_t kSecond = 1 << 5;
   for (const uint64_t late : {kCompute, kSecond, kCompute | kSecond}) {
     StartDrivers({.late_streams = late});
@@ -635,7 +634,7 @@ TEST_F(PipelineTest, PartsThatDoNotBelongTogetherAreRefusedOnEveryRank) {
          ErrorId::kOption);
   expect(create({}, [](PipelineRank& own, uint32_t, PipelineOptions&) { own.device = nullptr; }),
          ErrorId::kOption);
-  // The ranks of the collectives the other way round.
+  // The collectives number the ranks in reverse order.
   expect(
       create({},
              [](PipelineRank& own, uint32_t rank, PipelineOptions&) {

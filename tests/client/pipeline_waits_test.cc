@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Each event and each wait of the pipeline is needed, however late the device does its work.
-// Method  One rank alone, so that nothing waits for anybody else; a daemon that poisons whatever is given
-//         back; CUDA over a driver that does nothing before it must. Once as it is, and once without
-//         each of the waits.
+// Goal    Each event and each wait of the pipeline is needed, and the results are right however late the device does its work.
+// Method  One rank trains alone, so that no wait is for another rank. The daemon poisons slots that are returned. CUDA is a
+//         driver that runs work only when it must. The test runs once with all waits, and once without each of the waits.
 
 #include <algorithm>
 #include <array>
@@ -30,11 +29,11 @@ using testing::FakeCuda;
 using ::testing::IsEmpty;
 
 constexpr uint32_t kGroups = 3;
-constexpr uint64_t kElems = 1024;  // of a group, which is one parameter
+constexpr uint64_t kElems = 1024;  // elements of a group, which is one parameter
 constexpr uint64_t kGroupBytes = kElems * sizeof(float);
 
-// Collectives of one rank: copies on the stream. NCCL's own look at what is under way, which lets it end
-// early.
+// Communicator of one rank, whose collectives are copies on the stream. NCCL's communicator would query pending work, and so
+// let the work end early.
 class Alone final : public gpu::Communicator {
  public:
   std::string_view name() const override { return "alone"; }
@@ -87,7 +86,7 @@ class Loop {
   std::vector<std::string> Run() {
     for (uint64_t step = 1; step <= 2; ++step) {
       for (uint32_t group = 0; group < kGroups; ++group) Use(group);
-      // Gradients behind all uses: what frees one waits for no later gather.
+      // All uses of weights come before the gradients, so the frees of gradients wait for no later gather.
       for (uint32_t group = kGroups; group-- > 0;) Use(group);
       for (uint32_t group = kGroups; group-- > 0;) Backward(group, step);
       for (uint32_t group = 0; group < kGroups; ++group) Use(group);  // evaluation
@@ -146,8 +145,8 @@ class Loop {
   PoisoningDaemon daemon_;
   std::unique_ptr<gpu::Stream> compute_;
   std::unique_ptr<Pipeline> pipeline_;
-  std::vector<std::pair<uint32_t, FakeCuda::Memory>> used_;  // by group
-  std::vector<FakeCuda::Memory> kept_;                       // until compute has ended
+  std::vector<std::pair<uint32_t, FakeCuda::Memory>> used_;  // copies of gathered weights, by group
+  std::vector<FakeCuda::Memory> kept_;  // memory that lives until compute has ended
   std::vector<std::string> wrong_;
   std::vector<size_t> waits_for_collectives_;
 };
@@ -185,7 +184,7 @@ std::vector<FakeCuda::Options> PipelineWaits::Devices() {
   // The session queries its copies in each call and every 100 us. With this limit they end only when the session waits for
   // them.
   constexpr int kLooks = 40;
-  constexpr uint64_t kStreams = 4;  // the session's, compute, and the pipeline's two
+  constexpr uint64_t kStreams = 4;  // streams of the session, of compute, and two of the pipeline
   std::vector<FakeCuda::Options> devices{{.looks_until_done = kLooks}};
   for (uint64_t streams = 0; streams < uint64_t{1} << kStreams; ++streams) {
     devices.push_back({.looks_until_done = kLooks, .late_streams = streams});

@@ -32,7 +32,7 @@ inline float GradientOf(uint64_t step, uint32_t param, uint64_t elem) {
   return -static_cast<float>(step * 1000003 + param * 100003 + elem);
 }
 
-// Units of equal size, each of parameters of equal size, of one owner.
+// Returns the layout of units of equal size, each of parameters of equal size, with one owner.
 inline protocol::LayoutSpec UnitsSpec(uint32_t units, uint32_t params_of_unit,
                                       uint64_t elems_of_param) {
   protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
@@ -59,7 +59,7 @@ class PoisoningDaemon {
  public:
   static constexpr std::chrono::milliseconds kTimeout = kTestDeadline;
 
-  // `gradients` partitions fit into the grad arena at once.
+  // The grad arena has room for `gradients` partitions at once.
   PoisoningDaemon(protocol::LayoutSpec spec, uint64_t gradients,
                   std::shared_ptr<gpu::Device> device)
       : layout_(std::make_shared<const protocol::Layout>(
@@ -154,7 +154,7 @@ class PoisoningDaemon {
   std::span<std::byte> SlotBytes(uint32_t slot) const {
     return weights_->bytes().subspan(slot * slot_bytes(), slot_bytes());
   }
-  // The parameter and its element at an element of a partition.
+  // Returns the parameter at an element of a partition, and the element of the parameter.
   std::pair<uint32_t, uint64_t> PlaceOf(uint32_t partition, uint64_t elem) const {
     for (const protocol::BoxPlace& place : layout_->boxes_of(partition)) {
       if (elem < place.partition_elem + place.box.elems()) {
@@ -235,15 +235,15 @@ class PoisoningDaemon {
   }
 
   std::shared_ptr<const protocol::Layout> layout_;
-  const uint64_t elems_;  // of a partition
-  const uint32_t slots_;  // leases at once
+  const uint64_t elems_;  // elements of a partition
+  const uint32_t slots_;  // most leases at once
   std::shared_ptr<Mapping> weights_;
   std::shared_ptr<Mapping> grad_;
   std::shared_ptr<SessionGauge> gauge_;
   ScriptedDaemon daemon_;
   std::shared_ptr<Attachment> session_;
-  // Only the daemon's thread uses these until Step has returned.
-  std::map<uint32_t, uint32_t> leases_;  // slots, to their partitions
+  // Only the daemon's thread uses the members below until Step has returned.
+  std::map<uint32_t, uint32_t> leases_;  // leased slot to its partition
   uint32_t last_slot_ = 0;
   uint64_t step_ = 0;
   uint64_t attempt_ = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The daemon's end of a ring on a thread of its own, answering as a test says; and a session in
-// front of it.
+// ScriptedDaemon serves the daemon's end of a ring in a separate thread and answers as a test says. SessionTest is a fixture
+// with a session that is connected to a ScriptedDaemon.
 #pragma once
 
 #include <poll.h>
@@ -253,7 +253,7 @@ class SessionTest : public ::testing::Test {
   std::shared_ptr<Mapping> weights_;
   std::shared_ptr<Mapping> grad_;
   std::shared_ptr<SessionGauge> gauge_;
-  ScriptedDaemon daemon_;  // its thread may still answer from the layout when a test has ended
+  ScriptedDaemon daemon_;  // destroyed before layout_, which its thread may still read
   std::unique_ptr<Attachment> session_;
 };
 

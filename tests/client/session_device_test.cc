@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A session makes its arenas known to the device in the way that the device takes them, copies
-//         rightly in each, and ends with the error's name when the device fails.
-// Method  Both ends of a real ring in one process, a script plays the daemon; CUDA over a driver that is
-//         stricter than the hardware.
+// Goal    A session registers its arenas with the device in the way that the device accepts, copies the right bytes in each
+//         way, and ends with the error's name if the device fails.
+// Method  Both ends of a real ring are in one process, and a script plays the daemon. CUDA is a driver that is stricter than
+//         the hardware.
 
 #include <algorithm>
 #include <array>
@@ -72,7 +72,7 @@ class SessionDeviceTest : public SessionTest {
   absl::StatusOr<StepResult> Step() {
     return session_->Step(1, std::array<protocol::HyperParams, 1>{}, 0, {}, kTimeout);
   }
-  // After a failure on the device.
+  // Expects that every call returns the error of the device's failure.
   void ExpectOver() {
     for (const absl::Status& status :
          {session_->Fetch(kGroup, kTimeout).status(), session_->FlushGradients(),
@@ -82,7 +82,7 @@ class SessionDeviceTest : public SessionTest {
       EXPECT_THAT(std::string(status.message()), HasSubstr("CUDA_ERROR_ILLEGAL_ADDRESS"));
     }
   }
-  // "r--s" and the like, of the page that the weights begin on.
+  // Returns the access rights ("r--s" and the like) of the page that the weights begin on.
   std::string RightsOfWeights() {
     std::ifstream maps("/proc/self/maps");
     const auto want = reinterpret_cast<uintptr_t>(weights_->bytes().data());
@@ -157,7 +157,7 @@ TEST_F(SessionDeviceTest, ACopyOfWeightsThatFailsEndsTheSession) {
   EXPECT_THAT(Step(), HasError(ErrorId::kDevice));
   ExpectOver();
   EXPECT_THAT(session_->Detach(), HasError(ErrorId::kDevice));
-  FakeCuda::Start();  // what a broken device does not take back
+  FakeCuda::Start();  // a new driver forgets memory of the broken device
 }
 
 TEST_F(SessionDeviceTest, AGradientThatWasNotCopiedIsNotDelivered) {
@@ -201,7 +201,7 @@ TEST_P(SessionDeviceFault, ACallOfTheDriverThatFailsIsAnErrorAndNothingIsApplied
   session_.reset();
   device_.reset();
   EXPECT_THAT(FakeCuda::mistakes(), IsEmpty());
-  FakeCuda::Start();  // what could not be given back
+  FakeCuda::Start();  // a new driver forgets memory that was not freed
 }
 
 INSTANTIATE_TEST_SUITE_P(Calls, SessionDeviceFault, ::testing::Range<size_t>(0, kCalls));

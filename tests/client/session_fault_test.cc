@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Whatever the daemon does, no call hangs: death, silence, interrupts, a full ring,
-//         impossible answers.
-// Method  Both ends of a real ring in one process; a script plays the daemon, well or badly.
+// Goal    No call hangs, whatever the daemon does: death, silence, interrupts, a full ring, impossible answers.
+// Method  Both ends of a real ring are in one process. A script plays the daemon, well or badly.
 
 #include <atomic>
 #include <thread>
@@ -60,7 +59,7 @@ TEST_F(SessionFault, WhatWasAnsweredBeforeDeathStillCounts) {
     daemon_.Die();
     return MaybeCompletion(Obeyed(command));
   });
-  // Seen before or after the death, the answer is there by the time the ring is looked at again.
+  // Fetch may see the answer first and succeed, or see the death first and return E_DAEMON_GONE.
   const absl::StatusOr<Lease> lease = session_->Fetch(0, kTimeout);
   if (!lease.ok()) {
     EXPECT_THAT(lease, HasError(ErrorId::kDaemonGone));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    A session whose daemon announces its restart asks the next daemon on the socket for the same job and memory. The
 //         session ends if that daemon does not have them, or if no daemon starts in time.
-// Method  A real forebayd, whose word the test writes into the ring before it kills the daemon: the next one
-//         knows nothing of the job, so the session must not go on.
+// Method  A real forebayd. The test writes the announcement of a restart into the ring and kills the daemon. The next daemon
+//         does not know the job, so the session must end.
 
 #include <atomic>
 #include <cstdint>

@@ -40,7 +40,7 @@ absl::Status NoDaemon() { return protocol::MakeError(ErrorId::kNoDaemon, "connec
 
 class SessionRestart : public SessionTest {
  protected:
-  ~SessionRestart() override { session_.reset(); }  // before the rings of the later daemons
+  ~SessionRestart() override { session_.reset(); }  // ends before the later daemons' rings
 
   void StartRank(ScriptedDaemon::Script script,
                  const std::function<void(SessionParts&)>& change = {}) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Each call of a session writes the command the protocol says and reads its answer
-//         rightly; what fails later is an error of a later call; a call that gives up leaks nothing.
-// Method  Both ends of a real ring in one process; a script plays the daemon.
+// Goal    Each call of a session writes the command that the protocol defines, and reads its answer correctly. A failure after
+//         a call has returned is an error of a later call. A call that gives up leaks nothing.
+// Method  Both ends of a real ring are in one process. A script plays the daemon.
 
 #include <algorithm>
 #include <array>
@@ -91,7 +91,7 @@ TEST_F(SessionTest, AFetchThatTimedOutGivesItsLeaseBackWhenItArrives) {
     return hold && Is(command, Op::kFetch) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
   });
   EXPECT_THAT(session_->Fetch(1, Timeout(1)), HasError(ErrorId::kTimeout));
-  const Command late = daemon_.WaitForCommands(1)[0];  // held, not answered by the script
+  const Command late = daemon_.WaitForCommands(1)[0];  // the script does not answer this command
   hold = false;
   daemon_.Answer(Obeyed(late));
   ASSERT_OK(session_->Fetch(2, kTimeout).status());
@@ -191,8 +191,7 @@ TEST_F(SessionTest, ASlotWaitsForRoomThatDeliveredGradientsHold) {
   ASSERT_OK(session_->GradSlot(3, GradFill::kZero, kTimeout).status());
   EXPECT_EQ(session_->grad_owner(3), grad_);
   ASSERT_OK(session_->GradReady(3));
-  // The ring now holds 64 + 64 + 128 + 64 of 384 elements: a slot of 128 has no room until one
-  // comes back.
+  // The ring now holds 64 + 64 + 128 + 64 of 384 elements. A slot of 128 elements has no room until another slot is freed.
   EXPECT_THAT(session_->GradSlot(2, GradFill::kZero, Timeout(1)), HasError(ErrorId::kTimeout));
   const std::vector<Command> seen = daemon_.WaitForCommands(4);
   std::thread later([&] {
@@ -238,7 +237,7 @@ TEST_F(SessionTest, AGradientErrorStopsStepsUntilGradientsAreDropped) {
   ASSERT_OK(session_->GradSlot(0, GradFill::kZero, kTimeout).status());
   ASSERT_OK(session_->GradReady(0));
   daemon_.WaitForCommands(1);
-  ASSERT_OK(session_->Fetch(0, kTimeout).status());  // takes the completion in
+  ASSERT_OK(session_->Fetch(0, kTimeout).status());  // reads the completion of the delivery
   EXPECT_THAT(session_->GradSlot(1, GradFill::kZero, kTimeout), HasError(ErrorId::kGradRepeat));
   EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradRepeat));
   EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradRepeat));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A step like the steps before it takes no memory of the process's: not the pipeline, not the
-//         session, not the device.
-// Method  This program's operator new counts, on every thread, but for calls from the drivers of the tests.
-//         Ranks as threads train, with a daemon that is a process. Room grows with the most that was ever under
-//         way at once, which takes the more steps the busier the machine is; so ranks train until 20 steps in
-//         a row took no memory. Where one in 20 takes some, whatever was under way, they never do.
+// Goal    A step like the steps before it allocates no memory of the process: not in the pipeline, not in the session, not in
+//         the device.
+// Method  This program's operator new counts allocations on every thread, except those of the tests' drivers. Ranks are
+//         threads, and their daemon is a process. Buffers grow with the most work that was ever under way at once. A busy
+//         machine takes more steps to reach that most, so ranks train until 20 steps in a row allocated nothing. If one step in
+//         20 always allocates, the ranks never get there.
 
 #include <dlfcn.h>
 #include <execinfo.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A write into the weights ends the process as it would have, but says first which parameter
-//         it was, in whose group, and what to do; a fault elsewhere is none of our business.
-// Method  A layout with padding over a read-only mapping; writes in child processes.
+// Goal    A write into the weights ends the process as without the client, but first names the parameter, its group, and what
+//         to do. A fault at another address is not handled.
+// Method  A layout with padding over a read-only mapping. Child processes write.
 
 #include <fcntl.h>
 #include <signal.h>

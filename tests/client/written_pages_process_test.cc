@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Pages that this process writes become its own at the same addresses, however many threads meet the first fault; others'
-//         pages and the shared file stay as they are; a return to the file's pages loses what was written.
+// Goal    Pages that this process writes become private at the same addresses, however many threads meet the first fault. The
+//         pages of other processes and the shared file do not change. A return to the file's pages loses the written values.
 // Method  A window over a file that is opened for reading, larger than a chunk, and writes by plain stores.
 
 #include <fcntl.h>
@@ -32,7 +32,8 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 constexpr uint64_t kChunk = WrittenPages::kChunkBytesMin;
-constexpr uint64_t kBytes = 3 * kChunk + 4096 + 100;  // the last chunk has a page and a part of one
+// The last chunk has one page and a part of another.
+constexpr uint64_t kBytes = 3 * kChunk + 4096 + 100;
 
 bool AllAre(std::span<const std::byte> bytes, std::byte value) {
   return std::ranges::all_of(bytes, [value](std::byte one) { return one == value; });
@@ -73,7 +74,7 @@ TEST_F(WrittenPagesProcess, AWriteIsThisProcessesAlone) {
   EXPECT_EQ(Read(kChunk + 5), std::byte{9});
   EXPECT_EQ(Read(kChunk + 4), std::byte{1});
   EXPECT_TRUE(AllAre(theirs_->bytes(), std::byte{1}));
-  theirs_->bytes()[0] = std::byte{7};  // of another chunk
+  theirs_->bytes()[0] = std::byte{7};  // in chunk 0, which was not written here
   EXPECT_EQ(Read(0), std::byte{7});
 }
 
@@ -136,7 +137,7 @@ TEST_F(WrittenPagesProcess, AForkedChildWritesIntoItsOwn) {
 }
 
 TEST_F(WrittenPagesProcess, ALargeWindowIsCutIntoFewChunks) {
-  // 16 GiB, of which little is touched.
+  // The window has 16 GiB. The test touches few of its pages.
   constexpr uint64_t kLarge = (WrittenPages::kChunksMax << 21) + kChunk;
   const UniqueFd file(::memfd_create("large", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(::ftruncate(file.get(), kLarge), 0);

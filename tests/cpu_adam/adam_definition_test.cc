@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The definition is AdamW: close to double precision in every step, right at the first and
-//         the millionth step, and `exact` holds the masters of `fp32`.
+// Goal    The scalar AdamW is close to double precision in every step and right at the first and the millionth step. Format
+//         `exact` holds the masters of `fp32`.
 // Method  Recompute each line of update_kernel.h in double from the same float32 inputs and compare
 //         with a bound that is derived below; compare the two formats bit by bit over 30 steps.
 
@@ -117,7 +117,7 @@ TEST(AdamDefinition, BiasCorrectionIsRightFromTheFirstToTheMillionthStep) {
   }
   EXPECT_EQ(MakeStepScalars(Optimizer::kAdamW, hyper, 1000000, 1.0f).step_size, 0.001f);
   EXPECT_EQ(MakeStepScalars(Optimizer::kAdamW, hyper, 1, 1.0f).one_minus_beta2,
-            0.001f);  // not 1.0f - 0.999f
+            0.001f);  // unlike 1.0f - 0.999f
   const StepScalars no_momentum = MakeStepScalars(
       Optimizer::kAdamW, {.lr = 1e-3, .beta1 = 0, .beta2 = 0, .eps = 1e-8}, 3, 1.0f);
   EXPECT_EQ(no_momentum.step_size, 0.001f);

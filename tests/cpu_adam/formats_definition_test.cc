@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Each state format holds what it says: the same masters as float32, weights rounded as
-//         stated, moments within their format's error of float32's and right on average.
+// Goal    Each state format is as specified: masters are those of float32, weights are rounded as stated, moments are within
+//         the format's error of float32 and unbiased on average.
 // Method  Run one step in a format and in float32 from the same state, decoded here with formulas of
 //         the test's own; compare element by element, bit by bit where the format is exact and
 //         within one code where it is not. Repeat with other random numbers and average.
@@ -33,7 +33,7 @@ using ::forebay::testing::RoundToBf16;
 using ::forebay::testing::StateArrays;
 
 constexpr uint32_t kSeed = 31;
-constexpr size_t kElems = 1000;  // the last group is not whole
+constexpr size_t kElems = 1000;  // the last group is incomplete
 
 float Widen(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
@@ -60,19 +60,20 @@ StepScalars ScalarsOf(Optimizer optimizer, uint64_t seed) {
   return scalars;
 }
 
-// Clean data: gradients whose squares are floats, moments of one size.
+// Data without overflow: the gradients' squares are finite floats, the moments have similar sizes.
 AdamData CleanData(Optimizer optimizer = Optimizer::kAdamW) {
   AdamData data(kElems, kSeed);
   for (float& g : data.grad) g = std::clamp(g, -1.0f, 1.0f);
   for (size_t i = 0; i < kElems; ++i) {
     data.m[i] = 1e-3f * std::sin(static_cast<float>(i));
-    if (optimizer == Optimizer::kAdagrad) data.m[i] = std::abs(data.m[i]);  // its sum of squares
+    // Moment 0 is a sum of squares.
+    if (optimizer == Optimizer::kAdagrad) data.m[i] = std::abs(data.m[i]);
     data.v[i] = 1e-6f * (1 + std::cos(static_cast<float>(i)));
   }
   return data;
 }
 
-// The state in float32 that an array of another format stands for.
+// The float32 values that a state of another format encodes.
 struct Decoded {
   std::vector<float> w;
   std::vector<float> moments[kMomentsMax];
@@ -100,7 +101,7 @@ Decoded Decode(StateArrays& state, Optimizer optimizer, StateFormat format) {
   return decoded;
 }
 
-// One step of `format` on `state`, and the same step in float32 from what it stood for.
+// Runs one step of `format` on `state`. Returns the same step in float32, from the values that `state` encoded before.
 Decoded StepBoth(const AdamData& data, Optimizer optimizer, StateFormat format, uint64_t seed,
                  StateArrays& state) {
   state.Assign(data);
@@ -125,8 +126,7 @@ void ExpectSameMasters(const Decoded& wide, StateArrays& state) {
 
 class Decoding : public ::testing::TestWithParam<Optimizer> {};
 
-// Any range of a moment: from every place of a scale's group on, across groups, to the end of the
-// last one, which is short.
+// Decodes every range of a moment: it may begin inside a scale's group, span groups, and end in the last, shorter group.
 TEST_P(Decoding, GivesEveryElementOfAnyRange) {
   for (const StateFormat format : {StateFormat::kBf16, StateFormat::kInt8}) {
     SCOPED_TRACE(NameOf(format));
@@ -175,7 +175,7 @@ TEST_P(Decoding, OfFloat32StatesIsACopy) {
   }
 }
 
-// Random bits, ties of both roundings, zeros and denormals; all finite, and as weights too.
+// Masters with random bits, ties of both roundings, zeros and denormals. All are finite, also when rounded to 16-bit weights.
 std::vector<float> ManyMasters() {
   std::vector<float> masters = CleanData(Optimizer::kAdamW).w;
   const uint32_t special[] = {0,          0x80000000, 1,          0x80000001,
@@ -224,7 +224,7 @@ TEST(EncodeMasters, OfAFrozenParameterSetsWeightsAlone) {
 
 class Encoding : public ::testing::TestWithParam<Optimizer> {};
 
-// A state that is decoded and encoded again keeps its bits in every format but int8. An int8 value stays within half a code.
+// A state that is decoded and encoded again has equal bits in every format but int8. An int8 value stays within half a code.
 TEST_P(Encoding, IsTheInverseOfDecoding) {
   for (const StateFormat format :
        {StateFormat::kFp32, StateFormat::kExact, StateFormat::kBf16, StateFormat::kInt8,
@@ -262,7 +262,7 @@ TEST_P(Encoding, IsTheInverseOfDecoding) {
   }
 }
 
-// Float32 values that the format rounds: to nearest, and within a whole group of int8 alone.
+// Encodes float32 values that the format rounds. All round to nearest; int8 does so only if a whole group is encoded.
 TEST_P(Encoding, RoundsToNearest) {
   const AdamData data = CleanData(GetParam());
   for (const StateFormat format : {StateFormat::kBf16, StateFormat::kInt8}) {
@@ -271,7 +271,7 @@ TEST_P(Encoding, RoundsToNearest) {
       StateArrays state(kElems, 0);
       state.Assign(CleanData(GetParam()));
       const std::vector<float>& values = m == 0 ? data.m : data.v;
-      // From the third group on, to the end of the last one, which is short.
+      // Encodes from the third group to the end of the last, shorter group.
       constexpr size_t kFirst = 256;
       std::vector<float> before(kFirst);
       DecodeMoment(GetParam(), format, m, {.first = 0, .n = kFirst}, state.Planes(format),
@@ -291,7 +291,7 @@ TEST_P(Encoding, RoundsToNearest) {
           const float scale = state.scales[m].data()[i / 128];
           const float wanted = root ? std::sqrt(values[i]) : values[i];
           const float got = root ? std::sqrt(after[i]) : after[i];
-          // The lowest code of a root stands for 0 too.
+          // The lowest code of a root also encodes 0.
           ASSERT_NEAR(got, wanted, (root && wanted < 0.5F * scale ? 1.001F : 0.501F) * scale) << i;
         }
       }
@@ -321,8 +321,8 @@ TEST_P(NarrowFormat, Bf16RoundsTheMomentsOfFloat32ToANeighbour) {
   }
 }
 
-// A code is the floor of the quotient and a rounding_bits in [0, 1): it is off by less than one. The quotient
-// and its sum round at 2^-15 of a code at most: 384 has its last bit there.
+// A code is floor(quotient + rounding_bits), with rounding_bits in [0, 1): its error is below one code. The quotient and the
+// sum round at most at 2^-15 of a code, the last bit of a float32 near 384.
 TEST_P(NarrowFormat, Int8IsWithinOneCodeOfTheMomentsOfFloat32) {
   StateArrays state(kElems, 0);
   const Decoded wide = StepBoth(CleanData(GetParam()), GetParam(), StateFormat::kInt8, 1, state);
@@ -350,9 +350,8 @@ TEST_P(NarrowFormat, Int8IsWithinOneCodeOfTheMomentsOfFloat32) {
   }
 }
 
-// The mean of 400 independent rounding errors below one code has a standard deviation below 0.5 / 20 codes. Only one time in
-// 20,000 does any of 1000 elements pass 5.5 deviations. Code 0, which stands for 1, is left out: its error is upwards by
-// design.
+// The mean of 400 independent rounding errors below one code has a standard deviation below 0.5 / 20 codes. Only one run in
+// 20,000 has one of 1000 elements beyond 5.5 deviations. Code 0, which encodes 1, is excluded: its error is upwards by design.
 TEST_P(NarrowFormat, RoundingIsRightOnAverage) {
   const AdamData data = CleanData(GetParam());
   for (const StateFormat format : {StateFormat::kBf16, StateFormat::kInt8}) {
@@ -418,7 +417,7 @@ TEST(Int8, MomentsThatAreZeroStayZero) {
   }
 }
 
-// The square of such a gradient is infinite; its neighbours' moments must not become NaN.
+// A gradient of 1e25 has an infinite square. The moments of its neighbours must not become NaN.
 TEST(Int8, AGradientWhoseSquareOverflowsLeavesItsNeighboursValid) {
   AdamData data = CleanData();
   data.grad[3] = 1e25f;
@@ -456,7 +455,7 @@ TEST(StochasticRounding, DependOnSeedParameterStepAndElement) {
   EXPECT_NE(keyed(0, 1, 0, 0), keyed(1, 0, 0, 0));
 }
 
-// ------------------------------------------------------------------ 16-bit weights beside a master
+// ------------------------------------------------------------------ 16-bit weights with a master
 
 TEST(SixteenBitWeights, MastersOfAllWideFormatsAreTheSameBitsOverTenSteps) {
   constexpr StateFormat kWide[] = {StateFormat::kFp32, StateFormat::kExact, StateFormat::kFp32Bf16,
@@ -492,7 +491,7 @@ double WidenHalf(uint16_t bits) {
   return (bits & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
-// Moves no weight.
+// Scalars of a step that changes no weight.
 StepScalars StillScalars() {
   return MakeStepScalars(Optimizer::kSgd,
                          {.lr = 0, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0}, 1,

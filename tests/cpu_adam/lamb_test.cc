@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    LAMB is what its paper says, in every format, whatever the split of a parameter and the
-//         instruction set.
+// Goal    LAMB matches its paper in every format, for every split of a parameter and every instruction set.
 // Method  Recompute a step of a whole parameter in double from its new moments and
 //         compare within a bound; run it in pieces and on every target, and compare bit by bit.
 
@@ -44,7 +43,7 @@ AdamData CleanData() {
 
 enum class Saves { kNo, kYes };
 
-// A step in pieces that end at multiples of `piece` elements.
+// Runs a step in pieces that end at multiples of `piece` elements.
 float RunStep(StateFormat format, size_t piece, StateArrays& state, Saves saves = Saves::kNo) {
   const AdamData data = CleanData();
   state.Assign(data);
@@ -55,7 +54,7 @@ float RunStep(StateFormat format, size_t piece, StateArrays& state, Saves saves 
     const size_t n = std::min(piece, kElems - begin);
     LambSums of_piece = SumLamb(format, scalars, n, {data.grad.data() + begin, DType::kFloat32},
                                 Advance(planes, format, begin));
-    of_piece.Merge(sums);  // in the other order
+    of_piece.Merge(sums);  // reverses the order of the sum
     sums = of_piece;
   }
   const float trust = TrustRatio(sums);

@@ -30,7 +30,7 @@ inline size_t MomentCount(protocol::Optimizer optimizer) {
   return protocol::Info(optimizer).moments.size();
 }
 
-// Hyperparameters for all optimizers. An optimizer reads only those that it has.
+// Hyperparameters for all optimizers. Each optimizer reads only its own.
 inline constexpr protocol::HyperParams kHyper = {
     .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2};
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Each optimizer is what its source says: close to double precision in every step, with the
-//         scalars of its first, second and millionth step.
+// Goal    Each optimizer matches its source: every step is close to double precision, and the scalars of the first, second and
+//         millionth step are right.
 // Method  Recompute every result in double from the float32 inputs of the step and compare within 4
 //         ulp of the largest term that it was summed from; check scalars and single steps by hand.
 
@@ -24,7 +24,7 @@ using protocol::HyperParams;
 
 constexpr uint32_t kSeed = 77;
 
-// A value in double, and the largest term of its sum.
+// A sum in double, and its largest term.
 struct Sum {
   double value = 0;
   double largest_term = 0;
@@ -49,7 +49,7 @@ Expected Adam(Optimizer optimizer, const StepScalars& k, double g, double w, con
   Expected e;
   e.moments[0] = Add(double{k.beta1} * old[0], double{k.one_minus_beta1} * g);
   e.moments[1] = Add(double{k.beta2} * old[1], double{k.one_minus_beta2} * g * g);
-  if (optimizer == Optimizer::kLamb) {  // its weights move in the second pass
+  if (optimizer == Optimizer::kLamb) {  // LAMB moves its weights in the second pass
     e.w = {w, w};
     return e;
   }
@@ -100,7 +100,7 @@ TEST_P(OptimizerDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
                              .lr_decay = 0.01,
                              .initial_accumulator_value = 0.1};
   AdamData data(1000, kSeed);
-  for (float& v : data.v) v += 1e-12f;  // no root of a denormal
+  for (float& v : data.v) v += 1e-12f;  // avoids the root of a denormal
   std::vector<float> largest = data.v;
   for (uint64_t t = 1; t <= 10; ++t) {
     const StepScalars k = MakeStepScalars(optimizer, hyper, t, 0.5f);
@@ -132,11 +132,10 @@ TEST_P(OptimizerDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
   }
 }
 
-// Gradients of 0.5 to 1, weights of 0.5 to 1.5 and decays that are not negative: no sum of moments
-// cancels. With u = 2^-24 a moment of step t is then off by at most 6t·u of itself (a product, a fused
-// sum and what enters it round three times, the scaled and decayed gradient three times more); an
-// update by that of its moments, a root, a quotient, a product and a sum, (12t + 16)·u of itself; and
-// a weight by the sum of its updates' errors and three roundings of its own in every step.
+// Gradients of 0.5 to 1, weights of 0.5 to 1.5 and decays that are not negative: no sum of moments cancels. Let u = 2^-24.
+// Relative error of a moment in step t: at most 6t·u (a product, a fused sum and their inputs round three times, the scaled and
+// decayed gradient three times more). Relative error of an update: (12t + 16)·u, from its moments, a root, a quotient, a
+// product and a sum. Error of a weight: the sum of its updates' errors, and three roundings in every step.
 TEST_P(OptimizerDefinition, StaysWithinTheDerivedBoundOverTenSteps) {
   const Optimizer optimizer = GetParam();
   constexpr double kUnit = 0x1p-24;
@@ -195,7 +194,7 @@ TEST(MakeStepScalars, DecayGoesToTheWeightOrToTheGradient) {
         1.0f);
     const bool to_weight = optimizer == Optimizer::kAdamW ||
                            optimizer == Optimizer::kAdamWAmsgrad || optimizer == Optimizer::kLion;
-    if (optimizer == Optimizer::kLamb) {  // to the direction
+    if (optimizer == Optimizer::kLamb) {  // LAMB adds the decay to the direction
       EXPECT_EQ(k.decay, 0.25f);
       EXPECT_EQ(k.l2, 0.0f);
       continue;

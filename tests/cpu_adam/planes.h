@@ -17,7 +17,7 @@
 
 namespace forebay::testing {
 
-// n elements that start `offset` elements behind a 64-byte boundary, with guards on both sides.
+// Array of n elements that start `offset` elements after a 64-byte boundary, with guards on both sides.
 template <class T>
 class GuardedArray {
  public:
@@ -45,7 +45,7 @@ class GuardedArray {
   }
 
  private:
-  static constexpr size_t kGuard = 64;  // elements: whole 64-byte lines for every T
+  static constexpr size_t kGuard = 64;  // guard elements: whole 64-byte lines for every T
   static constexpr T kCanary = T{77};
 
   size_t n_;
@@ -56,7 +56,7 @@ class GuardedArray {
 
 inline bool SameBits(float a, float b) {
   return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b) ||
-         (std::isnan(a) && std::isnan(b));  // sign and payload of a NaN are free
+         (std::isnan(a) && std::isnan(b));  // a NaN may have any sign and payload
 }
 
 // Fails at the first element that differs.
@@ -75,23 +75,23 @@ inline uint16_t TopHalf(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
-// Rounds to nearest, ties away from zero, as for the weights of `exact` and of float32 masters beside bfloat16.
+// Rounds to nearest, ties away from zero: the weights of format `exact`, and bfloat16 weights with float32 masters.
 inline uint16_t RoundToBf16(float master) {
   return static_cast<uint16_t>((std::bit_cast<uint32_t>(master) + 0x8000) >> 16);
 }
 
-// The 16 bits of a master that format `exact` stores beside the bfloat16 weight.
+// The 16 bits of a master that format `exact` stores in addition to the bfloat16 weight.
 inline int16_t RemainderOf(float master) {
   return static_cast<int16_t>(std::bit_cast<uint32_t>(master) -
                               (uint32_t{RoundToBf16(master)} << 16));
 }
 
-// Masters, moments and gradients of plausible sizes, with denormal moments, zeros, and gradients from
-// 1e-30 to 1e25 (whose square overflows) strewn in.
+// Masters, moments and gradients of plausible sizes. Some moments are denormal, some values zero, and some gradients range from
+// 1e-30 to 1e25, whose square overflows.
 struct AdamData {
   std::vector<float> w, m, v, grad;
-  std::vector<uint16_t> bf16;  // the gradient's upper halves
-  std::vector<uint16_t> fp16;  // other gradients: any finite bits
+  std::vector<uint16_t> bf16;  // upper halves of `grad`
+  std::vector<uint16_t> fp16;  // any finite bits, unrelated to `grad`
 
   AdamData(size_t n, uint32_t seed) {
     std::mt19937 random(seed);
@@ -121,14 +121,14 @@ struct AdamData {
 inline constexpr protocol::DType kGradTypes[] = {
     cpu_adam::DType::kFloat32, cpu_adam::DType::kBFloat16, cpu_adam::DType::kFloat16};
 
-// Sizes around every vector width, primes, odd tails; and a length that spans several chunks.
+// Sizes around every vector width, primes, odd tails, and a length of several chunks.
 inline const std::vector<size_t>& KernelSizes() {
   static const std::vector<size_t> sizes = {0,  1,  2,  3,  7,  8,  9,   15,  16,  17,  31,   32,
                                             33, 47, 63, 64, 65, 97, 127, 128, 129, 251, 1009, 4099};
   return sizes;
 }
 
-// Goes back to the best target when a test ends, however it ends.
+// Restores the best target at the end of the scope.
 class TargetGuard {
  public:
   TargetGuard() = default;

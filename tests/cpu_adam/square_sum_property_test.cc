@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The sum of squares is right, and no split, order or target changes a bit of it.
-// Method  Compare with long double sums; split seeded data at random multiples of the chunk and
-//         merge the parts in random order; feed the accumulator the largest and the smallest chunk
-//         sums there are.
+// Goal    The sum of squares is right. No split, order or target changes a bit of it.
+// Method  Compare with long double sums; split seeded data at random multiples of the chunk and merge the parts in random
+//         order; feed the accumulator the largest and the smallest possible chunk sums.
 
 #include <algorithm>
 #include <limits>
@@ -32,7 +31,7 @@ TEST(SquareSum, OfSmallIntegersIsExact) {
   EXPECT_EQ(sum.ToDouble(), 100.0 * 328350.0);  // sum of i² below 100 is 328350
 }
 
-// The sum on every target beside one in long double.
+// Compares the sum of every target with a sum in long double.
 void ExpectNear(const std::vector<float>& grad, double relative) {
   TargetGuard target;
   for (const std::string& name : SupportedTargets()) {
@@ -46,9 +45,9 @@ void ExpectNear(const std::vector<float>& grad, double relative) {
   }
 }
 
-// In double a lane adds 128 squares, the tree 5 more times: at most 133 roundings of 2^-53 each,
-// all terms positive; joining is exact and ToDouble() cuts once more (2^-52). 2^-45 is above the
-// sum of both. Every chunk has a gradient of 1e25.
+// A double lane adds 128 squares, the tree adds 5 times more: at most 133 roundings of 2^-53 each, all terms positive. Merging
+// is exact, and ToDouble() rounds once more (2^-52). The bound 2^-45 exceeds the sum of both. Every chunk has a gradient of
+// 1e25.
 TEST(SquareSum, OfHugeGradientsAgreesWithAMorePreciseSum) {
   std::vector<float> grad = AdamData(100003, kSeed).grad;
   for (size_t i = 0; i < grad.size(); i += kSumChunkElems) grad[i] = 1e25f;
@@ -61,14 +60,14 @@ TEST(SquareSum, OfTinyGradientsAgreesWithAMorePreciseSum) {
   ExpectNear(grad, 0x1p-45);
 }
 
-// The bound of stream_kernel.h.
+// Checks the error bound that stream_kernel.h states.
 TEST(SquareSum, OfPlausibleGradientsAgreesWithAMorePreciseSum) {
   std::vector<float> grad = AdamData(100003, kSeed).grad;
   for (float& g : grad) g = std::clamp(g, -10.0f, 10.0f);
   ExpectNear(grad, 1.001 * 0x1p-20);
 }
 
-// Beside the range where float32 stands, and inside it, up to where a lane overflows.
+// Magnitudes below, inside and above the range whose chunk sums come from float32 lanes. Above the range a lane overflows.
 TEST(SquareSum, KeepsItsBoundAtEveryMagnitude) {
   const AdamData data(kSumChunkElems + 77, kSeed);
   for (int exponent = -140; exponent <= 120; exponent += 4) {
@@ -117,8 +116,8 @@ TEST(SquareSum, AddsExactlyAcrossTheWholeRange) {
   for (int i = 0; i < 1000; ++i) up.AddChunk(smallest);
   up.AddChunk(largest);
   down.AddChunk(largest);
-  EXPECT_EQ(up.ToDouble(), down.ToDouble());  // too far stride_elems for a double
-  EXPECT_FALSE(up == down);                   // but nothing is lost
+  EXPECT_EQ(up.ToDouble(), down.ToDouble());  // double is too narrow for the difference
+  EXPECT_FALSE(up == down);                   // the accumulator holds the difference
   for (int i = 0; i < 1000; ++i) down.AddChunk(smallest);
   EXPECT_TRUE(up == down);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every plane that a optimizer and a format can have, guarded, with data for them.
+// Guarded arrays for every plane that an optimizer and a format can have, with data.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,7 @@ class StateArrays {
     }
   }
 
-  // Arrays that a format or optimizer does not have are equal when they began so.
+  // Compares all arrays. Arrays that the format or optimizer does not use still hold their initial values.
   void ExpectEquals(StateArrays& other) {
     EXPECT_TRUE(SameBits(weights.Copy(), other.weights.Copy()));
     EXPECT_EQ(weights16.Copy(), other.weights16.Copy());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The streaming passes give the bits of their scalar definition on every instruction set.
+// Goal    The streaming kernels give the bits of their scalar definition on every instruction set.
 // Method  Run each on every target and on "scalar" at every size and some misalignments, on seeded
 //         data, and on all 2^16 bfloat16 values; compare bit by bit.
 
@@ -48,12 +48,12 @@ TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
         ChunkSquareSums(n, data.Grad(type), chunk_sums.data());
         return chunk_sums;
       });
-      EXPECT_EQ(sums, expected) << "n " << n;  // no NaN in the data: == is bit equality
+      EXPECT_EQ(sums, expected) << "n " << n;  // the data have no NaN: == is bit equality
     }
   }
 }
 
-// The data above hold squares that float32 does not: these stay in its range.
+// Gradients whose squares are finite in float32, unlike those of the test above.
 TEST_P(StreamKernels, ChunkSumsOfPlausibleGradientsAreThoseOfTheDefinition) {
   for (const size_t n : {1u, 33u, 511u, 512u, 513u, 1009u, 4096u, 4097u, 12289u, 16384u, 40001u}) {
     AdamData data(n, kSeed);
@@ -72,7 +72,7 @@ TEST_P(StreamKernels, ChunkSumsOfPlausibleGradientsAreThoseOfTheDefinition) {
   }
 }
 
-// Copies n elements of Raw to `offset` behind a 64-byte line.
+// Copies n elements of Raw to an array that starts `offset` elements after a 64-byte boundary, and sums the squares.
 template <class Raw>
 std::pair<std::vector<Raw>, std::vector<double>> CopyAndSum(size_t n, Gradient from,
                                                             size_t offset) {
@@ -247,7 +247,7 @@ TEST_P(StreamKernels, EveryBinary16IsWidenedToItsValueAndInfinityIsFound) {
   std::vector<float> wide(all.size());
   AddGradient(all.size(), {all.data(), DType::kFloat16}, AddMode::kSet, wide.data());
   for (size_t i = 0; i < all.size(); ++i) {
-    float alone = 0;  // by the code for the last elements
+    float alone = 0;  // widened by the code for the last elements
     AddGradient(1, {&all[i], DType::kFloat16}, AddMode::kSet, &alone);
     const bool finite = (all[i] & 0x7C00) != 0x7C00;
     EXPECT_EQ(AllFinite(1, {&all[i], DType::kFloat16}), finite) << i;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The best instruction set is used, each one can be forced, and the tests really cover
-//         them.
-// Method  Compare the list with what the processor says of itself; force every entry and a wrong
-//         name.
+// Goal    The best instruction set is used, each one can be forced, and the tests really cover all of them.
+// Method  Compare the list with the processor's own feature flags; force every entry and a wrong name.
 
 #include "cpu_adam/targets.h"
 

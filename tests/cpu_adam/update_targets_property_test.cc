@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every instruction set gives the bits of the scalar definition for every optimizer and format,
-//         at every size, tail and misalignment, and writes nothing else; what it is about to change it saves.
-// Method  Run two steps on each target that this processor has and on "scalar", on the same seeded
-//         data with denormals and overflows; compare all planes and the count of bad masters bit by
-//         bit. The targets save what they change; in the end the last two pieces are in the slots, as they were.
+// Goal    Every instruction set gives the bits of the scalar definition for every optimizer and format, at every size, tail and
+//         misalignment, and writes nothing else. An update saves the elements that it is about to change.
+// Method  Run two steps on each target that this processor has and on "scalar", on the same seeded data with denormals and
+//         overflows; compare all planes and the count of bad masters bit by bit. At the end the slots hold the last two pieces
+//         as they were before the update.
 
 #include <algorithm>
 #include <atomic>
@@ -106,7 +106,7 @@ std::unique_ptr<Result> RunSteps(const AdamData& data, const Case& run, uint64_t
   return result;
 }
 
-// Two slots, and what an update says to them.
+// The two slots in which an update saves elements, and the options of the update.
 struct Slots {
   explicit Slots(const Case& run)
       : slot_bytes(SavedSlotBytes(run.optimizer, run.format)), memory(2 * slot_bytes / 64) {}
@@ -117,7 +117,7 @@ struct Slots {
   }
   std::byte* bytes() { return reinterpret_cast<std::byte*>(memory.data()); }
 
-  // The piece that begins with element i has what was there before.
+  // Checks that the saved piece that begins with element i has the bytes of `before`.
   void ExpectPiece(const Case& run, size_t i, const StatePlanes& before) {
     const size_t count = std::min(kSavedElems, run.n - i);
     const std::byte* at = bytes() + i / kSavedElems % 2 * slot_bytes;
@@ -234,7 +234,7 @@ TEST_P(UpdateTargets, SplittingTheRangeChangesNoBit) {
   }
 }
 
-// The largest master that is not counted, and the next one, which rounds to an infinite weights.
+// The largest master that does not count as bad. The next float rounds to an infinite weight.
 float LargestOf(StateFormat format) {
   if (format == StateFormat::kFp32) return std::numeric_limits<float>::max();
   return std::bit_cast<float>(format == StateFormat::kFp32Fp16 ? 0x477FEFFFu : 0x7F7F7FFFu);

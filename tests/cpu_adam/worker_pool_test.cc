@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Tasks run in order, none is lost, a full queue refuses at once, and the destructor leaves
-//         neither a task nor a thread behind.
+// Goal    Tasks run in order, no task is lost, a full queue refuses at once, and the destructor leaves neither tasks nor
+//         threads.
 // Method  Hold the workers at a latch to fill the queue; count tasks and the process's threads.
 //         Every wait has a deadline.
 
@@ -39,7 +39,8 @@ std::set<std::string> ThreadsOfThisProcess() {
   return threads;
 }
 
-// The kernel lists a joined thread until it has gone; waits for that. One of `before` may go as well.
+// Waits until no thread runs but those of `before`: the kernel lists a joined thread for a while. Threads of `before` may end
+// too.
 bool NoThreadIsLeftBut(const std::set<std::string>& before) {
   const auto deadline = std::chrono::steady_clock::now() + kDeadline;
   while (!std::ranges::includes(before, ThreadsOfThisProcess())) {
@@ -52,7 +53,7 @@ bool NoThreadIsLeftBut(const std::set<std::string>& before) {
 class WorkerPoolTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::thread([] {}).join();  // a sanitizer starts its own thread with the first of ours
+    std::thread([] {}).join();  // a sanitizer starts its thread with our first one
     threads_before_ = ThreadsOfThisProcess();
   }
   void TearDown() override { EXPECT_TRUE(NoThreadIsLeftBut(threads_before_)); }
@@ -113,7 +114,7 @@ TEST_F(WorkerPoolTest, AThreadRunsTasksOfItsGroupThenThoseForAnyThenOthers) {
   std::shared_future<void> open = gate.get_future().share();
   std::shared_future<void> end = done.get_future().share();
   std::atomic<int> holding = 0;
-  std::vector<int> order;  // of one thread; the other is held to the end
+  std::vector<int> order;  // tasks of one thread; the other is blocked
   const auto hold = [&](const std::shared_future<void>& until) {
     return [&, until] {
       if (++holding == 2) both_hold.set_value();
@@ -200,7 +201,7 @@ TEST_F(WorkerPoolTest, ManyThreadsMayPostAndTasksMayPostTasks) {
         for (int i = 0; i < 400; ++i) {
           WorkerPool::Task task = [&pool, &ran] {
             ++ran;
-            if (!pool->TryPost([&ran] { ++ran; })) ++ran;  // full: count in its place
+            if (!pool->TryPost([&ran] { ++ran; })) ++ran;  // full queue: count here instead
           };
           // NOLINTNEXTLINE(bugprone-use-after-move): untouched where it was refused
           while (!pool->TryPost(std::move(task))) std::this_thread::yield();
@@ -234,12 +235,12 @@ TEST_F(WorkerPoolTest, ThreadsStayInTheirSetAndAreLessUrgent) {
 
 TEST_F(WorkerPoolTest, ThreadsAreNeverMoreUrgentThanTheirMaker) {
   std::promise<int> seen;
-  std::thread maker([&] {  // whose nice value is its own
+  std::thread maker([&] {  // a thread, to change only its nice value
     ASSERT_EQ(setpriority(PRIO_PROCESS, 0, 17), 0);
     const auto pool = Make({.threads = 1, .nice = 5});
     ASSERT_TRUE(pool->TryPost([&seen] { seen.set_value(getpriority(PRIO_PROCESS, 0)); }));
   });
-  maker.join();  // the pool ends with its tasks
+  maker.join();  // the pool's destructor has run all tasks
   auto future = seen.get_future();
   ASSERT_EQ(future.wait_for(kDeadline), std::future_status::ready);
   EXPECT_EQ(future.get(), 17);

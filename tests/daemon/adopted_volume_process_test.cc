@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A daemon that is started on swap paths of another place, or on a copy of another daemon's, is refused until a
-//         person says that it may take the jobs over. From then on two volumes are two.
-// Method  Real daemons on folders that are renamed and copied, and on machines that an interposed library names; a
-//         durable job is trained on each, whose every weight and state is known.
+// Goal    A daemon that is started on swap paths of another place, or on a copy of another daemon's paths, is refused until an
+//         operator says that it may adopt the jobs. After that, the original and the copy are two separate volumes.
+// Method  Real daemons on folders that are renamed and copied, and with machine ids that an interposed library sets. Each
+//         daemon trains a durable job, whose every weight and state is known.
 
 #include <algorithm>
 #include <array>
@@ -63,7 +63,7 @@ struct Node {
   }
 };
 
-// One rank, trained with a learning rate of its own in each step, and what it must hold.
+// Trains one rank, with a learning rate that each step chooses, and compares the job with a scalar reference trainer.
 class Trained {
  public:
   Trained() : layout_(*protocol::Layout::Create(testing::MakeLayoutSpec(kShape))) {
@@ -75,7 +75,7 @@ class Trained {
   }
   Trained& operator=(const Trained&) = delete;
 
-  // Attaches, compares everything with the reference, trains `steps` more with this rate, compares.
+  // Attaches, compares the job with the reference, trains `steps` more steps with learning rate `rate`, and compares again.
   absl::Status Train(const std::string& socket, double rate, int steps) {
     ASSIGN_OR_RETURN(const auto session,
                      client::Attachment::Attach({.socket = socket,
@@ -121,7 +121,7 @@ class Trained {
   }
 
   protocol::Layout layout_;
-  std::vector<double> rates_ = {};  // by step
+  std::vector<double> rates_ = {};  // Learning rates, by step.
   std::unique_ptr<testing::ReferenceTrainer> reference_;
 };
 
@@ -228,7 +228,8 @@ TEST_F(AdoptedVolume, ThatIsACopyAndItsOriginalAreTrainedSideBySide) {
   ASSERT_OK(of_copy.Train(copy.socket(), 3e-2, 1));
   first->Kill();
   second->Kill();
-  // Who makes one volume of files of both gets no bytes of the wrong one.
+  // A volume made of one file of the original and one of the copy is refused. Adopted by force, it gives an error and no wrong
+  // bytes.
   std::filesystem::remove_all(copy.path("a"));
   std::filesystem::rename(original.path("a"), copy.path("a"));
   ExpectRefused(copy, "swap path 0 (" + copy.path("a"));

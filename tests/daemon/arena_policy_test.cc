@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Arenas are populated by as many threads as update, and go to the nodes of their CPUs.
+// Goal    Arenas are populated by as many threads as there are update workers, and are placed on the nodes of the workers'
+//         CPUs.
 // Method  Options for a machine of two nodes that hwloc makes from a text.
 
 #include "daemon/exec/arena_policy.h"

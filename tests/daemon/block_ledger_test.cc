@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The table of blocks gives each write a free slot, spreads them over the paths, keeps what is
-//         published untouched until Publish(), and uses failing slots and paths last.
+// Goal    The block ledger gives each write a free slot, spreads writes over the swap paths, reuses no published slot before
+//         Publish(), and uses failing slots and failing paths last.
 // Method  Values computed by hand; invariants are checked after each call.
 
 #include "daemon/core/blocks/block_ledger.h"
@@ -89,7 +89,7 @@ TEST(BlockLedger, AWriteThatFailsIsTriedAgainInTheSlotThatIsLeft) {
   BlockLedger ledger(1, Slots({2}), paths);
   const nvme::Slot published = Write(ledger, 0, 1);
   ledger.Publish();
-  // The other slot holds what is published, so the same one is tried again, after a pause.
+  // The other slot holds the published version, so a retry uses the failed slot again, after a pause.
   const std::optional<BlockLedger::Target> first = ledger.BeginWrite(0);
   ASSERT_TRUE(first.has_value());
   EXPECT_NE(first->slot, published);
@@ -114,7 +114,7 @@ TEST(BlockLedger, AFailingPathIsUsedLastUntilAWriteToItSucceeds) {
     EXPECT_EQ(target->slot.path, 1u);
     EXPECT_FALSE(target->pause);
   }
-  // The other path is full: back to the failing one, with a pause, in a slot that has not failed.
+  // The other path is full. The retry returns to the failing path after a pause, and uses a slot that has not failed.
   std::optional<BlockLedger::Target> target = ledger.BeginWrite(2);
   EXPECT_EQ(target->slot.path, 0u);
   EXPECT_NE(target->slot.offset_bytes, 0u);
@@ -141,7 +141,7 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
     saved.push_back(ledger.BeginSave(entry)->slot);
     ledger.EndSave(entry, /*checksum=*/entry, /*step=*/1);
   }
-  // A free one is not.
+  // A free slot is not doubted.
   const nvme::Slot free{.path = 0, .offset_bytes = 8 * kSlotBytes, .size_bytes = kSlotBytes};
   std::set<uint32_t> doubted_paths;
   ledger.Doubt({written, saved[1], free}, doubted_paths);
@@ -153,7 +153,7 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
   EXPECT_TRUE(ledger.is_doubted(written));
   EXPECT_FALSE(ledger.is_doubted(free));
   EXPECT_EQ(ledger.FindDoubted(), kOnSwap);
-  // The copy is made again, elsewhere; the block on swap moves, as it is.
+  // The ledger saves the weights' copy again in another slot. The block on swap is rewritten unchanged in another slot.
   EXPECT_EQ(ledger.DropDoubtedCopies(), (std::vector<uint32_t>{kWeights}));
   EXPECT_EQ(ledger.next_durable(kInDram)->slot, saved[0]);
   EXPECT_NE(ledger.BeginSave(kWeights)->slot, saved[1]);
@@ -170,7 +170,7 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
   ledger.FinishDurable(BlockLedger::Last::kBecomesBefore);
   ledger.CheckInvariants();
   EXPECT_EQ(FreeSlots(ledger), 5u);
-  // The next version is beside it, and then beside two.
+  // The new version of the swapped block takes a second slot. After BeginDurable() the ledger retains both slots.
   Write(ledger, kOnSwap, 2);
   ledger.Publish();
   EXPECT_EQ(ledger.slots_held(kOnSwap), 2u);
@@ -188,7 +188,7 @@ TEST(BlockLedger, WithoutDurableStepsNothingIsInDoubt) {
   EXPECT_FALSE(ledger.has_doubted());
 }
 
-// `seconds`: of each transfer of a slot, by path.
+// Measures every path: `seconds[path]` is the duration of each transfer of one slot.
 void Measure(PathTable& paths, const std::vector<double>& seconds) {
   for (uint32_t path = 0; path < seconds.size(); ++path) {
     for (const Direction direction : {Direction::kRead, Direction::kWrite}) {
@@ -232,7 +232,7 @@ TEST(BlockLedger, APathThatLacksSlotsGetsThemFromWhereMostAreFree) {
     }
     ++of_path[Write(ledger, block, 1).path];
   }
-  // By its share it would have had 12; two are to come.
+  // By its share of 3/4, path 0 would hold 12 of the 16 blocks. It holds 10: its own 8 slots and the 2 exchanged ones.
   EXPECT_EQ(of_path, (std::vector<uint32_t>{10, 6}));
   EXPECT_EQ(exchanged, (std::vector<uint32_t>{13, 14}));
   EXPECT_EQ(ledger.slots().size(), 32U);

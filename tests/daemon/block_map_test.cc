@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every trainable element lies in exactly one run of one block, where the layout's boxes put
-//         it and where Locate finds it; padding and frozen parameters lie in none; sizes add up. Of partitions whose
-//         weights are on swap, frozen elements lie in blocks of their own.
+// Goal    Every trainable element lies in exactly one run of one block, at the place that the layout's boxes and Locate() give.
+//         Padding and frozen parameters lie in no block, and the sizes of the blocks add up. If a partition's weights are on
+//         swap, its frozen elements lie in separate blocks.
 // Method  Layouts of odd sizes are walked element by element: shared ones, and matrices that several
 //         owners hold as strided boxes, with replicas. The place of an element is computed here from
 //         the boxes, one element at a time.
@@ -62,9 +62,9 @@ std::shared_ptr<const Layout> Make(const Case& test,
   return std::make_shared<const Layout>(*std::move(layout));
 }
 
-// A matrix of 24 x 90 of which owner 1 holds the columns [0, 31) of every row, owner 0 and owner 5
-// the other columns of the upper and the lower rows; owner 5 holds a replica of a part; a vector of
-// owner 0 alone; a frozen vector in between.
+// Layout with a matrix of 24 x 90, a vector and a frozen vector. Owner 1 has columns [0, 31) of every row. Owners 0 and 5 have
+// the other columns of the upper and the lower rows. Owner 5 also has a replica of a part. Owner 0 alone has the vector. The
+// frozen vector lies in between.
 Case Sharded() {
   constexpr uint64_t kColumns = 90;
   return {
@@ -177,7 +177,7 @@ TEST_P(BlockMapLayouts, LocateAnyPartOfAParameter) {
   }
 }
 
-// Every other partition, then all.
+// First every second partition has its weights on swap, then every partition.
 TEST_P(BlockMapLayouts, HoldFrozenWeightsOnSwapInBlocksOfTheirOwn) {
   for (const auto format : {protocol::Format::kFp32, protocol::Format::kInt8}) {
     const auto layout = Make(GetParam(), format);

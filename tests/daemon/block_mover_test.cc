@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A block that leaves DRAM comes back with the same bytes, and its place in the arena has memory
-//         in between for neither less nor more than it must. Whatever goes wrong, no bytes are lost:
-//         after a failed write the block is in DRAM, after a failed read or a wrong checksum its
-//         memory is free again and the slot is as it was. What is saved stays in DRAM, and is restored
-//         where it is asked for.
-// Method  Real workers and real swap files below an engine that makes a transfer fail; the test is the
-//         loop.
+// Goal    A block that is evicted from DRAM and loaded again has the same bytes. In between, its place in the arena has neither
+//         less nor more memory than it must. No error loses bytes: after a failed write the block is in DRAM; after a failed
+//         read or a wrong checksum its memory is free again and its slot is unchanged. A saved block stays in DRAM, and is
+//         restored on request.
+// Method  Real workers and real swap files run below an engine that makes a transfer fail. The test acts as the daemon's loop.
 
 #include "daemon/exec/block_mover.h"
 
@@ -76,7 +74,7 @@ class BlockMoverTest : public ::testing::Test {
   void EndTransfers(std::vector<SwapDone>& done) {
     for (const SwapDone& one : done) EXPECT_TRUE(mover_->OnTransferred(one, one.start_ns + 1));
   }
-  // The loop, until the move has ended.
+  // Runs the loop until the move has ended, for at most 60 s.
   TaskDone RunUntilDone() {
     done_.reset();
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    One rank's gradient in its own type gives the bits of a float32 sum; parts of any split
-//         give those of the whole; what is not finite is found wherever it stands; the checksum of a
-//         block that was digested while it was updated is that of its bytes.
-// Method  The functions of the workers on seeded gradients: the 16-bit path beside the float32 one,
-//         and beside the kernels that each of its passes once was; the update for swap beside the
-//         update in parts, then the checksum of what lies there.
+// Goal    One rank's gradient in a 16-bit type gives the bits of a float32 sum. Parts of any split give the bits of the whole.
+//         A non-finite value is found at any position. The checksum of a block that is digested during its update is the
+//         checksum of its bytes.
+// Method  The workers' functions run on seeded gradients. The 16-bit path is compared with the float32 path and with one kernel
+//         for each pass; the update for swap is compared with the update in parts, followed by the checksum of the result.
 
 #include "daemon/exec/block_tasks.h"
 
@@ -279,7 +278,7 @@ struct SwappedBlock {
   UpdateMemory memory;
 };
 
-// Pages in any order in the step arena, whose borders lie within segments, tiles and scales.
+// The step arena holds pages of sums in any order. The borders of pages lie within segments, tiles and scales.
 TEST(UpdateForSwap, SumsInPagesGiveTheBitsOfSumsInOnePiece) {
   using protocol::Format;
   constexpr uint64_t kElems = 9 * kTileElems + 5 * 128;
@@ -290,7 +289,7 @@ TEST(UpdateForSwap, SumsInPagesGiveTheBitsOfSumsInOnePiece) {
       SwappedBlock whole(protocol::Optimizer::kAdamW, format, kElems);
       SwappedBlock paged(protocol::Optimizer::kAdamW, format, kElems);
       const uint64_t page_bytes = page_elems * 2;
-      const uint64_t skipped = page_elems - 77;  // of the first page
+      const uint64_t skipped = page_elems - 77;  // Elements of the first page before the block.
       const uint64_t pages = (skipped + kElems + page_elems - 1) / page_elems;
       std::vector<std::byte> arena(pages * page_bytes, std::byte{0xFF});
       paged.action.sum_page_bytes = page_bytes;
@@ -324,7 +323,7 @@ TEST(UpdateForSwap, SumsInPagesGiveTheBitsOfSumsInOnePiece) {
 TEST(UpdateForSwap, HasTheBitsOfPartsAndTheChecksumOfTheBytes) {
   using protocol::Format;
   for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
-    // Whole ranges; a last one that ends in a page; less than a page.
+    // Sizes of whole ranges, of ranges whose last one ends within a page, and of less than a page.
     for (const uint64_t elems : {2 * kTileElems, 9 * kTileElems + 5 * 128, uint64_t{128}}) {
       SCOPED_TRACE(::testing::Message() << static_cast<int>(format) << " of " << elems);
       SwappedBlock warm(protocol::Optimizer::kAdamW, format, elems);
@@ -430,7 +429,7 @@ TEST(WeightsOnSwap, ALoadCopiesWhatIsVerifiedAndNothingElse) {
   EXPECT_EQ(std::memcmp(weights.data() + 3000, read.data() + 3228, 4000), 0);
   EXPECT_TRUE(std::all_of(weights.begin() + 7000, weights.end(),
                           [](std::byte byte) { return byte == std::byte{0xEE}; }));
-  // One bit, in either page: an error with path and offset, and the arena is as it was.
+  // One wrong bit in either page gives an error with path and offset, and leaves the arena unchanged.
   for (const size_t bit : {size_t{5}, size_t{4096 * 8 + 77}}) {
     std::vector<std::byte> wrong = read;
     wrong[bit / 8] ^= static_cast<std::byte>(1 << (bit % 8));
@@ -445,12 +444,12 @@ TEST(WeightsOnSwap, ALoadCopiesWhatIsVerifiedAndNothingElse) {
         << status;
     EXPECT_EQ(untouched, std::vector<std::byte>(8192, std::byte{0xEE}));
   }
-  // Pages of the same plane in each other's place.
+  // Two pages of the same plane are exchanged.
   std::swap_ranges(read.begin(), read.begin() + 4096, read.begin() + 4096);
   EXPECT_FALSE(RunLoadWeights(load, "/swap", read, weights).ok());
 }
 
-// A block that its planes fill to the last page: no slack hides what is read behind them.
+// The planes fill the block to its last page, so that a read behind a plane is not hidden by slack.
 TEST(DecodeStates, ReadsTheLastElementsOfAFullBlockFromAnyElementOn) {
   using protocol::Format;
   constexpr uint64_t kElems = 4096 / sizeof(float) * protocol::kScaleElems;

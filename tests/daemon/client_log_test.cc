@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    One user cannot fill the log: the first warning is logged at once, then one line a minute
-//         says how many there were. Other users' warnings are logged as if nothing were.
+// Goal    One user cannot fill the log: the user's first warning is logged at once, then one line a minute gives the number of
+//         further warnings. Other users' warnings are logged as usual.
 // Method  Time that the test moves; the log in memory.
 
 #include "daemon/control/client_log.h"

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every key is read, from a file and from the command line; what is wrong is named with
-//         file, line and the nearest valid key, by the program too, whose exit status says which
-//         kind of failure it was.
-// Method  Small files in a directory of their own, and real runs of forebayd that end before they
-//         serve.
+// Goal    Every key is read, from a file and from the command line. An error names the file, the line and the nearest valid
+//         key. The program reports the same errors, and its exit status says which kind of failure it was.
+// Method  Small files in a temporary directory, and real runs of forebayd that end before they serve.
 
 #include "daemon/config.h"
 
@@ -310,7 +308,7 @@ TEST(Forebayd, EndsWithTheErrorOfABadStart) {
     EXPECT_THAT(ended.errors, HasSubstr(error));
     EXPECT_THAT(ended.errors, HasSubstr("hint: "));
   };
-  // Refused by --check too.
+  // The error must also come with --check.
   const auto expect_both = [&](std::vector<std::string> arguments, const std::string& error) {
     expect(arguments, error);
     arguments.push_back("--check");

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Ring, lease and step hold with both ends as threads of one process, where a race detector
-//         sees all of them.
-// Method  The daemon is started within the test; two ranks, a status reader and a rank that comes
-//         and goes are threads of their own. The result is compared with the scalar reference bit
-//         by bit. The workers' place and weight are read from /proc/self/task.
+// Goal    Ring, leases and steps work if daemon and clients are threads of one process, so that a race detector sees both ends.
+// Method  The test starts the daemon in its own process. Two ranks, a status reader and a rank that attaches and detaches
+//         repeatedly are one thread each. The result is compared with the scalar reference bit by bit. The workers' place and
+//         weight are read from /proc/self/task.
 
 #include <sched.h>
 #include <unistd.h>
@@ -92,7 +91,7 @@ std::map<std::string, ThreadFacts> ThreadsOfThisProcess() {
     std::ifstream stat(entry.path() / "stat");
     std::string text((std::istreambuf_iterator<char>(stat)), {});
     const size_t name_end = text.rfind(')');
-    if (name_end == std::string::npos) continue;  // it has ended meanwhile
+    if (name_end == std::string::npos) continue;  // The thread has ended meanwhile.
     std::istringstream fields(text.substr(name_end + 1));
     std::string field;
     for (int i = 3; i < 19; ++i) fields >> field;  // proc(5): nice is field 19
@@ -154,7 +153,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   config.lock = pinned_mem::LockPolicy::kBestEffort;
   ASSERT_OK_AND_ASSIGN(auto daemon, Daemon::Start(config));
 
-  // The others take their memory first, so that the large job gets what is left.
+  // The two small jobs take their memory first, so that the large job gets the rest.
   for (const char* job : {"passing", "alone"}) {
     const JobShape small{
         .world_size = 1, .groups = 2, .group_elems = job == std::string("alone") ? 5'000U : 100U};
@@ -229,7 +228,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
     ASSERT_OK_AND_ASSIGN(const client::Lease lease, session->Fetch(g, kTimeout));
     EXPECT_TRUE(std::ranges::equal(lease.bytes, reference.Weights(g))) << "group " << g;
   }
-  // The daemon ends under a session that lives.
+  // The daemon ends while a session is attached.
   daemon->Stop();
   EXPECT_FALSE(session->Fetch(0, kTimeout).ok());
 }

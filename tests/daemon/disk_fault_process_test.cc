@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A disk that really errs, hangs, is slow, fills up, loses or misplaces writes, or returns other bits:
-//         what a retry cures is not noticed, what another path can take goes there, and the rest is an
-//         error that names path and cause, of that job alone. The daemon lives, serves the others, and can
-//         be stopped.
-// Method  A real daemon on a file system of this process's own (FUSE), which does so on command. States are
-//         compared with the reference's, bit by bit. Skipped where nothing can be mounted; the same faults
-//         through the seam are in tests/nvme and node_state_swap_fault_test.cc.
+// Goal    A disk fails, hangs, is slow, fills up, loses or misplaces writes, or returns wrong bits. A fault that a retry cures
+//         goes unnoticed, and writes move to another path if there is one. Every other fault is an error of the affected job
+//         alone, and names path and cause. The daemon lives, serves the other jobs, and can be stopped.
+// Method  A real daemon uses a FUSE file system that this process serves and that injects faults on command. States are
+//         compared with the reference's, bit by bit. The test is skipped if FUSE cannot be mounted; tests/nvme and
+//         node_state_swap_fault_test.cc inject the same faults through the I/O seam.
 
 #include <cerrno>
 #include <memory>
@@ -43,7 +42,7 @@ constexpr uint64_t kDiskBytes = 32 << 20;
 const JobShape kOnSwap = {.world_size = 1};
 const JobShape kInDram = {.world_size = 1, .groups = 1, .group_elems = 100};
 
-// One rank, and what the daemon must hold.
+// Trains one rank, and compares its states with a scalar reference trainer.
 class Training {
  public:
   static absl::StatusOr<std::unique_ptr<Training>> Start(const std::string& socket,
@@ -120,7 +119,8 @@ class DiskFaults : public ::testing::Test {
     return *status_;
   }
 
-  // The job meets the error, in this step or (of writes) in one of the next, and nobody else does.
+  // Steps the job until a step fails, at most three times: a write error may appear one or two steps late. The other job's
+  // steps must succeed. Returns the failed step's error.
   absl::Status FailingStep() {
     for (int step = 0; step < 3; ++step) {
       const absl::Status stepped = job_->Step();
@@ -132,12 +132,12 @@ class DiskFaults : public ::testing::Test {
 
   void DeleteJob() {
     job_->Detach();
-    job_.reset();  // its mapping of the weights counts until it is gone
+    job_.reset();  // The weights count as the job's memory until the client's mapping ends.
     ASSERT_TRUE(testing::Eventually([&] { return Status().getJobs()[1].getSessions() == 0; }));
     ASSERT_OK(admin_->DeleteJob("job"));
   }
 
-  // The disk works again: the job is made anew and trains with the right bits.
+  // Repairs the disk, deletes the job, and creates the job again. The new job must train with the right bits.
   void ReplaceJob() {
     disk_->Work();
     ASSERT_NO_FATAL_FAILURE(DeleteJob());
@@ -205,7 +205,7 @@ TEST_F(DiskFaults, AReadThatNeverEndsIsAnErrorOfThatJobAfterTheDeadline) {
   EXPECT_NO_FATAL_FAILURE(ReplaceJob());
 }
 
-// After the first one that fails the path gets no more of them.
+// After the first failed write the daemon sends no more writes to the faulty path.
 class DiskFaultsOfWrites : public DiskFaults, public ::testing::WithParamInterface<DiskFault> {};
 
 TEST_P(DiskFaultsOfWrites, GoToTheOtherPath) {
@@ -236,7 +236,7 @@ INSTANTIATE_TEST_SUITE_P(
       return param_info.param.error == EIO ? "AreErrors" : "FindNoSpace";
     });
 
-// After a failed flush, all bytes written since the last good flush are written again to other slots: states on swap, and
+// After a failed flush, all bytes written since the last good flush are written again to other slots: swapped states, and
 // copies of resident states and of weights.
 TEST_F(DiskFaults, AFailedFlushDelaysADurableStepAlone) {
   ASSERT_NO_FATAL_FAILURE(Start(Paths::kFaultyAlone, "step", "7296KiB"));

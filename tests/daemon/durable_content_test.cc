@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Each parameter is named for every block and part of the weights that has elements of it, and for no other.
+// Goal    The content of a durable step names a parameter for every block and every part of the weights that has elements of
+//         the parameter, and for no other.
 // Method  Jobs of every kind; where elements lie is asked of Locate, element ranges of partitions of the layout.
 
 #include "daemon/core/blocks/durable_content.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Descriptors that are kept are in the service manager's store, by name, when Flush() returns; the
-//         next process finds them and leaves all others alone; what it forgets is gone. Where nothing
-//         is kept, or the service manager does not answer, that is an error.
+// Goal    When Flush() returns, the service manager's store holds the stored descriptors, by name. The next process finds those
+//         and ignores all other descriptors. A forgotten descriptor is removed from the store. An absent store or a service
+//         manager that does not answer is an error.
 // Method  The service manager's end of NOTIFY_SOCKET, a thread that records each message. A child is
 //         started as it would start a service, with descriptors from number 3 on.
 
@@ -57,7 +57,7 @@ ino_t InodeOf(int fd) {
 
 UniqueFd Memfd(const char* name) { return UniqueFd(::memfd_create(name, MFD_CLOEXEC)); }
 
-// One message: its text, the inode of the descriptor with it (0: none).
+// A message to the service manager: its text, and the inode of the descriptor sent with it (0 if it has none).
 struct Message {
   std::string text;
   ino_t inode = 0;
@@ -80,7 +80,8 @@ class ServiceManager {
       is_running_.count_down();
       Run();
     });
-    // A child that is forked while a sanitizer makes the thread known waits for locks that nobody releases in it.
+    // A sanitizer registers a new thread under locks. A child forked at that moment would wait forever for those locks, so wait
+    // until the thread runs.
     is_running_.wait();
   }
   ServiceManager(const ServiceManager&) = delete;
@@ -236,7 +237,7 @@ TEST_F(FdStoreTest, AServiceManagerThatIsGoneIsAnError) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("No such file or directory"));
 }
 
-// `environment`, with what the process was handed.
+// Returns `environment` with the variables that the service manager has set for this process.
 FdStoreEnvironment Handed(FdStoreEnvironment environment = {}) {
   environment.listen_pid = std::getenv("LISTEN_PID");
   environment.listen_fds = std::getenv("LISTEN_FDS");
@@ -302,8 +303,8 @@ TEST_F(FdStoreTest, TakesWhatIsOursAndLeavesTheRestAlone) {
           taken = fd.get();
         }
         if (::fcntl(taken, F_GETFD) != -1) return 17;
-        if (::fcntl(3, F_GETFD) != -1) return 18;           // closed by the store's end
-        return ::fcntl(4, F_GETFD) == FD_CLOEXEC ? 0 : 19;  // not ours
+        if (::fcntl(3, F_GETFD) != -1) return 18;           // Closed by the store's destructor.
+        return ::fcntl(4, F_GETFD) == FD_CLOEXEC ? 0 : 19;  // Not a descriptor of the store.
       });
   EXPECT_EQ(result, 0);
 }
@@ -325,7 +326,8 @@ TEST_F(FdStoreTest, ForgetsWhatItTookAndNothingElse) {
         FdStore store = FdStore::Take(Handed(keeps_two_));
         const UniqueFd released = store.Release("a");
         if (!store.Forget(kPatience).ok()) return 10;
-        if (!store.Forget(kPatience).ok()) return 11;  // nothing is left to forget
+        // Succeeds because no descriptor is left to forget.
+        if (!store.Forget(kPatience).ok()) return 11;
         return store.names() == std::vector<std::string>{"b"} ? 0 : 12;
       });
   EXPECT_EQ(result, 0);
@@ -341,9 +343,9 @@ TEST_F(FdStoreTest, ForgetsAllButWhatIsKeptOnAndDropsThatLater) {
   const int result = RunAsService({one.get(), other.get()}, "forebay.a:forebay.b", [&] {
     FdStore store = FdStore::Take(Handed(keeps_two_));
     if (!store.Forget(kPatience, {"b"}).ok()) return 10;
-    if (!store.Drop("a").ok()) return 11;  // it is not there
+    if (!store.Drop("a").ok()) return 11;  // Succeeds because "a" was forgotten above.
     if (!store.Drop("b").ok()) return 12;
-    if (!store.Drop("b").ok()) return 13;  // nor is it any more
+    if (!store.Drop("b").ok()) return 13;  // Succeeds because "b" was dropped above.
     return store.Flush(kPatience).ok() ? 0 : 14;
   });
   EXPECT_EQ(result, 0);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A client that asks without end, and never reads an answer, costs the daemon neither its
-//         life, nor descriptors, nor unbounded memory, and no other client waits for it.
-// Method  RPC messages written by hand to the socket of a real daemon; a client of ours beside it.
+// Goal    A client that sends requests without end, and never reads an answer, does not end the daemon and costs it neither
+//         descriptors nor unbounded memory. No other client waits because of it.
+// Method  The test writes RPC messages by hand to the socket of a real daemon, while an ordinary client uses the same daemon.
 
 #include <capnp/rpc.capnp.h>
 #include <capnp/serialize.h>
@@ -42,15 +42,15 @@ using testing::TempDir;
 
 constexpr uint64_t kNodeInterface = capnp::typeId<schema::Node>();
 constexpr uint64_t kAdminInterface = capnp::typeId<schema::Admin>();
-constexpr uint16_t kHello = 0;  // of Node
+constexpr uint16_t kHello = 0;  // Method of Node.
 constexpr uint16_t kAdmin = 2;
-constexpr uint16_t kStatus = 0;         // of Admin
+constexpr uint16_t kStatus = 0;         // Method of Admin.
 constexpr int kCalls = 200'000;         // some 20 MB
-constexpr int kCallsIntoLoop = 40'000;  // above what any queue holds
+constexpr int kCallsIntoLoop = 40'000;  // More than any queue holds.
 constexpr int kSpareMost = 64;
 constexpr int kRoundsBeside = 100;
 
-// A connection that writes, and reads only to throw away.
+// A connection that sends requests, and discards the bytes that it reads.
 class MuteClient {
  public:
   explicit MuteClient(const std::string& socket)
@@ -62,8 +62,8 @@ class MuteClient {
               0);
   }
 
-  // Question 0 is the bootstrap, 1 the hello. Sent at once: a client is to say hello within seconds, and a flood takes
-  // some to write down.
+  // Question 0 is the bootstrap and question 1 the hello. The client sends both at once: the daemon wants the hello within
+  // seconds, and a flood takes seconds to write.
   void SayHello() {
     capnp::MallocMessageBuilder builder;
     builder.initRoot<capnp::rpc::Message>().initBootstrap().setQuestionId(0);
@@ -72,8 +72,8 @@ class MuteClient {
     EXPECT_TRUE(Pump());
   }
 
-  // Asks the answer to question `of`: itself where `of` is 0, else the capability at its pointer
-  // field 1 (AdminResults.admin).
+  // Appends a call to the answer of question `of`. If `of` is 0, the call goes to the answer itself, else to the capability at
+  // its pointer field 1 (AdminResults.admin).
   void Call(uint32_t of, uint64_t interface, uint16_t method) {
     capnp::MallocMessageBuilder builder;
     auto call = builder.initRoot<capnp::rpc::Message>().initCall();
@@ -90,14 +90,14 @@ class MuteClient {
     Append(builder);
   }
 
-  // Says that the last answer is of no interest, whether it came or not.
+  // Tells the daemon that the last answer is no longer needed, whether it has arrived or not.
   void Finish() {
     capnp::MallocMessageBuilder builder;
     builder.initRoot<capnp::rpc::Message>().initFinish().setQuestionId(last_question_);
     Append(builder);
   }
 
-  // Writes what the socket takes. False when the daemon has closed the connection.
+  // Writes as much as the socket accepts. Returns false if the daemon has closed the connection.
   bool Pump() {
     while (written_ < bytes_.size()) {
       const ssize_t wrote =
@@ -111,7 +111,7 @@ class MuteClient {
     return true;
   }
 
-  // Reads answers without a look at them.
+  // Reads answers and ignores them.
   void Discard() {
     std::array<char, 65536> bytes;
     while (::recv(fd_.get(), bytes.data(), bytes.size(), 0) > 0) continue;
@@ -141,7 +141,7 @@ class Flood : public ::testing::Test {
     EXPECT_OK(admin->Status());
   }
 
-  // The daemon takes a part and then no more, for as long as it takes to serve others.
+  // Expects that the daemon reads only a part of the client's requests while other clients are served.
   void ExpectUnread(MuteClient& mute) {
     for (int i = 0; i < kRoundsBeside; ++i) {
       EXPECT_TRUE(mute.Pump());
@@ -176,7 +176,7 @@ TEST_F(Flood, OfCallsThatAreNotFinishedIsReadNoFurther) {
 TEST_F(Flood, OfCallsIntoTheLoopDoesNotEndTheDaemon) {
   MuteClient mute(socket_);
   mute.SayHello();
-  mute.Call(0, kNodeInterface, kAdmin);  // question 2
+  mute.Call(0, kNodeInterface, kAdmin);  // Answer of question 2.
   for (int i = 0; i < kCallsIntoLoop; ++i) {
     mute.Call(2, kAdminInterface, kStatus);
     mute.Finish();
@@ -205,8 +205,8 @@ TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
   EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() <= before; }));
 }
 
-// With two descriptors to spare (the layout takes as many on its way through the relay), with three,
-// ... until an attach has enough.
+// Lowers the daemon's descriptor limit to two spare descriptors, then three, and so on until an attach succeeds. Two are the
+// least because the layout takes two on its way through the relay.
 TEST_F(Flood, ThatLeavesTooFewDescriptorsIsRefusedUntilThereAreEnough) {
   if (testing::kAddressSanitized)
     GTEST_SKIP() << "the sanitizer's own checks of objects need a descriptor";
@@ -230,7 +230,7 @@ TEST_F(Flood, ThatLeavesTooFewDescriptorsIsRefusedUntilThereAreEnough) {
     EXPECT_THAT(protocol::HintOf(status), HasSubstr("LimitNOFILE"));
     ++refused;
   }
-  // How many depends on whether the relay has closed its copy of the layout yet.
+  // The number of refusals depends on whether the relay has already closed its copy of the layout.
   EXPECT_GT(refused, 2);
   EXPECT_LT(refused, kSpareMost);
   limit_spare(kSpareMost);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Who connects to a gateway and is no agent of its release gets the reason, and never more of its memory than a
-//         request may have; the gateway goes on.
+// Goal    A peer that connects to a gateway and is no agent of the gateway's release gets the reason as an error. The peer
+//         never takes more of the gateway's memory than one request may have. The gateway continues to serve.
 // Method  A real gateway and daemon; their peer is this test, with TLS and the control plane's own messages.
 
 #include <capnp/rpc-twoparty.h>
@@ -44,7 +44,7 @@ struct Greeting {
   std::string token = kToken;
 };
 
-// A connection to the gateway, as an agent's.
+// An agent's connection to the gateway.
 class Peer {
  public:
   Peer(kj::TlsContext& tls, uint32_t port)
@@ -54,7 +54,7 @@ class Peer {
         rpc_(capnp::makeRpcClient(network_)),
         gateway_(protocol::BootstrapOf<schema::Gateway>(rpc_)) {}
 
-  // Throws kj::Exception where the connection breaks.
+  // Throws kj::Exception if the connection breaks.
   absl::Status Hello(const Greeting& greeting = {}) {
     auto request = gateway_.helloRequest();
     request.setProtocolVersion(greeting.protocol_version);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Bytes are where a command or a completion says before it counts; those that the other side has do not travel
-//         again; what is not the session's, or outside its arenas, reaches nobody.
+// Goal    The bytes that a command or a completion refers to are in place before it takes effect. Bytes that the other side
+//         already has are not sent again. A message without the session's secret reaches neither end, nor does a range outside
+//         the session's arenas.
 // Method  Both ends of a session, each on its data thread, joined by UCX over TCP. This test is the trainer on one ring,
 //         and the daemon on the other.
 
@@ -56,7 +57,8 @@ std::optional<Value> Await(const std::function<std::optional<Value>()>& next) {
 
 std::shared_ptr<const protocol::Layout> MakeTestLayout() {
   protocol::LayoutSpec spec = testing::MakeLayoutSpec({.world_size = 1});
-  spec.params[0].trainable = false;  // of group 0, whose others are trained
+  // Freezes one parameter of group 0; the other parameters of group 0 are trained.
+  spec.params[0].trainable = false;
   return std::make_shared<const protocol::Layout>(*protocol::Layout::Create(std::move(spec)));
 }
 
@@ -126,7 +128,7 @@ class GatewaySessionTest : public ::testing::Test {
     return absl::OkStatus();
   }
 
-  // The trainer's.
+  // Sends a command as the trainer.
   void Send(Op op, uint32_t partition = 0, uint64_t length_bytes = 0) {
     Command command{};
     command.tag = next_tag_++;
@@ -143,7 +145,7 @@ class GatewaySessionTest : public ::testing::Test {
         [this] { return trainer_ring_.client->Receive().value_or(std::nullopt); });
   }
 
-  // The daemon's.
+  // Receives the next command as the daemon.
   std::optional<Command> Received() {
     return Await<Command>([this] { return daemon_ring_.server->Receive().value_or(std::nullopt); });
   }
@@ -164,8 +166,8 @@ class GatewaySessionTest : public ::testing::Test {
     return layout_->groups()[partition].weights_offset_bytes;
   }
   void FillWeights(std::byte value) { std::ranges::fill(daemon_weights_->bytes(), value); }
-  // The trainer fetches. The daemon sets all weights to `value` before it answers: once it has the command, the gateway has sent
-  // the bytes that it read for the fetch before.
+  // Fetches as the trainer. The daemon sets all weights to `value` before it answers. A gateway that has forwarded the command
+  // has already sent the bytes that it read for the previous fetch.
   void Fetch(uint32_t partition, std::byte value, uint64_t step, uint64_t writes = 0) {
     Send(Op::kFetch, partition);
     const auto command = Received();
@@ -188,7 +190,8 @@ class GatewaySessionTest : public ::testing::Test {
   SessionKey key_;
   uint64_t next_tag_ = 1;
   std::promise<absl::Status> gateway_ended_, agent_ended_;
-  std::unique_ptr<DataThread> gateway_thread_, agent_thread_;  // the first to go
+  // Destroyed before the other members.
+  std::unique_ptr<DataThread> gateway_thread_, agent_thread_;
 };
 
 TEST_F(GatewaySessionTest, AGradientIsThereWhenItsCommandIs) {
@@ -209,7 +212,7 @@ TEST_F(GatewaySessionTest, AGradientIsThereWhenItsCommandIs) {
 TEST_F(GatewaySessionTest, WhatTheWindowHasDoesNotTravelAgain) {
   Fetch(1, std::byte{1}, /*step=*/1);
   EXPECT_TRUE(AllAre(Window(1), std::byte{1}));
-  Fetch(1, std::byte{2}, 1);  // neither a step nor a write has changed them
+  Fetch(1, std::byte{2}, 1);  // Not sent again: no step or write has changed the weights.
   EXPECT_TRUE(AllAre(Window(1), std::byte{1}));
   Fetch(1, std::byte{2}, 2);
   EXPECT_TRUE(AllAre(Window(1), std::byte{2}));
@@ -344,7 +347,7 @@ TEST_F(ShardedGatewaySessionTest, BehindAStepsCallNothingOfBeforeIsGiven) {
   EXPECT_EQ(fetch->op, static_cast<uint16_t>(Op::kFetch)) << "the daemon knows when it may be";
 }
 
-// The daemon of a job over several nodes says nothing of weights between the two.
+// With a job over several nodes, the daemon reports no weights between preparation and decision.
 TEST_F(ShardedGatewaySessionTest, AStepIsPreparedThenDecided) {
   Send(Op::kStep);
   const auto step = Received();
@@ -385,7 +388,7 @@ TEST_F(ShardedGatewaySessionTest, NoCommandWaitsForFetchesThatAreNotAnswered) {
   }
 }
 
-// Another program that speaks UCX, to the gateway's worker.
+// Another UCX program that sends to the gateway's worker.
 class Stranger {
  public:
   Stranger(std::span<const std::byte> address) {
@@ -420,7 +423,7 @@ TEST_F(GatewaySessionTest, WhatHasNotTheSecretReachesNobody) {
   command.op = static_cast<uint16_t>(Op::kCheck);
   header.Set(command);
   ASSERT_TRUE(stranger.Send(header));
-  Send(Op::kCheck);  // of the trainer, later
+  Send(Op::kCheck);  // The trainer sends this command after the stranger's.
   const auto received = Received();
   ASSERT_TRUE(received.has_value());
   EXPECT_EQ(received->tag, 1u);

@@ -64,7 +64,7 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world, const
   while (true) ::pause();
 }
 
-// The socket's folder stays the working directory: another user could not walk to it.
+// Retains the socket's folder as working directory, because another user could not enter it.
 bool Become(uid_t uid, std::string& socket) {
   const size_t slash = socket.rfind('/');
   if (::chdir(socket.substr(0, slash).c_str()) != 0) return false;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Nothing that a client does with a descriptor blocks the daemon: doorbells that are full,
-//         descriptors whose close blocks, descriptors that nobody receives. A user with too many
-//         connections hears of the limit, alone and without filling the log.
-// Method  A raw client against a real daemon. Beside it a healthy job trains after each attack.
+// Goal    A client cannot block the daemon with a descriptor: not with a full doorbell, not with a descriptor whose close
+//         blocks, and not with one that the daemon never receives. A user with too many connections gets an error about the
+//         limit; no other user does, and the log does not fill up.
+// Method  A raw client attacks a real daemon. After each attack a healthy job of the same daemon trains.
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -48,7 +48,7 @@ class HostileDescriptors : public testing::AttackedDaemon {
  protected:
   using AttackedDaemon::AttackedDaemon;
 
-  // While it is stopped, what is sent to it can lose its last other holder.
+  // Stops the daemon, so that a descriptor sent to it can lose its last other holder before the daemon receives it.
   void StopDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGSTOP), 0); }
   void ContinueDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGCONT), 0); }
 };
@@ -73,7 +73,7 @@ TEST_F(HostileDescriptors, AFullBlockingDoorbellDoesNotBlockTheLoop) {
     ASSERT_OK_AND_ASSIGN(const UniqueFd doorbell, raw->Descriptor(kind));
     Fill(doorbell.get());
   }
-  // The client claims to sleep and never empties its doorbell.
+  // The client claims to sleep, and never reads its doorbell.
   protocol::RingMemory& ring = raw->ring();
   uint64_t head = 0;
   for (uint64_t sent = 0; sent < kCommands; ++sent) {
@@ -120,7 +120,7 @@ class LingeringSocket {
   }
 
   int fd() const { return ours_.get(); }
-  // Whoever else has the socket is now the last to close it, and has to wait.
+  // Closes this process's descriptor. The next holder to close the socket is the last one, and its close blocks.
   void LeaveToOthers() { ours_.Reset(); }
 
  private:
@@ -139,7 +139,7 @@ UniqueFd ConnectTo(const std::string& path) {
   return fd;
 }
 
-// Sends `bytes` with `copies` of a descriptor at the first of them.
+// Sends `bytes`, with `copies` duplicates of a descriptor at the first byte.
 void SendWith(int socket, const std::string& bytes, int fd, int copies) {
   iovec piece{.iov_base = const_cast<char*>(bytes.data()), .iov_len = bytes.size()};
   std::vector<char> control(CMSG_SPACE(static_cast<size_t>(copies) * sizeof(int)));
@@ -155,10 +155,11 @@ void SendWith(int socket, const std::string& bytes, int fd, int copies) {
   for (int i = 0; i < copies; ++i) {
     std::memcpy(CMSG_DATA(one) + static_cast<size_t>(i) * sizeof(int), &fd, sizeof(int));
   }
-  (void)::sendmsg(socket, &message, MSG_NOSIGNAL);  // refused connections may be closed already
+  // The daemon may already have closed refused connections.
+  (void)::sendmsg(socket, &message, MSG_NOSIGNAL);
 }
 
-// The first bytes of a message: one segment of four words, which never come.
+// Header of a message with one segment of four words. The words are never sent.
 const std::string kHeader("\0\0\0\0\4\0\0\0", 8);
 const std::string kImpossibleHeader(8, '\xFF');
 
@@ -201,12 +202,13 @@ INSTANTIATE_TEST_SUITE_P(Ways, BlockingClose,
                          ::testing::Values(Sent::kWithTheFirstByte, Sent::kManyAtOnce,
                                            Sent::kWithALaterByte, Sent::kNeverReceived));
 
-// The daemon of a service with few descriptors, and a user other than its own.
+// The daemon has few descriptors. The clients are another user.
 class ConnectionLimit : public HostileDescriptors {
  protected:
   static constexpr uint64_t kDescriptorsMax = 1024;
   static constexpr uid_t kNobody = 65534;
-  static constexpr const char* kSocketHere = "s";  // in the working directory
+  // Path of the socket, relative to the working directory.
+  static constexpr const char* kSocketHere = "s";
   const std::filesystem::path before_ = std::filesystem::current_path();
 
   ConnectionLimit()
@@ -237,7 +239,7 @@ class ConnectionLimit : public HostileDescriptors {
   static_assert(kMax < kConnectionsPerUidMax);
 };
 
-// Makes connections as that user.
+// Changes the effective uid to `uid` for the lifetime of the object.
 class AsUser {
  public:
   explicit AsUser(uid_t uid) { EXPECT_EQ(::seteuid(uid), 0); }
@@ -273,7 +275,7 @@ TEST_F(ConnectionLimit, IsNamedToTheUserWhoMeetsItAndLoggedOnce) {
   EXPECT_TRUE(testing::Eventually([&] { return connect(theirs).ok(); })) << "they have none now";
 }
 
-// Every connection of that uid is held by a descriptor, and more come.
+// Every connection that the uid may have is blocked by a lingering descriptor, and the uid connects again.
 TEST_F(ConnectionLimit, CountsConnectionsWhoseDescriptorsDoNotClose) {
   std::array<int, 2> done{};
   ASSERT_EQ(::pipe2(done.data(), O_CLOEXEC), 0);

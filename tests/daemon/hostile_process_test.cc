@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Nothing that a client can say or write stops the daemon or reaches another job: wrong
-//         versions and messages, rings with impossible indices, commands out of range, holes and
-//         mappings after the seals.
-// Method  A raw client against a real daemon. Beside it a healthy job trains, before and after each
-//         attack; a job that was attacked through its own session trains on too, where it has
-//         parameters. Every byte of both is compared with the reference.
+// Goal    No message or memory write of a client stops the daemon or reaches another job: not wrong versions and messages,
+//         rings with impossible indices, commands out of range, holes in the memory, or mappings after the seals.
+// Method  A raw client attacks a real daemon. A healthy job of the same daemon trains before and after each attack. A job
+//         attacked through its own session trains on too if it has parameters. Every byte of both jobs is compared with the
+//         reference.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -67,7 +66,7 @@ class HostileClient : public testing::AttackedDaemon {
     return command;
   }
 
-  // The job has its parameters from here on: it must be able to train when the test ends.
+  // Writes the job's initial parameters. The job must be able to train when the test ends.
   absl::Status WriteAll(RawSession& raw, const std::string& job) {
     ready_jobs_.push_back(job);
     ASSIGN_OR_RETURN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
@@ -170,7 +169,7 @@ TEST_F(HostileClient, LosesItsSessionWithAnImpossibleRingIndex) {
     ASSERT_OK(WriteAll(*raw, "bad" + std::to_string(i)));
     attacks[i](raw->ring());
     raw->RingDoorbell();
-    // The connection is closed: calls fail from some moment on.
+    // The daemon closes the connection, so that calls fail after a while.
     EXPECT_TRUE(testing::Eventually([&] { return !raw->Explain(1).ok(); }));
     EXPECT_TRUE(testing::Eventually(
         [&] { return raw->Explain(1).code() == absl::StatusCode::kUnavailable; }));
@@ -233,7 +232,7 @@ TEST_F(HostileClient, CannotReleaseTheLeaseOfAnotherSession) {
   ASSERT_OK_AND_ASSIGN(const protocol::Completion fetched, one->Call(Make(Op::kFetch)));
   Command release = Make(Op::kRelease);
   release.lease_id = fetched.lease_id;
-  std::jthread([&] {  // one event loop a thread
+  std::jthread([&] {  // A thread of its own, because a thread has one event loop.
     auto two = Attached("two");
     ASSERT_NE(two, nullptr);
     ASSERT_OK(two->Map());
@@ -303,7 +302,7 @@ TEST_F(HostileClient, WhoseCommandsCameBeforeMappedIsAnsweredAfterIt) {
   EXPECT_THAT(raw->Descriptor(schema::Session::Kind::RING), HasError(ErrorId::kFenced));
 }
 
-// True when the other end has closed the connection.
+// Returns true if the other end has closed the connection.
 bool IsClosed(int fd) {
   pollfd poll_fd{.fd = fd, .events = POLLIN, .revents = 0};
   char byte = 0;
@@ -326,7 +325,7 @@ TEST_F(HostileClient, ThatFloodsTheRingIsEvicted) {
   ASSERT_NE(raw, nullptr);
   ASSERT_OK(raw->Map());
   ASSERT_OK(WriteAll(*raw, "flood"));
-  // Two rings full of commands whose completions are never taken out.
+  // The client sends two rings full of commands and never takes their completions.
   protocol::RingMemory& ring = raw->ring();
   uint64_t tail = 0;
   const auto evicted = [&] {

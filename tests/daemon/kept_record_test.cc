@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A record says what its job was at the last change that is whole, whatever came behind it, and nothing where the
-//         job cannot go on; what is no record is refused.
+// Goal    A record gives the state of its job at the last complete change, whatever bytes were written after that change. It
+//         gives no state if the job cannot continue. Bytes that are no record are refused.
 // Method  A record of a job of the ledger's tests is changed in every way and adopted again by its descriptor, as after the
 //         death of a process, before and behind each store that makes a change count.
 
@@ -144,7 +144,7 @@ TEST_F(KeptRecordTest, HasRoomForTheParameterGroupsOfItsLayout) {
     job_.layout = std::make_shared<const protocol::Layout>(std::move(layout));
     MakeRecord();
     RecordDecision decision = Decision(7);
-    // A client may send rows that no parameter needs, as far as there is room.
+    // A client may send more rows of hyperparameters than the parameters need, up to the capacity of the record.
     for (uint32_t row = 0; row < std::max(groups, 64U); ++row) {
       decision.order.hyper_params.push_back({.lr = 1.0 + row, .initial_accumulator_value = -1});
     }
@@ -305,7 +305,7 @@ TEST_F(KeptRecordTest, UpdatesThatWereSetCountUntilTheNextDecision) {
 
 TEST_F(KeptRecordTest, CountsSumsInFloat32Once) {
   DurableJob job = job_;
-  job.kept->session.accumulate = true;  // they are there already
+  job.kept->session.accumulate = true;  // The job counts the float32 sums already.
   ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Make({.job = std::make_shared<const DurableJob>(job)},
                                                  kNonce, /*workers=*/2));
   ASSERT_OK_AND_ASSIGN(const DurableJob published, Found());
@@ -344,7 +344,8 @@ TEST_F(KeptRecordTest, OneThatWasDroppedSaysNothing) {
   EXPECT_THAT(Found(), HasError(ErrorId::kJobFailed));
 }
 
-// A start that fails leaves it to the next one; whoever owns the arenas takes it along at its end.
+// Dropping an adopted record leaves it valid, so that the next daemon finds it after a failed start. Dropping a record whose
+// arenas are owned ends it.
 TEST_F(KeptRecordTest, TheEndOfItsOwnerDropsIt) {
   for (const bool is_owned : {false, true}) {
     ASSERT_OK_AND_ASSIGN(auto adopted,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kills a daemon and its trainers at random moments, at each level of durability, and says what was lost.
+// Kills a daemon and its trainers at random moments, at each level of durability, and reports a lost step.
 //
 // usage: kill_campaign KILLS [SEED [NAME]]     KILLS over all kinds of jobs and levels, in the working directory,
-//                                              which is on a disk. NAME: of them one alone, as it prints them
+//                                              which is on a disk. NAME: one kind and level, as the program prints it
 
 #include "tests/support/kill_campaign.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Kills of trainers, of the daemon and of both, at any moment, lose no step that the job's level of
-//         durability keeps, and the job always holds the bytes of one step of the run that nobody kills.
-// Method  A short campaign for each kind of job and level, from a printed seed; FOREBAY_SEED gives another.
-//         `kill_campaign` is the long one.
+// Goal    Kills of trainers, of the daemon and of both, at any moment, lose no step that the job's level of durability
+//         protects. The job always holds the bytes of one step of a run without kills.
+// Method  A short campaign for each kind of job and level, from a printed seed; FOREBAY_SEED sets another seed. `kill_campaign`
+//         runs the long campaign.
 
 #include <algorithm>
 #include <cctype>

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A ledger brings back every value of every job; what is not one is refused, with the job and the reason,
-//         and no bytes at all can crash who reads them.
-// Method  Jobs of every kind are encoded and decoded. One value after the other is made wrong; the encoded bytes
-//         are cut at every length, and changed at seeded places: what is accepted then must encode and decode as
-//         itself.
+// Goal    Decoding a ledger recovers every value of every job. Bytes that are no ledger are refused, with the job and the
+//         reason. No bytes crash the decoder.
+// Method  Jobs of every kind are encoded and decoded. One value after the other is made invalid. The encoded bytes are cut at
+//         every length and changed at seeded places. Bytes that are then accepted must encode and decode to the same ledger.
 
 #include "daemon/exec/recovery/ledger_codec.h"
 
@@ -102,7 +101,7 @@ TEST(LedgerCodec, ABlockTakesFourWords) {
 
 // ------------------------------------------------------------------------------ what is handed over
 
-// The jobs of MakeDurableNode() with their memory: the first one has nothing else.
+// Returns MakeDurableNode() with the memory of its jobs. The first job is not durable and has memory only.
 DurableNode MakeHandedOverNode() {
   DurableNode node = MakeDurableNode(kBeginBytes);
   node.last_lease = 41;
@@ -184,7 +183,8 @@ TEST(LedgerCodec, WrongValuesOfWhatIsHandedOverAreNamed) {
 
 TEST(LedgerCodec, AVolumeHasNothingOfWhatIsInMemoryAlone) {
   DurableNode node = MakeHandedOverNode();
-  node.jobs.erase(node.jobs.begin());  // is in memory alone
+  // The first job is in memory alone, and so not in the volume.
+  node.jobs.erase(node.jobs.begin());
   ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node)));
   EXPECT_EQ(decoded.sequence, 0U);
   EXPECT_EQ(decoded.node.last_lease, 0U);
@@ -197,7 +197,7 @@ TEST(LedgerCodec, AVolumeHasNothingOfWhatIsInMemoryAlone) {
 struct Wrong {
   std::function<void(DurableJob&)> make;
   std::string why;  // part of the message
-  size_t job = 3;   // of MakeDurableNode: has everything
+  size_t job = 3;   // Index into MakeDurableNode()'s jobs; job 3 has every field set.
 };
 
 TEST(LedgerCodec, EveryWrongValueIsNamed) {
@@ -293,7 +293,7 @@ TEST(LedgerCodec, ASlotOfAnotherSizeIsNotEncoded) {
   EXPECT_THAT(EncodeLedger(node, kNonce), HasError(ErrorId::kInternal));
 }
 
-// Each job with the step before: what of it is in the same slot is named once.
+// Gives each job of MakeDurableNode() an older durable step as its `before`. The first block has the same slot in both steps.
 DurableNode WithBefore() {
   DurableNode node = MakeDurableNode(kBeginBytes);
   DurableNode before = MakeDurableNode(kBeginBytes + (uint64_t{1} << 24));
@@ -337,7 +337,7 @@ TEST(LedgerCodec, AStepBeforeThatIsNotBeforeIsRefused) {
 
 TEST(LedgerCodec, ANewerVersionIsRefusedByBothNumbers) {
   std::vector<std::byte> bytes = Encode({});
-  // One segment: its table, the root pointer, then the root's data, which begins with the version.
+  // The encoding has one segment: the segment table, the root pointer, then the root's data, which begins with the version.
   ASSERT_EQ(bytes.at(16), std::byte{1});
   bytes[16] = std::byte{3};
   const auto decoded = DecodeLedger(bytes);
@@ -355,7 +355,7 @@ TEST(LedgerCodec, EveryTruncationIsRefused) {
   }
 }
 
-// A value that is accepted is a ledger like any other.
+// Expects that `bytes` are refused, or decode to a ledger that can be encoded again.
 void ExpectRefusedOrWhole(const std::vector<std::byte>& bytes) {
   const auto decoded = DecodeLedger(bytes);
   if (!decoded.ok()) {

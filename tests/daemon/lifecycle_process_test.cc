@@ -2,9 +2,8 @@
 // Goal    A dead client's resources are free within a second, even if the client waited in a call or has a forked child that
 //         lives on. A daemon starts alone on its socket and swap, stops cleanly, and starts again after SIGKILL. Its status
 //         shows the progress of an attach. It retains no uncounted memory of an attach.
-// Method  Real processes and kill -9. Free means: no session, no lease, as many descriptors and as
-//         much memory as before. The second is asked of the daemon, not of this machine's
-//         scheduler: the deadline is 30 s.
+// Method  Real processes and kill -9. Free means: no session, no lease, and the same number of descriptors and bytes of memory
+//         as before. The limit of one second applies to the daemon, not to this machine's scheduler: the deadline is 30 s.
 
 #include <signal.h>
 #include <unistd.h>
@@ -100,7 +99,7 @@ bool Sleeps(pid_t pid) {
 TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAForkedChild) {
   Start();
   const int fds_without_job = Quiescent([&] { return daemon_->OpenFds(); });
-  ASSERT_OK(TrainsOneMoreStep(2));  // the job and its memory stay; what comes and goes are sessions
+  ASSERT_OK(TrainsOneMoreStep(2));  // The job and its memory remain while sessions begin and end.
   const auto free = [&] {
     const auto status = Status();
     return status.getJobs().size() == 1 && status.getJobs()[0].getSessions() == 0 &&
@@ -115,7 +114,7 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
 
   for (const std::string what : {"hold", "fork", "step", "fork,step", "hold", "fork,step"}) {
     SCOPED_TRACE(what);
-    const auto client = Hold(0, 2, what);  // rank 1 never comes: a step waits
+    const auto client = Hold(0, 2, what);  // Rank 1 never attaches, so the step waits.
     ASSERT_THAT(client->errors(), HasSubstr("held"));
     pid_t child = -1;
     if (what.starts_with("fork")) {
@@ -146,7 +145,7 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
 
 TEST_F(DaemonLifecycle, FreesAClientThatIsKilledWhileItsAttachWaits) {
   Start();
-  const auto first = Hold(0, 2, "begin");  // never writes the parameters
+  const auto first = Hold(0, 2, "begin");  // Never writes the initial parameters.
   ASSERT_THAT(first->errors(), HasSubstr("held"));
   const auto second = Hold(1, 2, "hold", "attaching");
   ASSERT_TRUE(Eventually([&] { return Status().getJobs()[0].getSessions() == 2; }));
@@ -162,7 +161,7 @@ TEST_F(DaemonLifecycle, FreesAClientThatIsKilledWhileItsAttachWaits) {
 
 TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterReattach) {
   Start();
-  const auto first = Hold(0, 2, "step");  // waits for rank 1, which never steps
+  const auto first = Hold(0, 2, "step");  // Waits for rank 1, which never calls step.
   ASSERT_THAT(first->errors(), HasSubstr("held"));
   const auto second = Hold(1, 2, "hold");
   ASSERT_THAT(second->errors(), HasSubstr("held"));
@@ -172,7 +171,7 @@ TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterR
   EXPECT_THAT(ended.errors, HasSubstr("E_RANK_LOST"));
   EXPECT_THAT(ended.errors, HasSubstr("hint: "));
 
-  // Both attach again and make the step.
+  // Both ranks attach again and make the step.
   const auto third = Hold(0, 2, "step");
   const auto fourth = Hold(1, 2, "step");
   EXPECT_EQ(third->Wait().exit_code, 0);
@@ -210,7 +209,7 @@ TEST_F(DaemonLifecycle, LeavesAFileThatStandsInTheWayOfItsSocket) {
   EXPECT_EQ(text, "text");
 }
 
-// Somebody has removed the lock file, as cleaners of /run do: a second daemon takes the name.
+// If the lock file is removed, as cleaners of /run do, a second daemon takes over the socket's name.
 TEST_F(DaemonLifecycle, LeavesTheSocketOfADaemonThatHasTakenItsName) {
   ASSERT_NO_FATAL_FAILURE(Start());
   ASSERT_TRUE(std::filesystem::remove(socket_ + ".lock"));
@@ -256,7 +255,8 @@ TEST_F(DaemonLifecycle, ShowsHowMuchOfAJobsMemoryIsMade) {
   Start();
   constexpr uint64_t kElems = uint64_t{24} << 20;
   bool seen = false;
-  for (int round = 0; round < 10 && !seen; ++round) {  // it may be made between two looks
+  // Up to ten rounds: the memory may be allocated between two status reads.
+  for (int round = 0; round < 10 && !seen; ++round) {
     std::atomic<bool> ended = false;
     std::jthread attacher([&] {
       EXPECT_OK(client::Attachment::Attach(
@@ -312,8 +312,8 @@ TEST_F(DaemonLifecycle, CountsMemoryAsTheKernelDoesAndStaysWithinTheLimit) {
   EXPECT_THAT(kinds, ::testing::UnorderedElementsAre("weights", "state", "step", "grad", "ring"));
 }
 
-// Each rank sends the layout, and the job keeps one. What the daemon counts for itself and for the job's tables has
-// room for one of a mixture of experts, not for what the allocator keeps of the others.
+// Each rank sends the layout, and the job stores one copy. The memory that the daemon counts for itself and for the job's
+// tables has room for one layout of a mixture of experts, but not for freed copies that the allocator retains.
 TEST_F(DaemonLifecycle, GivesBackTheLayoutsThatItDoesNotKeep) {
   if (testing::kSanitized) GTEST_SKIP() << "a sanitizer's heap comes on top";
   Start();

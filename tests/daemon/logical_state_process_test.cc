@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Clients read the model's own state, whether the job is in DRAM or on swap. Before the first step the masters are the
-//         weights and the moments are zero. Frozen parameters have weights and no states. A parameter without a gradient keeps
-//         its weights, states and t to the bit. The world size changes no bit, from the first step or from any later step on.
+// Goal    Clients read the model's logical state, for jobs in DRAM and on swap. Before the first step the masters equal the
+//         weights and the moments are zero. Frozen parameters have weights and no states. A parameter without a gradient
+//         retains its weights, states and t to the bit. The world size changes no bit, from the first step or from any later
+//         step on.
 // Method  Real daemons, in DRAM and with half of the states on swap; weights and states are read by
 //         name and compared bit by bit.
 
@@ -45,7 +46,7 @@ const std::vector<StateKind> kRounded = {
     {.name = "bf16", .format = Format::kBf16, .dtype = DType::kBFloat16},
     {.name = "int8", .format = Format::kInt8, .dtype = DType::kBFloat16}};
 
-// A daemon that has a job of one kind.
+// Runs a daemon with a job of one format and optimizer.
 class LogicalStates : public ::testing::TestWithParam<StateKind> {
  protected:
   LogicalJob Job(const std::string& name = "job") const {
@@ -60,7 +61,7 @@ class LogicalStates : public ::testing::TestWithParam<StateKind> {
   void StartOnSwap(uint32_t world_size = 1) {
     ASSERT_OK_AND_ASSIGN(daemon_, testing::StartWithSwap(dir_, Job(), world_size));
   }
-  // Some blocks are in DRAM and some on swap.
+  // Expects that some blocks are in DRAM and some are on swap.
   void ExpectBothTiers() const {
     ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = Job().socket}));
     ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
@@ -125,7 +126,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, LogicalStatesBeforeTheFirstStep,
 
 class LogicalStatesInParts : public LogicalStates {};
 
-// From every place of a scale's group on, within blocks and across them.
+// Reads ranges that begin at several offsets within a group of 128 elements, and lie within one block or across several.
 TEST_P(LogicalStatesInParts, AreThoseOfTheWhole) {
   StartOnSwap();
   ASSERT_OK(testing::Train(Job(), {.first = 1, .end = 3}));
@@ -203,7 +204,8 @@ INSTANTIATE_TEST_SUITE_P(Formats, LogicalStatesOfFrozenParameters,
 
 class LogicalStatesWithoutAGradient : public LogicalStates {
  protected:
-  // In DRAM and on swap; neighbours of theirs, in the same block, have one.
+  // True for four parameters without a gradient in step 2. They lie in DRAM and on swap, and other parameters in the same
+  // blocks have a gradient.
   static bool IsAbsent(const std::string& param) {
     return param == "layer0.bias" || param == "layer1.weight" || param == "layer2.scale" ||
            param == "layer3.weight";
@@ -238,7 +240,7 @@ TEST_P(LogicalStatesWithoutAGradient, StayToTheBitAndSoDoesTheirT) {
     EXPECT_EQ(second.at(param.name + "/step")[0], same ? 1U : 2U) << param.name;
   }
 
-  // Their third step is as if there had been no second one.
+  // The third step of the parameters that had no gradient in step 2 equals that of a run without step 2.
   ASSERT_OK_AND_ASSIGN(const LogicalState third, trained_until(3));
   daemon_.reset();
   StartInDram();
@@ -275,7 +277,7 @@ TEST_P(LogicalStatesOfAnyWorld, AreThoseOfOneRank) {
   EXPECT_THAT(testing::Differences(worlds[0], worlds[2]), IsEmpty());
 }
 
-// Rank 0's extra_state is that of the newest step in every world; a rank that is new has none.
+// Expects that each rank of both worlds has its extra_state of the newest step. A rank that is new in this world has none.
 void ExpectExtraState(const LogicalJob& job, uint32_t world_size, uint32_t before, uint64_t step) {
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     ASSERT_OK_AND_ASSIGN(auto session, client::Attachment::Attach({.socket = job.socket,

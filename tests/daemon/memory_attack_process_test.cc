@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Nobody keeps memory of the node beyond the limit: not with arenas of sessions that have
-//         ended, not with weights of jobs that were deleted, and not with descriptors that cannot
-//         even read. A rank that dies between its step call and the update changes no bit.
-// Method  A real daemon with a limit of 256 MiB. A client of another user (where the test runs as
-//         root) repeats one attack many times and keeps every descriptor and mapping; the kernel's
-//         own count of the pages (st_blocks) is compared with the limit; the daemon runs in a control
-//         group a little above the limit where the machine lets the test make one.
+// Goal    No client holds more of the node's memory than the limit allows: not through arenas of ended sessions, not through
+//         weights of deleted jobs, and not through descriptors that cannot even read. A rank that dies between its step call
+//         and the update changes no bit.
+// Method  A real daemon with a limit of 256 MiB. A client (of another user if the test runs as root) repeats one attack many
+//         times and retains every descriptor and mapping. The kernel's count of the pages (st_blocks) is compared with the
+//         limit. If the machine allows it, the daemon runs in a control group with a limit slightly above its own.
 
 #include <fcntl.h>
 #include <grp.h>
@@ -53,8 +52,7 @@ constexpr uint64_t kLimitBytes = 256 * kMiB;
 constexpr uid_t kAttacker = 65534;
 constexpr unsigned kDeadlineSeconds = 120;
 
-// A process that does `body` as the attacker, and then waits until it is killed. Its descriptors and
-// mappings live as long.
+// A process that runs `body` as the attacker and then waits until it is killed. Its descriptors and mappings exist until then.
 class Attacker {
  public:
   // `body` returns 0 for success.
@@ -88,7 +86,7 @@ class Attacker {
   }
 
  private:
-  // The socket's folder stays the working directory: another user could not walk to it.
+  // Retains the socket's folder as working directory, because another user could not enter it.
   static bool Become(const std::string& socket) {
     if (::chdir(socket.substr(0, socket.rfind('/')).c_str()) != 0) return false;
     if (::geteuid() != 0) return true;
@@ -152,7 +150,8 @@ class MemoryAttack : public ::testing::Test {
 
   const TempDir dir_;
   const std::string socket_ = dir_.path() + "/s";
-  // With it the kernel would end a daemon that passes its limit; null where none can be made.
+  // Control group of the daemon, so that the kernel ends a daemon that exceeds its limit. Null if no control group can be
+  // created.
   std::unique_ptr<testing::TestCgroup> group_;
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<AdminClient> admin_;
@@ -160,7 +159,7 @@ class MemoryAttack : public ::testing::Test {
   uint64_t idle_bytes_ = 0;
 };
 
-// 100 MiB a session: without the protection the fifth passes any limit of 256 MiB.
+// Each session has 100 MiB. Without the protection the fifth session would exceed the limit of 256 MiB.
 TEST_F(MemoryAttack, SessionsThatEndLeaveNoPagesInTheHandsOfTheirClients) {
   Attacker attacker(socket_, [](const std::string& socket) {
     static std::vector<UniqueFd> kept;
@@ -186,7 +185,7 @@ TEST_F(MemoryAttack, SessionsThatEndLeaveNoPagesInTheHandsOfTheirClients) {
   });
   EXPECT_EQ(attacker.result(), 0);
   EXPECT_LE(Memory().getPeakBytes(), kLimitBytes);
-  // Without parameters the job ends with its last session.
+  // A job without initial parameters ends with its last session.
   EXPECT_TRUE(Eventually([&] { return SegmentBytes() == idle_bytes_; })) << SegmentBytes();
 }
 
@@ -219,7 +218,7 @@ TEST_F(MemoryAttack, WeightsOfDeletedJobsCountWhileAProcessHasThemMapped) {
   {
     Attacker attacker(socket_, [](const std::string& socket) {
       return DeletedJobs(socket, [](const UniqueFd& fd) {
-        // A child keeps the mapping alone.
+        // A child process retains only the mapping of the weights; this process closes the descriptor.
         struct stat info {};
         (void)::fstat(fd.get(), &info);
         void* map =
@@ -227,7 +226,8 @@ TEST_F(MemoryAttack, WeightsOfDeletedJobsCountWhileAProcessHasThemMapped) {
         const pid_t parent = ::getpid();
         if (::fork() == 0) {
           ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-          if (::getppid() != parent) ::_exit(0);  // it was killed before
+          // The parent was killed before prctl() took effect.
+          if (::getppid() != parent) ::_exit(0);
           ::alarm(kDeadlineSeconds);
           while (true) ::pause();
         }
@@ -246,7 +246,7 @@ TEST_F(MemoryAttack, WeightsOfDeletedJobsCountWhileAProcessHasThemMapped) {
   EXPECT_TRUE(Eventually([&] { return SegmentBytes() == idle_bytes_; })) << SegmentBytes();
 }
 
-// open(2) O_PATH: reads nothing, but keeps the file.
+// The attacker reopens the descriptor with O_PATH: such a descriptor cannot read the file, but holds a reference to it.
 TEST_F(MemoryAttack, ADescriptorThatCannotReadKeepsNoWeights) {
   Attacker attacker(socket_, [](const std::string& socket) {
     static std::vector<UniqueFd> kept;
@@ -280,7 +280,7 @@ TEST_F(MemoryAttack, TheDaemonsSumAgreesWithTheKernels) {
   ASSERT_OK(raw->Attach({.job = "job", .grad_arena_bytes = 64 * kMiB}, LargeWeights()));
   ASSERT_OK(raw->Map());
   expect_same();
-  ASSERT_OK(raw->Detach());  // without parameters the job ends with it
+  ASSERT_OK(raw->Detach());  // The job has no initial parameters, and ends with this session.
   EXPECT_GT(group_->usage_bytes(), 16 * kMiB) << "this process has the weights mapped";
   expect_same();
   raw.reset();
@@ -318,7 +318,7 @@ TEST_F(MemoryAttack, ARankThatDiesInTheStepChangesNoBit) {
           << step.status();
     }
     killer.join();
-    // To the bits of the reference, whichever step it is.
+    // The job trains one more step with the bits of the reference, from the step that it has committed.
     EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .job = "job", .shape = kShape}));
   }
   ASSERT_OK(admin_->DeleteJob("job"));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    With sharded attachment a step may take several backward passes: each is added to those before
-//         it, in float32, however the passes are cut; norms of parameters are those of the sum; a
-//         scale of the caller's applies before clipping; where sums have 16 bits, the first further
-//         pass takes memory for float32 ones, or is refused with the numbers.
-// Method  The harness with a sharded job; the workers report one square for each contribution that is
-//         in a sum, so that a norm says what was added.
+// Goal    With sharded attachment a step may take several backward passes. Each pass is added to the earlier ones in float32,
+//         however the passes are split into ranges. Norms of parameters are norms of the sum. The caller's gradient scale
+//         applies before clipping. If sums have 16 bits, the first further pass allocates memory for float32 sums, or is
+//         refused with the sizes as numbers.
+// Method  The harness with a sharded job. The workers report a square of one for each contribution in a sum, so that a norm
+//         gives the number of contributions.
 
 #include <cmath>
 #include <cstdint>
@@ -30,7 +30,7 @@ using ::testing::HasSubstr;
 
 constexpr ErrorId kUnanswered = ErrorId::kTimeout;
 
-// One group; p0 and p1 in rows over two ranks.
+// A layout with one group of two parameters, p0 and p1, whose rows are split over two ranks.
 std::shared_ptr<const protocol::Layout> TwoParameters() {
   return MakeShardedLayout({{{.rows = 2 * 9000}, {.rows = 2 * 100}}});
 }
@@ -68,7 +68,7 @@ TEST_F(NodeStateAccumulate, EveryPassIsInTheSum) {
   ASSERT_EQ(adds.size(), 6U);
   EXPECT_TRUE(adds[0].assign && adds[1].assign);
   for (size_t i = 2; i < adds.size(); ++i) EXPECT_FALSE(adds[i].assign) << i;
-  // The next step begins with nothing.
+  // The next step begins with empty sums.
   for (uint32_t rank = 0; rank < 2; ++rank) {
     const uint64_t tag = node_.Gradient(sessions_[rank], rank, 2);
     node_.RunTasks();
@@ -81,13 +81,13 @@ TEST_F(NodeStateAccumulate, EveryPassIsInTheSum) {
 TEST_F(NodeStateAccumulate, PassesMayBeCutDifferentlyAndCoverDifferentElements) {
   Deliver(0, 0, 9100);
   node_.BeginPass(sessions_[0]);
-  Deliver(0, 4096, 8192);  // the rest of the pass had no gradient
+  Deliver(0, 4096, 8192);  // Rank 0 delivers no other gradient in this pass.
   node_.BeginPass(sessions_[0]);
   Deliver(0, 0, 8192);
   Deliver(0, 8192, 9100);
   Deliver(1, 0, 9100);
   EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
-  // Contributions by unit of rank 0: 2, 3, 2; units of one cell are counted once.
+  // The units of rank 0 have 2, 3 and 2 contributions. Units of one cell are counted once.
   EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2 + 3 + 2 + 1.0));
 }
 
@@ -119,7 +119,7 @@ TEST_F(NodeStateAccumulate, NothingIsAddedToWhatANormIsBeingTakenOf) {
   EXPECT_EQ(node_.answer(of_first)->completion.norm, 1.0) << "of the pass before";
   EXPECT_EQ(node_.ErrorOf(second), ErrorId::kNone);
   EXPECT_EQ(NormOf(0, 0), std::sqrt(2.0));
-  // p1 ends the partition: what is added at its begin goes on.
+  // p1 is the last parameter of the partition. While its norm is computed, gradients may be added to elements before p1.
   node_.GradNorm(sessions_[0], 1);
   node_.BeginPass(sessions_[0]);
   const uint64_t elsewhere = node_.GradientRange(sessions_[0], 0, 0, 4096, 1);
@@ -217,7 +217,7 @@ class NodeStateAccumulateNarrow : public ::testing::Test, public ShardedJob {
     std::erase_if(updates, [](const auto& one) { return one.pass == UpdatePass::kMasters; });
     return updates;
   }
-  // The first passes of both ranks, and a further one of rank 0 that waits for its sums.
+  // Delivers the first passes of both ranks, and a second pass of rank 0 that waits for float32 sums.
   uint64_t DeliverFurther() {
     DeliverOwn(0, 1);
     DeliverOwn(1, 1);
@@ -260,7 +260,7 @@ TEST_F(NodeStateAccumulateNarrow, TakeMemoryForFloat32SumsWithTheFirstFurtherPas
   for (const UpdateBlock& update : UpdatesOfSteps()) {
     EXPECT_EQ(update.sum_dtype, protocol::DType::kFloat32);
   }
-  // They stay: the next steps sum in them from their first pass on.
+  // The float32 sums remain: later steps use them from their first pass on.
   const size_t sums_before = node_.Logged<AddGradients>().size();
   DeliverOwn(0, 2);
   DeliverOwn(1, 2);
@@ -270,7 +270,7 @@ TEST_F(NodeStateAccumulateNarrow, TakeMemoryForFloat32SumsWithTheFirstFurtherPas
   EXPECT_EQ(node_.Logged<AddGradients>()[sums_before].sum_dtype, protocol::DType::kFloat32);
   EXPECT_EQ(DramUsed(), used_bytes + kFloatSumsBytes);
   EXPECT_EQ(SumsOfPlan(), planned_bytes + kFloatSumsBytes);
-  // A rank that attaches anew may say now that it accumulates.
+  // A rank that detaches and attaches again may now announce that it accumulates.
   node_.End(sessions_[1], EndCause::kDetached);
   node_.RunTasks();
   EXPECT_OK(StatusOf(node_.AttachOnly(layout_, {.rank = 1, .accumulate = true})));
@@ -323,7 +323,7 @@ TEST_F(NodeStateAccumulateNarrow, ComeAfterAllRanksHaveCalledStep) {
 
 TEST_F(NodeStateAccumulateNarrow, OfAnAttemptThatIsDroppedMeanwhileServeTheNext) {
   DeliverFurther();
-  node_.SetAttempt(sessions_[0], 1);  // zero_grad on rank 0
+  node_.SetAttempt(sessions_[0], 1);  // Rank 0 calls zero_grad.
   GradientOfAll(0, 1);
   node_.FinishAll<AddGradients>();
   node_.RunTasks();

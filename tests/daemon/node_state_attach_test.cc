@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Who may attach and when; what admission says; what the loss of a rank, a detach or a
-//         newer
-//         session does to the others; when sessions and jobs are closed and freed.
+// Goal    An attach is admitted or refused with the right reason. The loss of a rank, a detach or a newer session has the right
+//         effect on the other sessions. Sessions are closed and jobs are freed at the right time.
 // Method  The harness drives the state machine; each test chooses which tasks end and when, and
 //         reads the answers.
 
@@ -105,7 +104,7 @@ TEST_F(NodeStateAttach, AProcessOfTheSameLaunchDoesNotTakeARankThatIsTrained) {
               AllOf(HasSubstr("init_process_group()"), HasSubstr("end it first")));
   EXPECT_EQ(node_.ErrorOf(node_.Fetch(second_, 0)), ErrorId::kNone) << "it has noticed nothing";
 
-  // A rank is lost: the other session is fenced, and whoever attaches first has its rank.
+  // The loss of a rank fences the other rank's session. The next process that attaches as rank 1 gets the rank.
   node_.End(first_, EndCause::kLost);
   const uint64_t again = node_.Attach(layout_, {.rank = 1, .rival_pid = 4711});
   EXPECT_TRUE(StatusOf(again).ok());
@@ -305,7 +304,7 @@ TEST_F(NodeStateAttach, TellsEveryTermWhenDramIsTooSmall) {
               AllOf(HasSubstr("weights"), HasSubstr("gradient sums"), HasSubstr("overflow"),
                     HasSubstr("extra_state"), HasSubstr("2 x (gradient arena"), HasSubstr("ring"),
                     HasSubstr("states"), HasSubstr("102400 bytes"), HasSubstr("other jobs hold")));
-  // The hint's figure is enough, and one byte less is not.
+  // A job fits in the limit that the hint names, and not in one byte less.
   const std::string hint = protocol::HintOf(status);
   const uint64_t least = std::stoull(hint.substr(hint.find("at least ") + 9));
   for (const uint64_t limit : {least, least - 1}) {
@@ -339,10 +338,10 @@ TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
     const uint64_t sums = protocol::RoundUp(layout->total_elems() * test.sum_bytes, page);
     const uint64_t overflow =
         protocol::RoundUp(2 * layout->largest_gradient_bytes() * test.world_size, page);
-    const uint64_t extra_state = page;  // two slots of 64 bytes a rank
+    const uint64_t extra_state = page;  // Two extra_state slots of 64 bytes a rank.
     EXPECT_EQ(node.Logged<CreateJobMemory>()[0].step_bytes, sums + overflow + extra_state);
 
-    // The sum in the message is what the job then takes.
+    // The job takes as many bytes as the sum in the error message.
     NodeState::Options options = RoomyOptions();
     options.dram_limit_bytes = 100 << 10;
     NodeHarness refused(options, test.world_size);
@@ -412,7 +411,8 @@ TEST_F(NodeStateAttach, ReportsWhyAJobsMemoryCouldNotBeMade) {
   EXPECT_TRUE(node_.is_closed(session));
   EXPECT_EQ(node_.Logged<FreeJob>().size(), 1U);
   EXPECT_TRUE(node_.state().Jobs().empty());
-  AttachBoth();  // nothing of it is left in the way
+  // Both ranks can attach, because the failed attach has left no job or session behind.
+  AttachBoth();
 }
 
 TEST_F(NodeStateAttach, ReportsWhyASessionsMemoryCouldNotBeMade) {
@@ -482,7 +482,8 @@ TEST_F(NodeStateAttach, WaitsForTasksOfTheLastGeneration) {
   const uint64_t again = node_.RequestAttach(layout_, {.rank = 1});
   node_.FinishAll<CreateSessionMemory>();
   EXPECT_EQ(node_.attached(again), nullptr) << "an old gradient is being added";
-  node_.FinishAll<AddGradients>();  // and the session whose arena it has read is closed
+  // Ends the addition and closes the old session, whose arena the addition has read.
+  node_.FinishAll<AddGradients>();
   node_.RunTasks();
   EXPECT_NE(node_.attached(again), nullptr);
 }
@@ -497,7 +498,8 @@ TEST_F(NodeStateAttach, OfARankWhoseSessionLivesFencesTheOldOne) {
   EXPECT_EQ(node_.ErrorOf(node_.Fetch(first_, 0)), ErrorId::kRankLost) << "it was current";
   node_.RunTasks();
   EXPECT_TRUE(StatusOf(newer).ok());
-  node_.End(second_, EndCause::kLost);  // its connection closes at last: too late to matter
+  // The fenced session's connection closes at last. The new session is unaffected.
+  node_.End(second_, EndCause::kLost);
   EXPECT_FALSE(node_.is_closed(newer));
 }
 

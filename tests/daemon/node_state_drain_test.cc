@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A step that is answered at its decision is applied all the same, under the next one: nobody is given
-//         weights that are half new, no gradient of the next step goes where one of this step is still read,
-//         and no other thing that waits for the end of a step is done before it or left out.
-// Method  The harness, whose model faults where bytes are used twice at once, where an update uses a gradient
-//         of another step, and where a step is published that is not written. Tasks are ended one by one.
+// Goal    A step that is answered at its decision is still applied completely, while the next step runs. No client gets partly
+//         updated weights. No gradient of the next step overwrites one that this step still reads. Every operation that waits
+//         for the end of a step is done after it, and none is forgotten.
+// Method  The harness. Its model reports a fault if two tasks use the same bytes, if an update uses a gradient of another step,
+//         or if a step is published before it is written. Tasks are ended one by one.
 
 #include <algorithm>
 #include <cstdint>
@@ -33,12 +33,12 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 constexpr uint32_t kRanks = 2;
 constexpr uint32_t kGroups = 6;
 constexpr uint64_t kArenaBytes = 64 << 10;  // more than all gradients of a rank
 
-// Each partition has two blocks.
+// A layout of six groups in which each partition has two blocks.
 std::shared_ptr<const protocol::Layout> SixGroups() {
   return MakeShardedLayout(std::vector<std::vector<testing::ShardedParam>>(
       kGroups, {{.rows = uint64_t{kRanks} * 1024}}));
@@ -68,7 +68,7 @@ class DrainJob : public ShardedJob {
   void DeliverAll(uint64_t step) {
     for (uint32_t rank = 0; rank < kRanks; ++rank) DeliverOwn(rank, step);
   }
-  // The ranks' calls; no task is ended.
+  // Calls step on every rank, without ending any task.
   std::vector<uint64_t> CallAll(uint64_t step) {
     std::vector<uint64_t> calls;
     for (const uint64_t session : sessions_) calls.push_back(node_.Step(session, step));
@@ -137,7 +137,7 @@ TEST_P(NodeStateDrain, AFetchWaitsForTheBlocksOfItsPartitionAlone) {
   std::set<int64_t> answered_counts;
   while (running() > 0) {
     FinishOne();
-    std::map<uint32_t, uint64_t> left;  // blocks, by partition
+    std::map<uint32_t, uint64_t> left;  // Blocks not yet updated, by partition.
     for (uint32_t partition = 0; partition < kGroups * kRanks; ++partition) left[partition] = 2;
     for (const UpdateBlock& begun : node_.Logged<UpdateBlock>()) {
       if (node_.model().running().contains(begun.task)) continue;
@@ -178,8 +178,7 @@ TEST_P(NodeStateDrain, BlocksAreUpdatedInTheOrderOfTheNextForward) {
     for (uint32_t rank = 0; rank < kRanks; ++rank) order.push_back(group * kRanks + rank);
   }
   size_t before = 0;
-  for (uint64_t step = 1; step <= 2;
-       ++step) {  // in the first, some are read ahead in another order
+  for (uint64_t step = 1; step <= 2; ++step) {  // Step 1 reads some blocks ahead in another order.
     before = node_.Logged<UpdateBlock>().size();
     for (const uint32_t partition : order) {
       const uint64_t session = sessions_[layout_->partitions()[partition].owner];
@@ -191,7 +190,8 @@ TEST_P(NodeStateDrain, BlocksAreUpdatedInTheOrderOfTheNextForward) {
     CallAll(step);
     node_.RunTasks();
   }
-  std::vector<uint32_t> swapped;  // of those on swap, and of those in DRAM, each in this order
+  // Partitions of updated blocks on swap (`swapped`) and in DRAM (`resident`), in the order of the updates.
+  std::vector<uint32_t> swapped;
   std::vector<uint32_t> resident;
   const std::vector<UpdateBlock> updates = node_.Logged<UpdateBlock>();
   for (const UpdateBlock& update : std::span(updates).subspan(before)) {
@@ -314,7 +314,7 @@ TEST_P(NodeStateDrain, AJobIsDeletedWhileItsBlocksAreUpdated) {
 
 // --------------------------------------------------------------------- what waits for the publication
 
-// However late: ranks that have called the next step already do not keep them away.
+// Reads of states and moves of blocks run between two steps, even if all ranks have already called the next step.
 TEST_P(NodeStateDrain, ReadsOfStatesAndMovesOfBlocksHaveTheirTurns) {
   int64_t moves_before = 0;
   for (uint64_t step = 1; step <= 7; step += 2) {
@@ -327,7 +327,7 @@ TEST_P(NodeStateDrain, ReadsOfStatesAndMovesOfBlocksHaveTheirTurns) {
       EXPECT_EQ(node_.ErrorOf(reads.back()), kUnanswered);
     }
     node_.Send(BlockMoveRequested{.job = 1, .block = 0});
-    // Before anything of this step is over, the next one is called.
+    // The ranks call the next step before any task of this step has ended.
     for (uint32_t partition = 0; partition < kGroups * kRanks; ++partition) {
       node_.Gradient(sessions_[layout_->partitions()[partition].owner], partition, step + 1);
     }
@@ -343,7 +343,8 @@ TEST_P(NodeStateDrain, ReadsOfStatesAndMovesOfBlocksHaveTheirTurns) {
     for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
     EXPECT_TRUE(std::ranges::all_of(reads, is_done));
   }
-  if (GetParam() == 0) return;  // no block is in DRAM, and there is no room for any
+  // With parameter 0 no block is in DRAM and DRAM has no space for a block, so that none is evicted or promoted.
+  if (GetParam() == 0) return;
   EXPECT_FALSE(node_.Logged<EvictBlock>().empty());
   EXPECT_FALSE(node_.Logged<PromoteBlock>().empty());
 }
@@ -402,7 +403,7 @@ TEST(NodeStateDrainReader, WaitsForThePublication) {
   EXPECT_EQ(job.node_.fault(), "");
 }
 
-// A further backward pass wants sums in float32 while the sums of the step before are still read.
+// A second backward pass needs float32 sums while the sums of the step before are still read.
 TEST(NodeStateDrainSums, WiderOnesWaitForThePublication) {
   const auto layout = MakeShardedLayout(
       {{{.rows = 4096}}, {{.rows = 4096}}},

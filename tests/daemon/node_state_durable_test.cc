@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    After the death of the daemon, at any point, a job is at one step for all its blocks: at level `step` no
-//         step that was answered is lost, at `epoch=N` at most N; it trains on from there. No slot of the last two
-//         ledgers is written, and a slot of a deleted job is given to nobody before both are superseded.
-// Method  The harness, whose model faults where a ledger names other bytes than those of its step, where what is
-//         saved changes meanwhile, and where a slot of a durable ledger is written. The node dies after each of
-//         all tasks of some steps in turn, and another one is made from what is on the model's disk. Flushes fail,
-//         and what they should have covered is lost for good.
+// Goal    After the daemon dies at any point, all blocks of a job are at one step, and the job trains on from that step. At
+//         level `step` no answered step is lost; at level `epoch=N` at most N are. No slot of the last two ledgers is written.
+//         A slot of a deleted job is not reused before both ledgers are superseded.
+// Method  The harness. Its model reports a fault if a ledger names bytes of another step, if bytes change while they are saved,
+//         or if a slot of a durable ledger is written. The node dies after each task of some steps in turn, and a new node
+//         starts from the model's disk. Flushes fail, and the writes before a failed flush are lost for good.
 
 #include <algorithm>
 #include <cstdint>
@@ -57,12 +56,12 @@ uint64_t NumberOr(const char* variable, uint64_t number) {
   return text == nullptr ? number : std::strtoull(text, nullptr, 10);
 }
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 constexpr uint32_t kRanks = testing::kCaseRanks;
 constexpr Durability kStep{.level = DurabilityLevel::kStep, .steps = 1};
 constexpr Durability kEpoch{.level = DurabilityLevel::kEpoch, .steps = 2};
 
-// The ranks of one job on a node, and on the next one when it has died.
+// The ranks of one job on a node. When the node has died, they attach to the next node.
 class Training {
  public:
   Training(const JobCase& with, const NodeState::Options& options)
@@ -84,7 +83,7 @@ class Training {
     return answer == nullptr ? absl::UnavailableError("no answer yet") : answer->status;
   }
 
-  // Does the next thing of the current step: a delivery, or a call; else ends the oldest task.
+  // Does the next action of the current step (a delivery or a call), or ends the oldest task.
   void Turn() {
     if (!to_do_.empty() && turn_++ % 2 == 0) {
       const auto next = to_do_.front();
@@ -109,7 +108,7 @@ class Training {
     ASSERT_EQ(answered_, step);
   }
 
-  // From now on the flushes of half of the commits fail.
+  // Makes the flushes of half of the later commits fail.
   void FailFlushes(std::mt19937_64& random) { failing_ = &random; }
   uint64_t failed_flushes() const { return failed_flushes_; }
 
@@ -130,8 +129,8 @@ class Training {
   const std::shared_ptr<const protocol::Layout> layout_ = LayoutOf(with_);
   std::unique_ptr<NodeHarness> node_;
   std::vector<uint64_t> sessions_;
-  uint64_t step_ = 1;      // the current one
-  uint64_t answered_ = 0;  // the newest that every rank was answered
+  uint64_t step_ = 1;      // The current step.
+  uint64_t answered_ = 0;  // Newest step that every rank was answered.
 
  private:
   void FinishOldest() {
@@ -169,7 +168,7 @@ class Training {
 
 class NodeStateDurable : public ::testing::TestWithParam<JobCase> {
  protected:
-  // Steps that the level lets a death undo.
+  // Number of steps that the level allows a death to undo.
   static uint64_t lost_most() {
     const Durability& level = GetParam().durability;
     return level.level == DurabilityLevel::kStep ? 0 : level.steps;
@@ -210,24 +209,24 @@ TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
   EXPECT_GE(recovered_at.size(), 2U);
 }
 
-// Whatever of the writes since the last flush is left, in any order.
+// After a power cut, any subset of the writes since the last flush is on the disk.
 TEST_P(NodeStateDurable, APowerCutLosesNoMoreStepsThanTheLevelAllows) {
   const NodeState::Options options = OptionsOf(GetParam());
   const uint64_t cuts = NumberOr("FOREBAY_CUTS", 100);
   std::mt19937_64 random(NumberOr("FOREBAY_SEED", 14));
-  // Found at another step than the answered one: an answer was not given, or the level lets a step be undone.
+  // Number of recoveries at another step than the answered one, because an answer was not sent or the level allows lost steps.
   uint64_t others = 0;
   uint64_t cut = 0;
   while (cut < cuts) {
     Training run(GetParam(), options);
     run.AttachAll();
-    // Several cuts one after the other, of one volume.
+    // The same volume has several power cuts in turn.
     for (int life = 0; life < 4 && cut < cuts; ++life, ++cut) {
       const uint64_t before = run.step_ - 1;
       run.answered_ = before;
       const uint64_t turns = random() % 200;
       for (uint64_t turn = 0; turn < turns; ++turn) run.Turn();
-      // Every second one while a ledger is committed.
+      // Every second power cut happens while a ledger is committed.
       for (int turn = 0; cut % 2 == 0 && turn < 200; ++turn) {
         if (!run.node_->Running<CommitLedger>().empty()) break;
         run.Turn();
@@ -296,7 +295,7 @@ INSTANTIATE_TEST_SUITE_P(
                       JobCase{kEpoch, Place::kHalf, true},
                       JobCase{kEpoch, Place::kWeightsOnSwap, true}));
 
-// Reads of it show the bytes of before, or of another block.
+// Reads of a slot whose write the disk has lost return its old bytes, or those of another block.
 TEST(NodeStateDurableLoss, WhatTheDiskHasLostIsNeverNamed) {
   for (const Place place : {Place::kSwap, Place::kWeightsOnSwap}) {
     const JobCase with{kStep, place};
@@ -367,8 +366,8 @@ TEST(NodeStateDurableLoss, AFailedJobHoldsUpNoOther) {
   EXPECT_EQ(node.fault(), "");
 }
 
-// Each block then needs a slot more than its own, and a frozen one until two durable steps later: where swap has none,
-// there is an error, and nothing is lost.
+// A write between steps needs one more slot for each block, and a frozen slot until two durable steps later. If swap lacks
+// slots, the write ends with E_SWAP_NOSPC and nothing is lost.
 TEST(NodeStateDurableLoss, WritesBetweenStepsNeverTakeTheSlotsOfTheNext) {
   for (const Place place : {Place::kSwap, Place::kWeightsOnSwap}) {
     const JobCase with{kStep, place};
@@ -402,7 +401,7 @@ TEST(NodeStateDurableLoss, WritesBetweenStepsNeverTakeTheSlotsOfTheNext) {
   }
 }
 
-// Nothing is written with these: what the node has is left to others.
+// Refused writes store nothing on swap, so that their slots remain free for other jobs.
 TEST(NodeStateDurableLoss, WritesThatAreRefusedTakeNoSlots) {
   const JobCase with{kStep, Place::kSwap};
   Training run(with, OptionsOf(with));
@@ -420,7 +419,7 @@ TEST(NodeStateDurableLoss, WritesThatAreRefusedTakeNoSlots) {
   EXPECT_LE(run.View().swap_bytes, before + run.View().swap_bytes / run.View().blocks);
 }
 
-// Marked while a durable step is in progress, which gives surplus slots back in the end.
+// The blocks are marked for eviction while a durable step is in progress. Surplus slots are freed after the evictions.
 TEST(NodeStateDurableLoss, BlocksThatAreToBeEvictedKeepTheirSlots) {
   const JobCase with{kStep, Place::kDram};
   Training run(with, RoomyCaseOptions());
@@ -470,7 +469,7 @@ TEST_F(NodeStateDurableJob, ACallIsAnsweredWhenItsStepIsDurable) {
 TEST_F(NodeStateDurableJob, WhatHasNotChangedIsNotSavedAgain) {
   TrainTo(1);
   const size_t first = node().Logged<SavePart>().size();
-  // The frozen parameter and one that has no gradient in the second step.
+  // Only group 0 has a gradient in step 2. The frozen parameter and the parameters of the other groups do not change.
   for (uint32_t i = 0; i < run_.layout_->partitions().size(); ++i) {
     if (run_.layout_->partitions()[i].group != 0) continue;
     node().Gradient(run_.sessions_[run_.layout_->partitions()[i].owner], i, 2);
@@ -512,7 +511,7 @@ TEST_F(NodeStateDurableJob, WhatWasWrittenBetweenStepsIsSavedWithTheNext) {
     (save.arena == SavedArena::kStates ? saved : saved_parts).insert(save.identity.block);
   }
   EXPECT_EQ(saved, blocks);
-  // The first one has the first weights of partition 0, which no gradient has changed.
+  // Part 0 also holds weights of partition 0, which no gradient has changed.
   EXPECT_TRUE(saved_parts.contains(0));
   EXPECT_LT(saved_parts.size(), node().model().durable().jobs[0]->weights.size());
 }
@@ -566,7 +565,8 @@ TEST_F(NodeStateDurableJob, AJobThatWasDeletedIsGoneAndItsSlotsAreFree) {
   }
   EXPECT_EQ(node().state().Node().swap_used_bytes, used);
   node().Finish(node().Running<CommitLedger>()[0].task);
-  EXPECT_EQ(node().state().Node().swap_used_bytes, used);  // the ledger before names them
+  // The previous ledger still names the job's slots.
+  EXPECT_EQ(node().state().Node().swap_used_bytes, used);
   node().RunTasks();
   EXPECT_EQ(node().state().Node().swap_used_bytes, 0U);
   EXPECT_THAT(node().model().durable().jobs, IsEmpty());
@@ -654,7 +654,7 @@ TEST_F(NodeStateDurableJob, TrainersThatDieWhileItComesBackLoseNothing) {
   }
 }
 
-// A shared job may come back with other ranks, which may ask for less room than its ranks had.
+// A shared job may be attached by another number of ranks, which may request less space for extra_state than the earlier ranks.
 TEST(NodeStateDurableWorld, OtherRanksGetWhatWasKeptOfTheirs) {
   const auto layout = testing::MakeLayout({1000, 600});
   for (const uint32_t ranks : {1U, 3U}) {
@@ -678,7 +678,7 @@ TEST(NodeStateDurableWorld, OtherRanksGetWhatWasKeptOfTheirs) {
     node.RunTasks();
     ASSERT_EQ(node.FindJob("job")->durable_step, 1U);
     const auto next = NodeHarness::Restart(node, RoomyCaseOptions());
-    uint64_t end = 0;  // of the rank before
+    uint64_t end = 0;  // End of the extra_state of the previous rank.
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       const uint64_t session = next->AttachOnly(layout, request(rank, ranks, 16));
       ASSERT_OK(next->attached(session)->status);
@@ -734,7 +734,8 @@ TEST(NodeStateDurableBytes, AStepWritesWeightsAndStatesInDramOnce) {
     const double states = 10.0 * static_cast<double>(layout->total_elems());
     EXPECT_NEAR(static_cast<double>(job.resident_bytes), states * job.resident_blocks / job.blocks,
                 states * 0.001);
-    // Written to both ends of the volume. The model has digests where there is no plane of weights.
+    // The ledger is written to both ends of the volume. The test drops the digests, because the model gives digests to blocks
+    // without a plane of weights too; real blocks without that plane have none.
     DurableJob durable = *node.model().durable().jobs.at(0);
     for (std::optional<DurableBytes>& block : durable.blocks) {
       if (block) block->weights_digests = nullptr;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Blocks that have all their gradients are updated before the step is decided, and whatever the decision
-//         is, and whatever happens before it, the job goes on as if they had not been.
-// Method  The harness, whose model faults where a block is updated from other bytes than those of the step
-//         before, where one is published that was not updated with this step's gradients, where new weights are
-//         in the arena before the decision or not there after it, where bytes are used twice at once, and where
-//         a fetch is given weights of another step.
+// Goal    A block with all its gradients is updated before the step is decided. Whatever the decision and the events before it,
+//         the job's later state is the same as without the early update.
+// Method  The harness. Its model reports a fault if a block is updated from bytes of a step other than the previous one, if a
+//         block is published without an update from this step's gradients, if new weights are in the arena before the decision
+//         or missing after it, if two tasks use the same bytes, or if a fetch gets weights of another step.
 
 #include <algorithm>
 #include <cstdint>
@@ -38,19 +37,19 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 constexpr uint32_t kRanks = 2;
 constexpr uint32_t kGroups = 5;  // the last one has two parameters
 constexpr uint64_t kRowsPerRank = 8192;
 constexpr uint64_t kBlockElems = 2048;
-constexpr uint64_t kPinnedBytes = 64 << 10;  // of a group, old and new
+constexpr uint64_t kPinnedBytes = 64 << 10;  // Bytes of a group's old and new weights.
 constexpr uint64_t kArenaBytes = 512 << 10;  // more than all gradients of a rank
 
 enum class Where : uint8_t {
   kWeightsInDram,
   kSomeStatesInDram,
   kWeightsOnSwap,
-  kGradientsOnSwap,  // all but those of some blocks
+  kGradientsOnSwap,  // Only some blocks have their gradients in DRAM.
 };
 
 bool IsOnSwap(Where where) {
@@ -204,7 +203,7 @@ class NodeStateEarly : public ::testing::TestWithParam<Where>, protected EarlyJo
     }
   }
 
-  size_t before_ = 0;  // updates of kMasters
+  size_t before_ = 0;  // Earlier updates of pass kMasters.
 };
 
 TEST_P(NodeStateEarly, BlocksOnSwapAreUpdatedBeforeTheDecisionAndNotAgain) {
@@ -294,7 +293,8 @@ TEST_P(NodeStateEarly, AParameterWithoutAGradientKeepsItsBlocks) {
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     const std::vector<uint32_t> own = OwnedBy(rank);
     for (uint32_t i = 1; i < own.size(); ++i) Deliver(own[i], 1);
-    node_.SetPresent(sessions_[rank], kGroups, false);  // delivered as zeros beside its neighbour
+    // The parameter's gradient is delivered as zeros, together with the other parameter's.
+    node_.SetPresent(sessions_[rank], kGroups, false);
   }
   node_.RunTasks();
   CallAll(1);
@@ -305,7 +305,7 @@ TEST_P(NodeStateEarly, AParameterWithoutAGradientKeepsItsBlocks) {
   Train(2);
 }
 
-// Whatever runs at the decision: it is taken up, or ended first.
+// A decision may come while any early update runs. The update is accepted, or ends first.
 TEST_P(NodeStateEarly, ADecisionComesAtAnyTime) {
   uint64_t step = 0;
   for (uint64_t finished = 0; finished < 120; finished += 7) {
@@ -351,7 +351,8 @@ class NodeStateEarlyPasses : public ::testing::TestWithParam<Where>, protected E
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 };
 
-// Announced at the first pass by mistake: the second one arrives where blocks are updated, or being so.
+// Each rank announces the step in its first pass by mistake. The second pass arrives after blocks have been updated, or while
+// they are updated.
 TEST_P(NodeStateEarlyPasses, AFurtherPassUpdatesItsBlocksAnew) {
   for (const uint64_t finished : {4U, 17U, 1000U}) {
     const uint64_t step = View().committed_step + 1;
@@ -395,7 +396,7 @@ INSTANTIATE_TEST_SUITE_P(Places, NodeStateEarlyPasses,
                          ::testing::Values(Where::kWeightsInDram, Where::kSomeStatesInDram,
                                            Where::kWeightsOnSwap, Where::kGradientsOnSwap));
 
-// One rank is in its last pass, the other is not.
+// One rank is in its last pass; the other rank is not.
 TEST_P(NodeStateEarly, EachRankSaysForItselfThatItsPassIsTheLast) {
   EXPECT_EQ(node_.ErrorOf(node_.Announce(sessions_[0], 1)), ErrorId::kNone);
   DeliverAll(1);
@@ -433,7 +434,7 @@ TEST_P(NodeStateEarly, AnAttemptThatEndsDropsWhatWasMadeOfIt) {
   Announce(1);
   DeliverAll(1);
   while (updates() < before_ + 4) FinishOne();
-  // A rank begins anew; all bring their gradients again.
+  // A rank restarts the step as a new attempt, and all ranks deliver their gradients again.
   for (uint32_t rank = 0; rank < kRanks; ++rank) node_.SetAttempt(sessions_[rank], 1);
   Announce(1);
   EXPECT_FALSE(Dropped().empty());
@@ -553,7 +554,7 @@ TEST_P(NodeStateEarly, ReadsOfStatesGoFirst) {
   for (uint32_t i = 0; i < 400 && !node_.model().running().empty(); ++i) {
     if (i % 11 == 0) reads.push_back(node_.ReadState(sessions_[0], i % kGroups, 100, 5000));
     FinishOne();
-    // States are read from no block that is being updated: the model would fault.
+    // The model would report a fault if states were read from a block that is being updated.
   }
   EXPECT_GT(reads.size(), 5U);
   node_.RunTasks();
@@ -601,7 +602,8 @@ TEST_P(NodeStateEarly, BlocksMoveMeanwhile) {
 }
 
 TEST_P(NodeStateEarly, WeightsThatAReaderHoldsAreUpdatedAfterIt) {
-  if (GetParam() == Where::kGradientsOnSwap) return;  // gradients take what DRAM a reader would
+  // Gradients take DRAM that a reader would need.
+  if (GetParam() == Where::kGradientsOnSwap) return;
   EarlyJob job(RoomForAReader(GetParam()));
   job.Evict();
   NodeHarness& node = job.node_;
@@ -646,12 +648,13 @@ TEST(NodeStateEarlyOrder, OfThoseThatAreThereTheOneThatIsNeededFirstInForward) {
     partitions.push_back(*job.PartitionsOf(updates[i]).begin());
   }
   ASSERT_THAT(partitions, SizeIs(job.View().blocks));
-  // The first one that was there is begun before the others are.
+  // The first block to have all gradients is updated before the other blocks are ready, and so is not in the order.
   EXPECT_TRUE(std::ranges::is_sorted(partitions.begin() + 1, partitions.end()))
       << ::testing::PrintToString(partitions);
 }
 
-// Also where a block's new weights are no whole pages, and at every limit from none on.
+// The new weights of a block are not whole pages. The DRAM limit grows from too little to more than enough, and used DRAM never
+// exceeds it.
 TEST(NodeStateEarlyPlan, NeverTakesMoreThanTheLimit) {
   NodeState::Options options = OptionsFor(Where::kWeightsInDram);
   options.block_elems = 1088;
@@ -708,7 +711,7 @@ TEST(NodeStateEarlyPlan, StatesGiveRoomForNewWeights) {
 TEST(NodeStateEarlyPlan, WhatIsMissingIsReportedWithEveryTerm) {
   constexpr uint64_t kMoreRanks = 3;
   const auto layout = testing::MakeLayoutOfParams({{8192}, {8192}}, protocol::DType::kBFloat16);
-  uint64_t dram = 0;  // the least that has room for one rank and some new weights
+  uint64_t dram = 0;  // Smallest limit that fits one rank and some new weights.
   for (uint64_t new_weights = 0; new_weights == 0; dram += protocol::kPageBytes) {
     NodeHarness node(OptionsOf(dram), /*world_size=*/1);
     node.AttachOnly(layout, {.early_updates = true});
@@ -725,7 +728,7 @@ TEST(NodeStateEarlyPlan, WhatIsMissingIsReportedWithEveryTerm) {
   const absl::Status& status = node.attached(refused)->status;
   ASSERT_THAT(status, HasError(ErrorId::kDramLimit));
   const std::string message(status.message());
-  std::vector<uint64_t> terms;  // the sum, then what it is made of
+  std::vector<uint64_t> terms;  // The sum, followed by its terms.
   for (size_t at = 0; (at = message.find('(', at + 1)) != std::string::npos;) {
     uint64_t bytes = 0;
     const std::string digits = message.substr(at + 1, message.find(' ', at) - at - 1);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Contributions of all ranks are added in rank order whatever their order of arrival; every
-//         order of delivery ends with the result; a parameter moves where a rank has a gradient of
-//         it; the newest attempt counts; what is not finite never reaches a committed step.
-// Method  The harness runs the state machine; a model of the workers keeps, for each accumulator, the
-//         list of what was added to it. Each test chooses which tasks end and when.
+// Goal    The contributions of all ranks are added in rank order, regardless of their order of arrival. Every order of delivery
+//         ends with the same result. A parameter is updated if any rank has a gradient of it. The newest attempt counts. A
+//         non-finite value never reaches a committed step.
+// Method  The harness runs the state machine. A model of the workers records, for each accumulator, the list of contributions
+//         added to it. Each test chooses which tasks end and when.
 
 #include <algorithm>
 #include <cstdint>
@@ -42,7 +42,7 @@ class NodeStateGradient : public ::testing::Test {
   static constexpr uint32_t kWorld = 3;
 
   void SetUp() override {
-    // Room for three groups: two may wait while one more is written.
+    // Each arena has three pieces: two gradients may wait while the rank writes one more.
     for (uint32_t rank = 0; rank < kWorld; ++rank) {
       sessions_.push_back(node_.Attach(
           layout_, {.rank = rank, .grad_arena_bytes = 3 * layout_->largest_gradient_bytes()}));
@@ -136,7 +136,7 @@ TEST_F(NodeStateGradient, StayInTheArenaWhileItHasRoomForOneMore) {
 }
 
 TEST_F(NodeStateGradient, OfTheLastRankMayAllComeFirst) {
-  // Rank 2 delivers everything before the others have begun: two held, two in the overflow.
+  // Rank 2 delivers everything before the other ranks begin: two gradients in its arena, two in overflow slots.
   for (const uint32_t group : {3U, 2U, 1U, 0U}) {
     node_.Gradient(sessions_[2], group, 1);
     node_.RunTasks();
@@ -153,9 +153,9 @@ TEST_F(NodeStateGradient, OfTheLastRankMayAllComeFirst) {
   }
 }
 
-// Three ranks deliver four ranges of one group, each in an order of its own and with the smallest
-// pool. A rank delivers while a piece of its pool is free, as a client does; ranks take turns by
-// `turns`, tasks end when nobody can deliver any more.
+// Three ranks deliver four ranges of one group, each rank in a different order and with the smallest pool. A rank delivers
+// while a piece of its pool is free, as a client does. Ranks take turns by `turns`. Tasks end when no rank can deliver any
+// more.
 class SmallestPools {
  public:
   static constexpr uint32_t kWorld = 3;
@@ -163,7 +163,7 @@ class SmallestPools {
   static constexpr uint64_t kUnit = protocol::kGradUnitElems;
 
   SmallestPools() {
-    // The largest group is one range: so large is a piece.
+    // A piece has the size of the largest group, which is one range.
     const std::vector<uint64_t> elems(kRanges, kUnit);
     layout_ = MakeLayout(elems);
     for (uint32_t rank = 0; rank < kWorld; ++rank) {
@@ -172,8 +172,8 @@ class SmallestPools {
     }
   }
 
-  // Orders: by rank. `turns`: which rank goes next, again and again. Returns whether all deliveries
-  // were answered.
+  // Delivers by `orders`, one order of groups for each rank. `turns` gives the ranks that deliver next, over and over. Returns
+  // whether all deliveries were answered.
   bool Deliver(const std::vector<std::vector<uint32_t>>& orders, const std::vector<uint32_t>& turns,
                uint64_t step) {
     std::vector<std::vector<uint64_t>> tags(kWorld);
@@ -214,13 +214,13 @@ TEST(NodeStateGradientOrder, EveryOrderOfThreeRanksAndFourRangesEndsWithTheResul
   std::vector<uint32_t> order = {0, 1, 2, 3};
   do permutations.push_back(order);
   while (std::next_permutation(order.begin(), order.end()));
-  // A rank alone, so late are the others, or in turns.
+  // The ranks take turns, or one rank delivers everything before the next one begins.
   const std::vector<std::vector<uint32_t>> turns = {
       {0, 1, 2}, {2, 1, 0}, {2, 2, 2, 2, 1, 1, 1, 1, 0}};
   uint64_t step = 1;
   for (size_t i = 0; i < permutations.size(); ++i) {
     for (size_t j = 0; j < permutations.size(); ++j) {
-      // Rank 0's order may be the first: only how they differ counts.
+      // Rank 0's order is always the first permutation, because only differences between the orders matter.
       const std::vector<std::vector<uint32_t>> orders = {permutations[0], permutations[i],
                                                          permutations[j]};
       ASSERT_TRUE(pools.Deliver(orders, turns[step % turns.size()], step)) << i << " " << j;
@@ -235,7 +235,7 @@ TEST(NodeStateGradientOrder, EveryOrderOfThreeRanksAndFourRangesEndsWithTheResul
   EXPECT_EQ(pools.node_.fault(), "");
 }
 
-// Rank 0 comes last, and has nothing but its order: the others wait, then all goes on.
+// Rank 0 delivers last, and is first in the order of additions: the other ranks wait, then all deliveries are answered.
 TEST(NodeStateGradientOrder, AFullOverflowIsBackPressureAndNoError) {
   SmallestPools pools;
   NodeHarness& node = pools.node_;
@@ -260,7 +260,7 @@ TEST(NodeStateGradientOrder, AFullOverflowIsBackPressureAndNoError) {
   EXPECT_EQ(node.fault(), "");
 }
 
-// 8 ranks in bfloat16: the ranks' gradients are read once, the sum is written once.
+// With 8 ranks in bfloat16, the ranks' gradients are read once and the sum is written once.
 TEST(NodeStateGradientOrder, EightRanksCostTwentyBytesOfMemoryTrafficAParameter) {
   constexpr uint64_t kElems = 4 * protocol::kGradUnitElems;
   protocol::LayoutSpec spec;
@@ -312,7 +312,7 @@ TEST(NodeStateGradientOrder, WaitsWithoutErrorWhereTheRanksAgree) {
 }
 
 TEST(NodeStateGradientOrder, ARankThatCallsStepIsNotWaitedFor) {
-  // Rank 0 never uses group 0. Rank 1's arena is full of what waits for it; it must still reach its
+  // Rank 0 never delivers group 0. Rank 1's arena is full of gradients that wait for rank 0, and rank 1 must still reach its
   // own step.
   const auto layout = MakeLayout(std::vector<uint64_t>(6, 128));
   NodeHarness node(RoomyOptions());
@@ -377,8 +377,7 @@ TEST_F(NodeStateGradient, AStepThatWasNotFiniteCanBeRepeated) {
   node_.Gradient(sessions_[0], 2, 1);
   node_.Gradient(sessions_[2], 2, 1);
   node_.RunTasks();
-  // Rank 0 has seen the error and is quicker with its repetition than rank 2 with its first
-  // attempt.
+  // Rank 0 has received the error, and repeats its gradient before rank 2 delivers in its first attempt.
   EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 1)), ErrorId::kNonfinite);
   const uint64_t repeated = node_.Gradient(sessions_[0], 1, 1);
   const uint64_t stale = node_.Gradient(sessions_[2], 3, 1);
@@ -425,7 +424,8 @@ TEST_F(NodeStateGradient, APassOverAllRanksBringsTheSquaresWithIt) {
 
 TEST_F(NodeStateGradient, ARangeWithoutTheLastRankIsSummedWhenThatRankCallsStep) {
   node_.Gradient(sessions_[0], 0, 1);
-  node_.Gradient(sessions_[0], 1, 1);  // one free piece: both are added
+  // Both gradients are added, because rank 0 has only one free piece left.
+  node_.Gradient(sessions_[0], 1, 1);
   node_.RunTasks();
   EXPECT_THAT(node_.Logged<SumGradient>(), ::testing::IsEmpty());
   std::vector<uint64_t> tags;
@@ -440,7 +440,7 @@ TEST_F(NodeStateGradient, ARangeWithoutTheLastRankIsSummedWhenThatRankCallsStep)
 
 // ----------------------------------------------------------------------------- ranges and presence
 
-// Two ranks; a group of three parameters over three units, the middle one across two borders.
+// A job of two ranks whose group has three parameters and three units. The middle parameter crosses both borders of units.
 class NodeStatePresence : public ::testing::Test {
  protected:
   static constexpr uint64_t kUnit = protocol::kGradUnitElems;
@@ -458,7 +458,7 @@ class NodeStatePresence : public ::testing::Test {
     node_.RunTasks();
     return {node_.ErrorOf(tags[0]), node_.ErrorOf(tags[1])};
   }
-  // t of each parameter that the newest step has updated.
+  // Returns t of each parameter that the newest step has updated.
   std::map<uint32_t, uint64_t> Updated(uint64_t step) const {
     std::map<uint32_t, uint64_t> updated;
     for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
@@ -480,10 +480,12 @@ class NodeStatePresence : public ::testing::Test {
 using ::testing::Pair;
 
 TEST_F(NodeStatePresence, AParameterMovesWhereAnyRankHasAGradientOfIt) {
-  node_.GradientRange(sessions_[0], 0, 0, kUnit, 1);  // parameter 0, and the head of 1
+  // All of parameter 0 and the begin of parameter 1.
+  node_.GradientRange(sessions_[0], 0, 0, kUnit, 1);
   EXPECT_THAT(StepBoth(1), ElementsAre(ErrorId::kNone, ErrorId::kNone));
   EXPECT_THAT(Updated(1), ElementsAre(Pair(0, 1)));
-  node_.GradientRange(sessions_[1], 0, 2 * kUnit, end_, 2);  // parameter 2, and the tail of 1
+  // Parameter 2 and the end of parameter 1.
+  node_.GradientRange(sessions_[1], 0, 2 * kUnit, end_, 2);
   EXPECT_THAT(StepBoth(2), ElementsAre(ErrorId::kNone, ErrorId::kNone));
   EXPECT_THAT(Updated(2), ElementsAre(Pair(2, 1)));
   node_.Gradient(sessions_[0], 0, 3);
@@ -559,7 +561,7 @@ TEST_F(NodeStatePresence, TheNewestAttemptCountsAndOlderDeliveriesAreDiscarded) 
   node_.Gradient(sessions_[0], 0, 1);
   node_.Gradient(sessions_[1], 0, 1);
   node_.SetAttempt(sessions_[0], 1);
-  node_.Gradient(sessions_[0], 1, 1);  // rank 0 has dropped a batch
+  node_.Gradient(sessions_[0], 1, 1);  // Rank 0 has dropped a batch.
   const uint64_t stale = node_.Gradient(sessions_[1], 1, 1);
   EXPECT_EQ(node_.ErrorOf(stale), ErrorId::kNone) << "discarded";
   const uint64_t waits = node_.Step(sessions_[0], 1);

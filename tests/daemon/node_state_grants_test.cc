@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A job takes no more DRAM than its share of the limit and its owner's quota, whatever is free: not when
-//         it is made, with more ranks, a reader, or a block that comes back. Swap has a quota too. What is
-//         refused is refused with the key, the quota and what the owner holds. Root has no quota.
+// Goal    A job takes no more DRAM than its share of the limit and its owner's quota, even if more is free: not at its
+//         creation, not for further ranks or a reader, and not for a block that returns to DRAM. Swap has a quota too. A
+//         refusal names the configuration key, the quota and the owner's current bytes. Root has no quota.
 // Method  The harness with jobs of known size.
 
 #include <cstdint>
@@ -43,7 +43,7 @@ uint64_t FixedBytes(uint32_t world_size) {
 
 class NodeStateGrants : public ::testing::Test {
  protected:
-  // Room for several whole jobs.
+  // Node options with DRAM for several whole jobs.
   static NodeState::Options Options() {
     NodeState::Options options = RoomyOptions();
     options.node_bytes = 4 * kBlockBytes;
@@ -87,7 +87,7 @@ TEST_F(NodeStateGrants, AJobTakesItsShareOfTheLimitAndHasTheRestOnSwap) {
   ASSERT_LT(resident, 15U);
   EXPECT_EQ(View("first").resident_blocks, resident);
   TrainStep(first, 1);
-  // The next one has what is left, and nothing of the first one has to move for it.
+  // The second job gets the rest of the DRAM, and no block of the first job moves to swap for it.
   Attach("second");
   EXPECT_TRUE(View("second").ready);
   EXPECT_EQ(View("first").moves.evicted, 0U);

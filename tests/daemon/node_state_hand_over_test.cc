@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A daemon that is asked to hand its jobs over brings each to rest between two steps, wherever it is, and the
-//         next one goes on with the same arenas and slots: no step is lost, nothing is read back or written anew.
-// Method  The harness, whose model keeps what a daemon leaves and faults where a job is handed over in the middle of
-//         a step, with other slots or blocks than it has, or is made of memory that was not kept. The request comes
-//         after each turn of some steps in turn; ranks send again what was not answered.
+// Goal    A daemon that is asked to hand over its jobs makes each job quiescent between two steps, at whatever point the
+//         request arrives. The next daemon continues with the same arenas and slots: no step is lost, and no bytes are read
+//         back or written again.
+// Method  The harness. Its model retains the memory that a daemon hands over. The model reports a fault if a job is handed over
+//         in the middle of a step, with slots or blocks that are not its own, or with memory that was not retained. The request
+//         arrives after each turn of some steps in turn; ranks send unanswered commands again.
 
 #include <algorithm>
 #include <cstdint>
@@ -73,7 +74,7 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     ASSERT_THAT(run.node_->Logged<CreateJobSwap>(), IsEmpty());
     run.TrainTo(run.answered_ + 2);
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    // Hands over a second time.
+    // Hands the job over again, to a third daemon.
     run.HandOver();
     run.AttachAll(/*reattach=*/true);
     run.TrainTo(run.answered_ + 1);
@@ -256,7 +257,8 @@ TEST_F(NodeStateHandOverJob, ALowerLimitIsSaidAndNothingIsLost) {
   EXPECT_EQ(next->FindJob("job")->committed_step, 1U);
 }
 
-// Its daemon did not count what a hand-over takes for extra_state.
+// A daemon of the previous release did not count the memory for a hand-over of extra_state. Its job is accepted even if the job
+// exceeds the limit with that memory; a job of this release is refused.
 TEST(NodeStateHandOverOfTheReleaseBefore, AJobThatFilledTheLimitFits) {
   const JobCase with{kMemory, Place::kDram};
   const auto request_of = [&](uint32_t rank, bool reattach) {

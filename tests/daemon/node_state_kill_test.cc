@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A daemon that is killed loses no committed step: the next one goes on from the record that is in shared memory,
-//         with the same arenas and slots, wherever it was.
-// Method  The harness, with the records that the daemon makes, read after each turn of some steps as the next daemon reads
-//         them; its model keeps the arenas, and faults where a job goes on with other blocks than were published, or
-//         updates one twice or from other sums. Ranks attach again and repeat the step that nobody has answered.
+// Goal    A killed daemon loses no committed step. The next daemon continues from the record in shared memory, with the same
+//         arenas and slots, at whatever point the kill happened.
+// Method  The harness makes the daemon's records, and the next daemon reads them after each turn of some steps. The model
+//         retains the arenas. The model reports a fault if a job continues with blocks other than the published ones, or if it
+//         updates a block twice or from other sums. Ranks attach again and repeat the unanswered step.
 
 #include <cstdint>
 #include <set>
@@ -77,7 +77,7 @@ TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   EXPECT_GE(steps.size(), 3U);
 }
 
-// How many updates a parameter has had is nowhere but in tables and the record.
+// The number of updates of a parameter is only in the daemon's tables and in the record.
 TEST_P(NodeStateKill, StatesThatWereWrittenBetweenStepsAreThere) {
   const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
   Training run(GetParam(), options);
@@ -120,7 +120,7 @@ TEST_P(NodeStateKill, StatesThatWereWrittenBetweenStepsAreThere) {
   ASSERT_EQ(run.node_->fault(), "");
 }
 
-// The daemon that goes on with it is killed too, and so on, each a little later than the one before.
+// Each daemon that continues the update is killed too, some tasks later than the daemon before.
 TEST_P(NodeStateKill, AnUpdateSurvivesOneKillAfterTheOther) {
   const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
   for (size_t tasks = 1; tasks <= 4; ++tasks) {
@@ -157,7 +157,7 @@ TEST(NodeStateKillOfDurableJobs, ASessionIsNotGivenAJobOfTheDisk) {
   EXPECT_OK(next->attached(next->Attach(run.layout_, anew))->status);
 }
 
-// A retained job has places for the ranks of its own world only.
+// A retained job has places for the ranks of its own world only, so that a session of another world is refused.
 TEST(NodeStateKillOfAWorld, ASessionOfAnotherWorldIsRefused) {
   const JobCase with{kMemory, Place::kDram};
   for (const bool is_killed : {true, false}) {
@@ -234,7 +234,7 @@ class NodeStateRankEnds : public ::testing::TestWithParam<bool> {
 };
 
 TEST_P(NodeStateRankEnds, ANewGenerationBegins) {
-  node().Send(Ended(false));  // nobody is back yet
+  node().Send(Ended(false));  // No rank has reattached yet.
   const uint64_t before = Attach(0, /*reattach=*/true);
   Deliver(before, 0);
   const uint64_t waiting = Step(before);
@@ -244,7 +244,7 @@ TEST_P(NodeStateRankEnds, ANewGenerationBegins) {
   EXPECT_EQ(node().ErrorOf(Step(before)), protocol::ErrorId::kRankLost);
   // Rank 1's new process attaches first.
   const uint64_t second = Attach(1, /*reattach=*/false);
-  node().Send(Ended(false));  // of a look before
+  node().Send(Ended(false));  // A late report of an earlier check.
   const uint64_t first = Attach(0, /*reattach=*/false);
   ExpectAStepOf(first, second);
 }
@@ -264,7 +264,7 @@ TEST_P(NodeStateRankEnds, WhoseArenaIsAnotherOnesIsRefused) {
     request.is_left_behind = is_left_behind;
     return ErrorOfAttach(node().Attach(run_.layout_, request));
   };
-  for (int time = 0; time < 2; ++time) {  // a job that is not back yet, and one that is
+  for (int time = 0; time < 2; ++time) {  // First the job has no session, then it has one.
     EXPECT_EQ(error_of(true), protocol::ErrorId::kRankLost);
     EXPECT_EQ(error_of(false), protocol::ErrorId::kNone);
   }
@@ -291,7 +291,8 @@ TEST_P(NodeStateRankEnds, OnesOfAGenerationThatIsOverConcernNobody) {
   EXPECT_FALSE(node().Logged<CloseSession>().back().is_of_old_generation);
 }
 
-// A rank that attaches anew does so only with the next daemon.
+// Rank 1 has ended and is to attach again. A daemon that is asked to stop does not wait for rank 1, which can attach to the
+// next daemon.
 TEST_P(NodeStateRankEnds, ADaemonThatIsAskedToStopDoesNotWaitForOneThatIsToAttachAnew) {
   const uint64_t before = Attach(0, /*reattach=*/true);
   node().Send(Ended(false));
@@ -345,7 +346,7 @@ TEST_P(NodeStateRankEnds, ADetachIsKnownToWhoComesBackLaterAndNotToANewRun) {
   EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
 }
 
-// Nothing comes of the other one's gradients before it ends.
+// Rank 1 has detached, so that rank 0's gradients are discarded. The hand-over does not wait for a step.
 TEST_P(NodeStateRankEnds, ADaemonThatIsAskedToStopDoesNotWaitForOneThatHasDetached) {
   const uint64_t first = Attach(0, /*reattach=*/true);
   Deliver(first, 0);
@@ -362,7 +363,8 @@ TEST_P(NodeStateRankEnds, ADaemonThatIsAskedToStopDoesNotWaitForOneThatHasDetach
 
 INSTANTIATE_TEST_SUITE_P(KilledOrNot, NodeStateRankEnds, ::testing::Bool());
 
-// A rank that does nothing but read what it has leased knows nothing of it: nobody writes there before it says so.
+// The leases of a killed daemon remain valid until their rank reattaches. The rank may read the leased weights until then, so
+// the next daemon must not overwrite them.
 TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};
   for (const bool comes_back : {true, false}) {
@@ -423,10 +425,10 @@ TEST(NodeStateKillOfWeightsOnSwap, LeasesKeepTheirPlaces) {
 // A rank can release its leases only after the update has ended. So leases of a rank that has not reattached must not hold up
 // the update.
 TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesHoldNoUpdateUp) {
-  const JobCase with{kMemory, Place::kSumsOnSwap};  // a larger job
+  const JobCase with{kMemory, Place::kSumsOnSwap};  // A larger job than in the other tests.
   NodeState::Options options = OptionsOf(with, /*keeps_jobs=*/true);
   const uint64_t all_on_swap = Training(with, options).WeightsOnSwapBytes();
-  do {  // until the first group's are in DRAM
+  do {  // Raises the DRAM limit until the first group's weights are in DRAM.
     options.dram_limit_bytes += protocol::kPageBytes;
   } while (Training(with, options).WeightsOnSwapBytes() + (32 << 10) > all_on_swap);
   uint64_t held = 0;
@@ -450,7 +452,7 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesHoldNoUpdateUp) {
   EXPECT_GT(held, 3U);
 }
 
-// A rank died with the daemon and does not reattach. Its leases end when a fetch needs their room and the lease timer expires.
+// A rank died with the daemon and does not reattach. Its leases end when a fetch needs their DRAM and the lease timer expires.
 TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesEndWhereAFetchWaitsForTheirRoom) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};
   Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
@@ -489,7 +491,7 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesEndWhereAFetchWaitsForTheirRoom)
   EXPECT_EQ(next.fault(), "");
 }
 
-// A planned restart does not wait for a rank that cannot attach any more, and the next daemon keeps its leases too.
+// A planned restart does not wait for a rank that can no longer attach. The next daemon retains the leases of that rank too.
 TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesAreHandedOver) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};
   Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
@@ -516,7 +518,7 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesAreHandedOver) {
   EXPECT_EQ(run.node_->fault(), "");
 }
 
-// The error of an overflow is not lost with the daemon.
+// The next daemon still reports the error of an overflow.
 TEST(NodeStateKillOfAnOverflow, IsReportedByTheNextDaemon) {
   const JobCase with{kMemory, Place::kDram};
   Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
@@ -541,7 +543,8 @@ TEST(NodeStateKillOfAnOverflow, IsReportedByTheNextDaemon) {
   EXPECT_EQ(next->StepAll(sessions, 3)[0], protocol::ErrorId::kOverflow);
 }
 
-// A daemon with other limits: the log says so, and what is durable is all that is left.
+// The next daemon has a smaller DRAM limit, and cannot continue the update. It logs the reason and recovers the job's last
+// durable step. A job without durable steps is lost.
 TEST(NodeStateKillInAnUpdate, ThatCannotGoOnLeavesWhatIsDurable) {
   for (const protocol::Durability& level : {kMemory, kStep}) {
     for (const Place place : {Place::kDram, Place::kSwap}) {

@@ -47,7 +47,7 @@ class NodeStateMasters : public ::testing::Test {
     return options;
   }
 
-  // Rank 0 writes all initial parameters and says so; what that starts has not run.
+  // Rank 0 writes all initial parameters and calls InitialDone. No task that this starts has run.
   void WriteInitial() {
     writer_ = node_.RequestAttach(layout_, {.run = "r"});
     node_.RunTasks();

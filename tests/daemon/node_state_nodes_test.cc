@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A step over several nodes is applied by all of them or by none: each prepares it, and goes on by what the ranks
-//         bring of all. The loss of ranks undoes neither what is prepared nor what is decided; clipping is that of the
-//         whole gradient, with the bits that one node would have.
-// Method  Two harnesses, each a node with two of four ranks; the test carries summaries between them as ranks do, and
+// Goal    A step over several nodes is applied by all nodes or by none. Each node prepares the step, and continues with the
+//         summaries of all nodes that the ranks bring. The loss of ranks undoes neither a prepared nor a decided step. Clipping
+//         uses the norm of the whole gradient, with the bits that a single node would have.
+// Method  Two harnesses, each a node with two of four ranks. The test carries summaries between the nodes as ranks do, and
 //         loses ranks before each message.
 
 #include <cstdint>
@@ -40,9 +40,9 @@ using ::testing::Not;
 constexpr uint32_t kRanks = 4;
 constexpr uint32_t kNodeRanks = 2;
 constexpr protocol::Durability kEveryOther{.level = protocol::DurabilityLevel::kEpoch, .steps = 2};
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 
-// The second parameter's shards are all on the first node.
+// All shards of the second parameter are on the first node.
 const std::vector<std::vector<ShardedParam>> kGroups = {
     {{.rows = 301}, {.rows = 2, .columns = 100}},
     {{.rows = 20, .columns = 15, .cut = ShardCut::kColumns}}};
@@ -212,7 +212,7 @@ TEST_F(NodeStateNodes, TheNormIsThatOfTheWholeGradientWithTheBitsOfOneNode) {
 }
 
 TEST_F(NodeStateNodes, AParameterThatAnotherNodeHasAGradientOfIsUpdatedThere) {
-  // Nobody on b has a part of parameter 1; there it is lacking nowhere.
+  // No rank of node b has a part of parameter 1, so that no rank of b lacks its gradient.
   Prepare(1);
   EXPECT_TRUE(protocol::IsPresent(a_.Summary().present, 1));
   EXPECT_FALSE(protocol::IsPresent(b_.Summary().present, 1));
@@ -307,7 +307,7 @@ class NodeStateGoesBack : public ::testing::TestWithParam<Place> {
     return options;
   }
   void TearDown() override { EXPECT_EQ(node_.node_.fault(), ""); }
-  // Alone: what it has prepared is all that there is.
+  // Trains a step with this node alone, so that the node's own summary serves as the summary of the world.
   void Train(uint64_t step) {
     node_.Deliver(step);
     ASSERT_THAT(node_.Call(step), Each(ErrorId::kNone));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    With shared attachment a rank may ask for norms of the job's gradient before it calls step:
-//         the answer comes as soon as every other rank has asked too or called step, is the same on
-//         all of them, and changes nothing of the step; whoever has asked delivers no more.
-// Method  The harness; the workers report one square for each contribution that is in a sum, so that a
-//         norm says what was added.
+// Goal    With shared attachment a rank may ask for norms of the job's gradient before it calls step. The answer comes when
+//         every other rank has asked too or has called step. It is the same on all ranks, and does not change the step. A rank
+//         that has asked for a norm delivers no more gradients.
+// Method  The harness. The workers report a square of one for each contribution in a sum, so that a norm gives the number of
+//         contributions.
 
 #include <cmath>
 #include <cstdint>
@@ -71,7 +71,7 @@ TEST_F(NodeStateNorm, IsThatOfTheMeanOverTheRanksOnceAllHaveAsked) {
   EXPECT_EQ(NormOf(third), 1.0 / 3) << "of one rank; the others count as zero";
   EXPECT_EQ(NormOf(Ask(0, protocol::kAllParams)), std::sqrt(3.0 + 1.0) / 3) << "at once now";
   EXPECT_THAT(StepAll(1), Each(ErrorId::kNone));
-  // The next step begins with nothing.
+  // The next step begins with empty sums.
   for (uint32_t rank = 0; rank < kWorld; ++rank) Deliver(rank, 1, 2);
   EXPECT_THAT(StepAll(2), Each(ErrorId::kNone));
 }
@@ -97,7 +97,7 @@ TEST_F(NodeStateNorm, ARankThatNeverDeliversIsNotWaitedForInAnyOrder) {
   Deliver(1, 0);
   const uint64_t asked = Ask(1, 0);
   Ask(2, 0);
-  const uint64_t last = Ask(0, 1);  // closes it without a gradient
+  const uint64_t last = Ask(0, 1);  // Rank 0 will deliver no gradient.
   EXPECT_EQ(NormOf(asked), 1.0 / 3);
   EXPECT_EQ(NormOf(last), 0.0);
   EXPECT_THAT(StepAll(1), Each(ErrorId::kNone));

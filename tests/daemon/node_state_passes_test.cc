@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    With shared attachment too a step may take several backward passes: all ranks' first ones are added in
-//         rank order, then their second ones, and so on, whatever the order of arrival, however they are cut, and
-//         with as many passes as each rank has; no order of delivery closes a circle; sums of 16 bits, which one
-//         rank has, become float32 with the first further pass or are refused with the numbers, and are as they
-//         were in a world that comes after.
-// Method  The harness, whose model keeps what was added to each unit, and faults where that is in another order.
-//         Random programs of one to four ranks with the smallest arenas, from a printed seed (FOREBAY_SEED).
+// Goal    With shared attachment, too, a step may take several backward passes. The first passes of all ranks are added in rank
+//         order, then the second passes, and so on. The order of arrival, the cuts of a pass and the number of passes of each
+//         rank do not matter. No order of delivery causes a deadlock. The 16-bit sums of a single rank become float32 with the
+//         first further pass, or the pass is refused with the sizes as numbers. A later world has its usual sums again.
+// Method  The harness. Its model records the contributions to each unit, and reports a fault if their order is wrong. Random
+//         programs of one to four ranks with the smallest arenas, from a printed seed (FOREBAY_SEED).
 
 #include <algorithm>
 #include <cstdint>
@@ -100,7 +99,7 @@ TEST_F(NodeStatePasses, OfARankWaitUntilTheOthersHaveGoneOn) {
   Deliver(0, 1);
   BeginPass(0);
   EXPECT_EQ(node_.ErrorOf(waits), kUnanswered);
-  Deliver(0, 1);  // it is past its first pass, which had no gradient of group 0
+  Deliver(0, 1);  // Rank 0 delivers in its second pass. Its first pass had no gradient of group 0.
   EXPECT_THAT(node_.Running<AddGradients>(), Contains(Field(&AddGradients::partition, 0U)));
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(waits), ErrorId::kNone);
@@ -125,7 +124,7 @@ TEST_F(NodeStatePasses, MayBeOfDifferentNumbers) {
   EXPECT_EQ(node_.ErrorOf(first), ErrorId::kNone);
   EXPECT_EQ(node_.ErrorOf(second), ErrorId::kNone);
   EXPECT_THAT(Used(0), ElementsAre(Turn{0, 0}, Turn{0, 1}, Turn{1, 1}, Turn{2, 1}));
-  // The next step begins with nothing.
+  // The next step begins with empty sums.
   for (const uint64_t session : sessions_) node_.EndPasses(session);
   Deliver(0, 0, 2);
   Deliver(1, 0, 2);
@@ -227,7 +226,7 @@ class RandomPrograms {
     }
   }
 
-  // Empty: all went as it should.
+  // Runs one step of the random program. Returns the fault found, or an empty string.
   std::string RunStep(uint64_t step) {
     const uint32_t params = static_cast<uint32_t>(layout_->params().size());
     to_deliver_.assign(world_size_, {});
@@ -270,7 +269,7 @@ class RandomPrograms {
  private:
   uint64_t Below(uint64_t bound) { return random_() % bound; }
 
-  // Some parameters have a gradient; what is delivered covers them, cut somewhere, in some order.
+  // Chooses at random the parameters with a gradient, and ranges that cover them in random pieces and random order.
   void PlanPass(uint32_t rank, uint16_t pass, std::set<uint32_t>& present) {
     std::set<std::pair<uint32_t, uint64_t>> units;
     for (uint32_t i = 0; i < layout_->params().size(); ++i) {
@@ -369,10 +368,10 @@ class RandomPrograms {
   const std::shared_ptr<const protocol::Layout> layout_;
   NodeHarness node_;
   std::vector<uint64_t> sessions_;
-  std::vector<std::vector<Range>> to_deliver_;             // by rank; the front is next
-  std::vector<uint16_t> passes_;                           // by rank: that it has begun
+  std::vector<std::vector<Range>> to_deliver_;  // by rank; the front is next
+  std::vector<uint16_t> passes_;                // Number of passes that each rank has begun.
   std::map<std::pair<uint32_t, uint32_t>, bool> present_;  // by rank and parameter
-  // Partition, unit, pass, rank: what is delivered.
+  // Delivered ranges, as (partition, unit, pass, rank).
   std::set<std::tuple<uint32_t, uint64_t, uint16_t, uint32_t>> covered_;
   uint64_t added_together_ = 0;
 };
@@ -446,7 +445,7 @@ TEST_F(NodeStatePassesNarrow, BecomeFloat32WithTheFirstFurtherPassOfAWorldOfOne)
   EXPECT_EQ(SumsOfNewestUpdate(), protocol::DType::kFloat32);
   EXPECT_EQ(node_.Logged<PopulateStepArena>().size(), 1U);
   const uint64_t used_bytes = node_.state().Node().dram_used_bytes;
-  AttachWorld(2);  // whose sums have 32 bits anyway
+  AttachWorld(2);  // A world of two ranks always has float32 sums.
   TrainStep(3, 2);
   EXPECT_EQ(node_.Logged<PopulateStepArena>().size(), 1U);
   AttachWorld(1);
@@ -468,7 +467,7 @@ TEST_F(NodeStatePassesNarrow, AreFloat32FromTheStartWhereARankAsksForItOnceNoneI
   TrainStep(2, 2);
   EXPECT_EQ(SumsOfNewestUpdate(), protocol::DType::kFloat32);
   EXPECT_TRUE(node_.Logged<PopulateStepArena>().empty());
-  AttachWorld(1);  // without a word they stay
+  AttachWorld(1);  // The float32 sums remain, although the rank does not ask for them again.
   EXPECT_EQ(node_.Logged<ReplaceStepArena>().size(), 1U);
   AttachWorld(2);
   AttachWorld(2, /*accumulate=*/true);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A path on which writes fail again and again is marked and left: training goes on where the others have
-//         room, blocks that no step writes move away as they are, and writes that succeed as a last resort take
-//         the mark away.
-// Method  The harness; its model faults where a block is not the one it should be, or is written over.
+// Goal    A path on which writes fail again and again is marked and no longer used. Training continues if the other paths have
+//         free slots. Blocks that no step writes are moved off the path unchanged. If writes to the marked path succeed as a
+//         last resort, the mark is removed.
+// Method  The harness. Its model reports a fault if a block has the wrong content or is overwritten.
 
 #include <algorithm>
 #include <cstdint>
@@ -35,7 +35,7 @@ constexpr uint32_t kBlocks = 20;
 
 const absl::Status kIoError = protocol::MakeError(ErrorId::kSwapIo, "Input/output error");
 
-// One rank, four groups of five blocks, all on swap.
+// A job of one rank with four groups of five blocks, all on swap.
 class NodeStatePaths : public ::testing::Test {
  protected:
   static NodeState::Options Options(const std::vector<uint64_t>& path_slots) {
@@ -59,7 +59,8 @@ class NodeStatePaths : public ::testing::Test {
   }
   void TearDown() override { EXPECT_EQ(node_->fault(), ""); }
 
-  // All tasks; those on path `failing_` end with an error: writes, and where `reads_fail_` reads between steps.
+  // Ends all tasks. Writes to path `failing_` end with an error. If `reads_fail_`, so do reads from path `failing_` between
+  // steps.
   void RunTasks() {
     for (int i = 0; i < 2000 && !node_->model().running().empty(); ++i) {
       const auto [task, action] = *node_->model().running().begin();
@@ -159,25 +160,25 @@ TEST_F(NodeStatePaths, BlocksThatNoStepWritesMoveOffAMarkedPath) {
   for (const auto& [block, written_step] : node_->model().WrittenSteps(1)) {
     EXPECT_EQ(written_step, block < 10 ? step : 1) << block;
   }
-  // They are what they were: a step verifies them.
+  // The relocated blocks are unchanged: the next step verifies their content.
   EXPECT_EQ(PathsReadBy(step + 1), std::set<uint32_t>{1});
   for (const auto& [block, written_step] : node_->model().WrittenSteps(1)) {
     EXPECT_EQ(written_step, step + 1) << block;
   }
 }
 
-// Another job's writes mark the path meanwhile.
+// Writes of another job mark the path after the block's early update.
 TEST_F(NodeStatePaths, ABlockThatWasUpdatedEarlyMovesToo) {
   NodeState::Options options = Options({8 * kBlocks, 8 * kBlocks});
   uint64_t other = 0;
-  do {  // the smallest limit that has room for both
+  do {  // Smallest limit that fits both jobs.
     options.dram_limit_bytes += protocol::kPageBytes;
     ASSERT_LT(options.dram_limit_bytes, 8 << 20);
     node_ = std::make_unique<NodeHarness>(options, 1);
     session_ = node_->Attach(layout_, {.early_updates = true});
     other = node_->AttachOnly(layout_, {.job = "other"});
   } while (!node_->attached(other)->status.ok());
-  options.dram_limit_bytes += 2 * protocol::kPageBytes;  // new weights of some blocks
+  options.dram_limit_bytes += 2 * protocol::kPageBytes;  // DRAM for new weights of some blocks.
   node_ = std::make_unique<NodeHarness>(options, 1);
   session_ = node_->Attach(layout_, {.early_updates = true});
   other = node_->Attach(layout_, {.job = "other"});

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Nothing a client puts into its ring is believed: ops, kinds, groups, ranges, lengths,
-//         leases.
-//         The range check and the fence matter: with each switched off, its fault shows.
-// Method  Wild values for every field of a command; the harness's model faults where an action
-//         names
-//         bytes outside an arena, and keeps what was added to each gradient sum.
+// Goal    The daemon trusts no value that a client writes into its ring: no op, kind, group, range, length or lease. The range
+//         check and the fence are both needed: if one of them is switched off, a fault shows.
+// Method  Wild values for every field of a command. The harness's model reports a fault if an action names bytes outside an
+//         arena, and records the contributions to each gradient sum.
 
 #include <cstdint>
 #include <memory>
@@ -82,7 +80,8 @@ TEST_F(NodeStateProtection, GroupsThatAreNotThereAreRefused) {
 }
 
 TEST_F(NodeStateProtection, RangesAreCheckedWithoutOverflow) {
-  const uint64_t room = layout_->largest_gradient_bytes();  // group 0's bytes in whole cache lines
+  // Bytes of group 0 in whole cache lines.
+  const uint64_t room = layout_->largest_gradient_bytes();
   const uint64_t arena = 4 * room;
   const uint64_t length = layout_->partition_bytes(0);
   for (const uint64_t offset :
@@ -184,7 +183,7 @@ TEST(NodeStateProtectionLimits, CommandsInFlightAreLimited) {
   NodeHarness node(RoomyOptions(), 2);
   const uint64_t session = node.Attach(layout, {.rank = 0});
   node.Attach(layout, {.rank = 1});
-  node.Step(session, 1);  // waits for rank 1, and the fetches for it
+  node.Step(session, 1);  // The step waits for rank 1, and the fetches wait for the step.
   for (uint32_t i = 1; i < protocol::kRingEntries; ++i) {
     EXPECT_EQ(node.answer(node.Fetch(session, 0)), nullptr);
   }
@@ -201,7 +200,7 @@ std::string FaultOfALateGradient(bool fence) {
   const uint64_t arena_bytes = 2 * layout->largest_gradient_bytes();
   const uint64_t old_first = node.Attach(layout, {.rank = 0, .grad_arena_bytes = arena_bytes});
   const uint64_t old_second = node.Attach(layout, {.rank = 1, .grad_arena_bytes = arena_bytes});
-  node.End(old_second, EndCause::kLost);  // the generation ends; rank 0 has not noticed yet
+  node.End(old_second, EndCause::kLost);  // The generation ends before rank 0 notices.
   const uint64_t second = node.Attach(layout, {.rank = 1, .grad_arena_bytes = arena_bytes});
   node.Gradient(old_first, 0, 1);
   node.RunTasks();

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Leases order bytes: a step by a session that holds leases is refused by name, an update
-//         waits for the leases of readers and only for those of its own groups, a fetch sent after
-//         step returns the new weights. A reader delays an update once, for a bounded time; its end,
-//         whatever the cause, is not noticed by the ranks. The step of another job never waits for it.
-// Method  The harness: tasks run when the test says so, and the time of a lease is over when it sends
-//         the event.
+// Goal    Leases order accesses to weights. A step by a session that holds leases is refused with E_LEASE. An update
+//         waits for the leases of readers, but only for leases of its own groups. A fetch sent after step returns the new
+//         weights. A reader delays an update once, for a bounded time. Ranks do not notice the end of a reader, whatever its
+//         cause. A step of another job never waits for the reader.
+// Method  The harness. Tasks run when the test says so. A lease's time ends when the test sends the event.
 
 #include <cstdint>
 #include <map>
@@ -37,7 +36,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 
 // Two ranks, three groups of one block each.
 class NodeStateReader : public ::testing::Test {
@@ -69,7 +68,7 @@ class NodeStateReader : public ::testing::Test {
     EXPECT_TRUE(answer != nullptr && answer->status.ok());
     return answer == nullptr ? 0 : answer->completion.lease_id;
   }
-  // Groups whose weights have been written by updates so far, in this step.
+  // Returns the weights offsets of all segments that updates have written.
   std::set<uint64_t> UpdatedOffsets() const {
     std::set<uint64_t> offsets;
     for (const auto& update : node_.Logged<UpdateBlock>()) {
@@ -146,7 +145,7 @@ TEST_F(NodeStateReader, TheUpdateOfALeasedGroupWaitsAndTheOthersDoNot) {
   node_.RunTasks();
   ExpectCommitted(tags, 1);
   EXPECT_EQ(UpdatedOffsets().size(), 3U);
-  ExpireLeases(1);  // too late: nothing waits any more
+  ExpireLeases(1);  // The request comes too late: no update waits any more.
   EXPECT_FALSE(node_.is_closed(reader_));
 }
 
@@ -194,7 +193,8 @@ TEST_F(NodeStateReader, ALeaseTimeOfAnEarlierStepEndsNobody) {
   const auto tags = CallStep(2);
   node_.RunTasks();
   ExpireLeases(1);
-  node_.Send(LeaseTimeExpired{.job = 99, .step = 2});  // of a job that is freed
+  // The timer belongs to a job that has been freed.
+  node_.Send(LeaseTimeExpired{.job = 99, .step = 2});
   EXPECT_FALSE(node_.is_closed(reader_));
   EXPECT_EQ(node_.ErrorOf(tags[0]), kUnanswered);
   ExpireLeases(2);
@@ -355,7 +355,7 @@ TEST(NodeStateReaderAttach, TheFirstPassOfLambDoesNotWaitForLeases) {
   EXPECT_EQ(node.fault(), "");
 }
 
-// Two jobs of 20 blocks each, of which most are on swap, with 3 staging slots for both; a reader of one.
+// Two jobs of 20 blocks each, most of them on swap. Both share 3 staging slots, and one job has a reader.
 class NodeStateLeasedSwap : public ::testing::TestWithParam<protocol::Optimizer> {
  protected:
   static constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
@@ -363,7 +363,8 @@ class NodeStateLeasedSwap : public ::testing::TestWithParam<protocol::Optimizer>
   void SetUp() override {
     ranks_["held"] = node_.Attach(layout_, {.job = "held"});
     ranks_["other"] = node_.Attach(layout_, {.job = "other"});
-    for (uint32_t block = 0; block < 6; ++block) {  // they make room for the reader
+    // Evicts six blocks, so that the reader's memory fits in DRAM.
+    for (uint32_t block = 0; block < 6; ++block) {
       node_.Send(BlockMoveRequested{.job = node_.state().Jobs()[0].id, .block = block});
     }
     node_.RunTasks();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A rank whose connection is lost and made again goes on with its session, whatever it has sent and whichever answers
-//         it has not heard: nothing is done twice, nothing is lost, no other rank notices.
-// Method  The harness, with a client whose connection is lost after each turn of some steps in turn, with some of the
-//         newest answers. It sends again what it has no answer of; the model faults where a gradient is added
-//         twice or not at all, and each command is answered once.
+// Goal    A rank whose connection is lost and made again continues its session, whatever commands it has sent and whatever
+//         answers it has not received. No command is executed twice or lost, and no other rank notices.
+// Method  The harness, with a client whose connection is lost after each turn of some steps in turn, together with some of the
+//         newest answers. The client sends unanswered commands again. The model reports a fault if a gradient is added twice or
+//         not at all. Each command must be answered once.
 
 #include <cstdint>
 #include <string>
@@ -30,7 +30,8 @@ using ::forebay::testing::Training;
 using protocol::ErrorId;
 using ::testing::HasSubstr;
 
-// So that a whole step may be unheard of, and so that something is heard.
+// Most answers that a client has not received when it sends a command: enough for all answers of a step, but few enough that it
+// receives some.
 constexpr size_t kUnheard = 8;
 
 class NodeStateReconnect : public ::testing::TestWithParam<JobCase> {};
@@ -47,13 +48,14 @@ TEST_P(NodeStateReconnect, AtAnyPointARankGoesOn) {
     run.node_->set_unheard_max(kUnheard);
     for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
     const std::vector<uint64_t> sessions = run.sessions_;
-    // One is away for a moment, then the other for as long as three tasks take, and again at once.
+    // The first rank reconnects at once. The second rank reconnects after three tasks, loses its connection again, and
+    // reconnects at once.
     run.LoseClientOf(point % 2, 0);
     run.LoseClientOf(1 - point % 2, 3);
     run.LoseClientOf(1 - point % 2, 0);
     ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
     run.TrainTo(run.answered_ + 1);
-    // Both, until all that can be done without them is done.
+    // Both ranks remain disconnected until every task that can run without them has ended.
     for (const uint64_t session : sessions) run.node_->Disconnect(session);
     run.Resume();
     for (const uint64_t session : sessions) run.node_->Reconnect(session);
@@ -119,7 +121,8 @@ TEST_F(NodeStateReconnectJob, AReaderIsLostAtOnce) {
   EXPECT_TRUE(node().is_closed(reader));
 }
 
-// Who comes back may be served by another gateway, which numbers what it asks for itself from the beginning.
+// A rank that reconnects may be served by another gateway. A gateway numbers its own fetches from the beginning, so that the
+// same tag may name another fetch.
 TEST_F(NodeStateReconnectJob, AFetchIsNotAnsweredWithThePlaceOfAnother) {
   const uint64_t session = run_.sessions_[0];
   node().Step(session, 2);
@@ -143,7 +146,7 @@ TEST_F(NodeStateReconnectJob, AFetchIsNotAnsweredWithThePlaceOfAnother) {
   EXPECT_NE(offset_of(1), offset_of(0));
 }
 
-// Only what was sent again may come twice.
+// Only a command that is sent again after a reconnection may arrive twice. A second new gradient is still an error.
 TEST_F(NodeStateReconnectJob, AGradientThatComesTwiceIsAnErrorStill) {
   const uint64_t session = run_.sessions_[0];
   node().Disconnect(session);

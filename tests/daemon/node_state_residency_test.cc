@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A block of states moves between DRAM and swap between two steps and at no other time; steps
-//         and reads of states wait for the one move that runs; a write that fails goes elsewhere or
-//         the block stays, a read that fails leaves the block on swap. A second job gets the room
-//         that it needs from the first one's states, waits until it is there, or is refused at once
-//         with all numbers.
-// Method  The harness; its model holds what is in DRAM and on disk, and faults where a block is in two
-//         places or in none, or is used while it moves.
+// Goal    A block of states moves between DRAM and swap between two steps and at no other time. Steps and reads of states wait
+//         for the one running move. After a failed write the block goes to another path or remains in DRAM; after a failed read
+//         it remains on swap. A second job gets the DRAM that it needs from the states of the first job: its attach waits until
+//         that DRAM is free, or is refused at once with all numbers.
+// Method  The harness. Its model records the blocks in DRAM and on disk. The model reports a fault if a block is in two places
+//         or in none, or is used while it moves.
 
 #include <cstdint>
 #include <memory>
@@ -84,7 +83,7 @@ class NodeStateResidency : public ::testing::Test {
     EXPECT_EQ(written.size(), kBlocks);
     for (const auto& [block, written_step] : written) EXPECT_EQ(written_step, step) << block;
   }
-  // Memory of states, as the model counts it and as status shows it.
+  // Expects that `blocks` blocks are resident, by the model's count and by the status.
   void ExpectResident(uint32_t blocks) {
     EXPECT_EQ(View().resident_blocks, blocks);
     EXPECT_EQ(View().resident_bytes, blocks * kBlockBytes);
@@ -113,7 +112,7 @@ TEST_F(NodeStateResidency, ABlockLeavesDramAndComesBackBetweenSteps) {
   Move(180);
   ASSERT_EQ(node_->Running<PromoteBlock>().size(), 1U);
   EXPECT_EQ(View().resident_bytes, 150 * kBlockBytes) << "from now on";
-  Move(181);  // there is no room for both
+  Move(181);  // DRAM does not fit both blocks.
   node_->RunTasks();
   ExpectResident(150);
   ASSERT_EQ(TrainStep(3), ErrorId::kNone);
@@ -194,7 +193,7 @@ TEST_F(NodeStateResidency, AFailedWriteGoesToTheOtherPathElseTheBlockStays) {
   while (!node_->Running<EvictBlock>().empty()) {
     node_->Finish(node_->Running<EvictBlock>()[0].task, broken);
   }
-  ExpectResident(149);  // with two slots for each of the others, whatever has failed
+  ExpectResident(149);  // Each of the other blocks has two slots, whatever moves have failed.
   EXPECT_TRUE(View().failed.ok());
   ASSERT_EQ(TrainStep(2), ErrorId::kNone);
   ExpectAllOfStep(2);
@@ -236,7 +235,7 @@ TEST_F(NodeStateResidency, ABlockThatWasReadAheadIsDroppedWhenItIsPromoted) {
 
 class NodeStateSecondJob : public NodeStateResidency {
  protected:
-  // The first job has all its states in DRAM, and takes all but half a block.
+  // The first job has all its states in DRAM and leaves half a block free.
   void SetUp() override {
     Start(Options(kBlocks));
     ASSERT_EQ(View().resident_blocks, kBlocks);
@@ -282,7 +281,7 @@ TEST_F(NodeStateSecondJob, IsRefusedAtOnceWithTheNumbersWhereEvenAllStatesAreToo
 
 TEST_F(NodeStateSecondJob, IsRefusedWhereSwapHasNoSlotsForTheFirst) {
   NodeState::Options options = Options(kBlocks);
-  options.swap = SwapPaths({30 * kBlockBytes});  // 20 are the second's own
+  options.swap = SwapPaths({30 * kBlockBytes});  // The second job needs 20 of these slots.
   Start(options);
   const uint64_t second = node_->RequestAttach(small_, {.job = "second"});
   ASSERT_NE(node_->attached(second), nullptr);
@@ -317,7 +316,7 @@ TEST_F(NodeStateSecondJob, ThatDiesWhileItWaitsLeavesNothingAndNoMoreBlocksMove)
   EXPECT_FALSE(node_->FindJob("second").has_value());
   EXPECT_TRUE(node_->is_closed(second));
   node_->RunTasks();
-  ExpectResident(kBlocks - 1);  // the one whose move had begun
+  ExpectResident(kBlocks - 1);  // The block whose move had begun is on swap.
   ASSERT_EQ(TrainStep(1), ErrorId::kNone);
   ExpectAllOfStep(1);
 }
@@ -368,7 +367,7 @@ TEST_F(NodeStateSecondJob, AThirdWaitsForItsOwnRoom) {
   EXPECT_LE(node_->state().Node().dram_used_bytes, node_->state().Node().dram_limit_bytes);
 }
 
-// Blocks of the first that come back when another job ends: what the room for readers leaves.
+// Blocks of the first job return to DRAM when another job ends, except for the DRAM that is reserved for readers.
 class NodeStateReturn : public NodeStateSecondJob {
  protected:
   uint64_t AttachSecond() {
@@ -387,14 +386,14 @@ class NodeStateReturn : public NodeStateSecondJob {
     return static_cast<uint32_t>((room - SwapOptions().node_bytes - FixedBytes(layout_)) /
                                  kBlockBytes);
   }
-  // The next promotion is in progress.
+  // Ends a second job. A promotion of one of the first job's blocks is then in progress.
   void BeginReturn() {
     Delete(AttachSecond(), "second");
     left_ = View().resident_blocks;
     node_->FinishUntil<PromoteBlock>();
   }
 
-  uint32_t left_ = 0;  // in DRAM before any has come back
+  uint32_t left_ = 0;  // Number of resident blocks before any block has returned.
 };
 
 TEST_F(NodeStateReturn, BlocksComeBackWhenTheJobThatTheyMadeRoomForEnds) {
@@ -440,7 +439,8 @@ TEST_F(NodeStateReturn, AnAttachNeedsNoFreeSlotsForTheBlockOnItsWay) {
   AttachSecond();
   const uint32_t moved = kBlocks - View().resident_blocks;
   NodeState::Options options = Options(kBlocks);
-  options.swap = SwapPaths({2 * (moved + 10) * kBlockBytes});  // ten blocks are the second's own
+  // Ten blocks belong to the second job.
+  options.swap = SwapPaths({2 * (moved + 10) * kBlockBytes});
   Start(options);
   BeginReturn();
   const uint64_t third = node_->RequestAttach(small_, {.job = "third"});

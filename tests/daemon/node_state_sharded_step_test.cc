@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    With sharded attachment a step is the job's: its gradients are reduced, wait for no other
-//         rank, and move every owner's part of a parameter or none; norm and clipping are those of the
-//         whole; any rank and any reader reads every partition and every state.
-// Method  The harness with layouts that torch.chunk would cut, uneven, empty and strided shards
-//         included; its model faults where an update takes the gradient of other weights, or of a rank
-//         that does not own them.
+// Goal    With sharded attachment a step covers the whole job. A rank's gradients are already reduced and wait for no other
+//         rank. A step updates every owner's part of a parameter, or none. Norm and clipping use the whole gradient. Any rank
+//         and any reader reads every partition and every state.
+// Method  The harness with layouts that torch.chunk would produce, including uneven, empty and strided shards. Its model
+//         reports a fault if an update uses the gradient of other weights, or of a rank that does not own them.
 
 #include <cmath>
 #include <cstdint>
@@ -38,7 +37,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 
 class NodeStateShardedStep : public ::testing::Test, protected ShardedJob {
  protected:
@@ -74,7 +73,7 @@ TEST(NodeStateShardedArena, AGradientWaitsForNoOtherRankWithTheSmallestArena) {
   ShardedJob job(ThreeGroups(), 2);
   const uint64_t least = 2 * job.layout_->largest_gradient_bytes();
   job.AttachAll(least);
-  // While the other rank has delivered nothing, and when it has detached.
+  // First while the other rank is attached but has delivered no gradient, then after the other rank has detached.
   for (const bool detached : {false, true}) {
     SCOPED_TRACE(detached);
     if (detached) {
@@ -169,7 +168,7 @@ TEST(NodeStateShardedDType, AccumulatorsHaveTheTypeOfTheGradients) {
   }
 }
 
-// A range of 2·n bytes is none of a partition whose n elements have four bytes each.
+// A partition of n elements of four bytes refuses a gradient of 2n bytes.
 TEST(NodeStateShardedDType, Float32GradientsOf16BitWeightsHaveFourBytesAnElement) {
   ShardedJob job(MakeShardedLayout({{{.rows = 2001}}},
                                    {.dtype = DType::kBFloat16, .grad_dtype = DType::kFloat32}),
@@ -188,7 +187,7 @@ TEST(NodeStateShardedDType, Float32GradientsOf16BitWeightsHaveFourBytesAnElement
 
 TEST_F(NodeStateShardedStep, AParameterHasAGradientOnAllItsOwnersOrOnNone) {
   DeliverOwn(0, 1);
-  node_.Gradient(sessions_[1], 4, 1);  // p3; nothing of p0 and p1
+  node_.Gradient(sessions_[1], 4, 1);  // Rank 1 delivers p3, but no part of p0 and p1.
   node_.RunTasks();
   EXPECT_THAT(StepAll(1), Each(ErrorId::kGradPartial));
   for (const uint64_t tag : tags_) {
@@ -205,7 +204,8 @@ TEST_F(NodeStateShardedStep, AParameterHasAGradientOnAllItsOwnersOrOnNone) {
 
 TEST_F(NodeStateShardedStep, ARankSaysOfItsOwnPartAloneWhatItHasDelivered) {
   for (uint32_t rank = 0; rank < 2; ++rank) DeliverOwn(rank, 1);
-  node_.SetPresent(sessions_[1], 2, true);  // p2 is rank 0's alone: no part of it is missing
+  // Rank 0 owns all of p2, so that no part of p2 is missing.
+  node_.SetPresent(sessions_[1], 2, true);
   EXPECT_THAT(StepAll(1), Each(ErrorId::kNone));
   node_.Gradient(sessions_[1], 4, 2);
   node_.RunTasks();
@@ -285,7 +285,7 @@ TEST_F(NodeStateShardedStep, AFetchWaitsForTheUpdateOfItsOwnPartitionAlone) {
     for (uint32_t rank = 0; rank < 2; ++rank) job.DeliverOwn(rank, 1);
     for (const uint64_t session : job.sessions_) job.tags_.push_back(job.node_.Step(session, 1));
     const uint64_t fetch = job.node_.Fetch(job.sessions_[0], partition);
-    uint64_t updates_left = 0;  // blocks of the partition's boxes, none of which fills its last one
+    uint64_t updates_left = 0;  // Blocks of the partition's boxes. No box fills its last block.
     for (const protocol::BoxPlace& place : job.layout_->boxes_of(partition)) {
       updates_left += (place.box.elems() + 63) / 64;
     }
@@ -304,7 +304,8 @@ TEST_F(NodeStateShardedStep, AFetchWaitsForTheUpdateOfItsOwnPartitionAlone) {
 }
 
 TEST_F(NodeStateShardedStep, TheTraceOfARankIsOfItsPartitionsAndThatOfTheJobOfGroups) {
-  for (const uint32_t partition : {4U, 0U, 1U, 3U, 2U}) {  // whoever fetches
+  // The trace does not depend on the rank that fetches.
+  for (const uint32_t partition : {4U, 0U, 1U, 3U, 2U}) {
     const uint64_t session = sessions_[partition % 2];
     node_.ReleaseFetched(session, node_.Fetch(session, partition));
   }
@@ -349,7 +350,7 @@ TEST_F(NodeStateShardedStep, StatesAreReadAcrossOwners) {
 }
 
 TEST_F(NodeStateShardedStep, FrozenParametersHaveWeightsAndNoStates) {
-  // p1 is frozen beside p0; p2 is alone in its group.
+  // Parameter p1 is frozen and shares a group with the trained p0. Frozen p2 is the only parameter of its group.
   ShardedJob job(MakeShardedLayout({{{.rows = 301}, {.rows = 90, .trainable = false}},
                                     {{.rows = 50, .trainable = false}}}),
                  2);
@@ -375,7 +376,7 @@ TEST_F(NodeStateShardedStep, FrozenParametersHaveWeightsAndNoStates) {
 
 // ---------------------------------------------------------------------------------------- on swap
 
-// Blocks of both owners, of which three fit in DRAM; three staging slots.
+// A job whose blocks belong to both owners. DRAM fits three blocks, and the node has three staging slots.
 TEST(NodeStateShardedSwap, BlocksOfAllOwnersStreamThroughTheSlots) {
   constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
   ShardedJob roomy(ThreeGroups(), 2);
@@ -403,7 +404,7 @@ TEST(NodeStateShardedSwap, BlocksOfAllOwnersStreamThroughTheSlots) {
   job.node_.RunTasks();
   EXPECT_EQ(job.node_.ErrorOf(tag), ErrorId::kNone);
   EXPECT_EQ(job.node_.state().Node().staging_slots_used, 0U);
-  // A step that is refused for a missing part keeps what was read ahead.
+  // A step that is refused for a missing part retains the blocks that were read ahead.
   job.DeliverOwn(0, 4);
   EXPECT_THAT(job.StepAll(4), Each(ErrorId::kGradPartial));
   job.DeliverOwn(1, 4);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    With sharded attachment every rank writes the initial parameters of its own partitions and
-//         nobody else's; the job is ready when all have; a layout that the ranks cannot own, another
-//         world and the gradients of shared attachment are refused by name.
-// Method  The harness with layouts that torch.chunk would cut, uneven, empty and strided shards
-//         included; each test chooses which tasks end and when.
+// Goal    With sharded attachment every rank writes the initial parameters of its own partitions, and of no others. The job is
+//         ready when all ranks have written. A layout that the ranks cannot own, another world size, and gradients of shared
+//         attachment are refused, with the cause named.
+// Method  The harness with layouts that torch.chunk would produce, including uneven, empty and strided shards. Each test
+//         chooses which tasks end and when.
 
 #include <cstdint>
 #include <memory>
@@ -33,7 +33,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 
 using LayoutPtr = std::shared_ptr<const protocol::Layout>;
 
@@ -86,7 +86,7 @@ TEST_F(NodeStateSharded, WhatARankWritesIsWhereEveryRankFetchesIt) {
   }
   uint64_t end = 0;
   std::set<uint64_t> fetched;
-  for (const uint32_t partition : {0U, 2U, 3U, 1U, 4U}) {  // owner by owner
+  for (const uint32_t partition : {0U, 2U, 3U, 1U, 4U}) {  // Partitions in the order of owners.
     for (const uint64_t session : sessions_) {
       const uint64_t tag = node_.Fetch(session, partition);
       ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
@@ -128,7 +128,7 @@ TEST_F(NodeStateSharded, WhatARankHasNotWrittenIsItsOwnErrorAlone) {
   EXPECT_EQ(node_.ErrorOf(second), ErrorId::kNone);
 }
 
-// A rank that waits for the others may write once more; what is in the weights then counts.
+// A rank that waits in InitialDone may write again. The newest written weights count.
 TEST_F(NodeStateSharded, WhatIsWrittenAfterInitialDoneIsWaitedForAndChecked) {
   AttachWriters();
   WriteOwn(0);
@@ -144,7 +144,7 @@ TEST_F(NodeStateSharded, WhatIsWrittenAfterInitialDoneIsWaitedForAndChecked) {
   EXPECT_EQ(node_.ErrorOf(second), kUnanswered) << "a copy of rank 0 runs";
   EXPECT_FALSE(View().ready);
   TaskDone done = node_.model().Finish(copies[0].task);
-  done.count = 1;  // not finite
+  done.count = 1;  // The values are not finite.
   node_.Send(done);
   EXPECT_EQ(node_.ErrorOf(again), ErrorId::kNonfinite);
   EXPECT_THAT(MessageOf(again), HasSubstr("group 0 (g0 of rank 0)"));
@@ -179,7 +179,7 @@ TEST_F(NodeStateSharded, ARankThatEndsBeforeTheJobIsReadyFencesTheOthers) {
     node_.RunTasks();
     EXPECT_OK(StatusOf(newer));
   }
-  // Nothing of what was written counts.
+  // None of the earlier writes counts.
   AttachWriters();
   EXPECT_EQ(node_.ErrorOf(node_.InitialDone(sessions_[0])), ErrorId::kNotReady);
   for (uint32_t rank = 0; rank < 2; ++rank) {
@@ -205,7 +205,7 @@ TEST_F(NodeStateSharded, ANewerSessionOfARankThatWritesFencesTheOldOneByThatReas
 }
 
 TEST_F(NodeStateSharded, ARankThatOwnsNothingAttachesFetchesAndSteps) {
-  // Two rows: no part is left for rank 2.
+  // The layout has two rows for three ranks, so that rank 2 owns none.
   ShardedJob job(MakeShardedLayout({{{.rows = 2, .columns = 70}}}, {.ranks = 3}), 3);
   job.AttachWriters();
   EXPECT_THAT(job.OwnedBy(2), IsEmpty());
@@ -223,7 +223,7 @@ TEST_F(NodeStateSharded, ARankThatOwnsNothingAttachesFetchesAndSteps) {
   EXPECT_EQ(job.node_.fault(), "");
 }
 
-// bfloat16 in format fp32: masters are a plane of their own.
+// bfloat16 weights in format fp32: the masters are a plane separate from the weights.
 TEST(NodeStateShardedMasters, AreSetForAllRanksBeforeAnyOfThemIsAnswered) {
   ShardedJob job(MakeShardedLayout({{{.rows = 301}}}, {.dtype = DType::kBFloat16}), 2);
   job.AttachWriters();
@@ -287,7 +287,7 @@ TEST_F(NodeStateSharded, KeepsItsWorldSizeAndItsPartitions) {
   AttachAll();
   TrainStep(1);
   const LayoutPtr alone = MakeShardedLayout({{{.rows = 301}}}, {.ranks = 1});
-  // While the old world is attached, and when it is gone.
+  // First while the ranks of the old world are attached, then after they have ended.
   for (int i = 0; i < 2; ++i) {
     SCOPED_TRACE(i);
     const absl::Status fewer = StatusOf(node_.RequestAttach(alone, {.world_size = 1}));

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A step is a barrier over all ranks, applied exactly once: repeats, gaps, other scalars,
-//         bad
-//         hyper-parameters; norm and clipping as torch has them; groups without a gradient are left
-//         alone; fetches wait for the update of their own group and no longer.
+// Goal    A step is a barrier over all ranks and is applied exactly once. Repeated steps, skipped steps, scalars that differ
+//         between ranks, and bad hyperparameters are refused. Norm and clipping are those of torch. Groups without a gradient
+//         are not changed. A fetch waits for the update of its own group only.
 // Method  The harness drives the state machine; each test chooses which tasks end and when, and
 //         reads actions and answers.
 
@@ -56,7 +55,7 @@ class NodeStateStep : public ::testing::Test {
   std::string MessageOf(uint64_t tag) const {
     return std::string(node_.answer(tag)->status.message());
   }
-  // The sums of squares that the workers report, by group.
+  // Delivers every group on all ranks, and makes the workers report `sums[group]` as its sum of squares.
   void FinishSums(const std::vector<double>& sums) {
     for (size_t group = 0; group < sums.size(); ++group) {
       for (const uint64_t session : sessions_) {
@@ -140,7 +139,7 @@ TEST_F(NodeStateStep, ExtraStateMayDifferBetweenRanks) {
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(a), ErrorId::kNone);
   EXPECT_EQ(node_.ErrorOf(b), ErrorId::kNone);
-  // The next attach gets the committed one, and steps alternate between two slots.
+  // The next attach gets the committed extra_state. Steps alternate between two slots for extra_state.
   node_.End(sessions_[1], EndCause::kDetached);
   sessions_[1] = node_.Attach(layout_, {.rank = 1});
   const AnswerAttach first = *node_.attached(sessions_[1]);
@@ -194,7 +193,8 @@ TEST_F(NodeStateStep, HyperParametersAreChecked) {
   const double inf = std::numeric_limits<double>::infinity();
   for (double HyperParams::*member : {&HyperParams::lr, &HyperParams::beta1, &HyperParams::beta2,
                                       &HyperParams::eps, &HyperParams::weight_decay}) {
-    for (const double bad : {nan, inf, -inf, 1e300, -1e300}) {  // the last are none in float32
+    // 1e300 and -1e300 are not finite in float32.
+    for (const double bad : {nan, inf, -inf, 1e300, -1e300}) {
       HyperParams params = hyper;
       params.*member = bad;
       EXPECT_EQ(refused(good, params), ErrorId::kOption) << bad;
@@ -205,7 +205,7 @@ TEST_F(NodeStateStep, HyperParametersAreChecked) {
     params.beta1 = beta;
     EXPECT_EQ(refused(good, params), ErrorId::kOption) << beta;
   }
-  for (const double eps : {0.0, 1e-300}) {  // the latter is 0 in float32
+  for (const double eps : {0.0, 1e-300}) {  // 1e-300 is 0 in float32.
     HyperParams no_eps = hyper;
     no_eps.eps = eps;
     EXPECT_EQ(refused(good, no_eps), ErrorId::kOption) << eps;
@@ -247,7 +247,7 @@ TEST_F(NodeStateStep, HyperParametersAreChecked) {
 }
 
 TEST_F(NodeStateStep, AGroupThatNobodyDeliveredIsLeftAlone) {
-  node_.Gradient(sessions_[1], 1, 1);  // rank 0 counts as zero
+  node_.Gradient(sessions_[1], 1, 1);  // Rank 0's gradient counts as zero.
   ASSERT_EQ(StepBoth(1), ErrorId::kNone);
   DeliverAll(2);
   ASSERT_EQ(StepBoth(2), ErrorId::kNone);
@@ -258,14 +258,15 @@ TEST_F(NodeStateStep, AGroupThatNobodyDeliveredIsLeftAlone) {
           segment.weights.offset_bytes >= layout_->groups()[1].weights_offset_bytes &&
           segment.weights.offset_bytes < layout_->groups()[2].weights_offset_bytes;
       EXPECT_TRUE(in_group_1 || !first_step);
-      // The optimizer's own count of steps goes on for groups that were updated.
+      // Updates that the optimizer has counted: in step 2, two for group 1, which also had a gradient in step 1, and one for
+      // the other groups.
       EXPECT_EQ(node_.UpdateCount(segment), in_group_1 && !first_step ? 2U : 1U);
     }
   }
 }
 
 TEST_F(NodeStateStep, OfAJobThatIsDeletedAfterItsRanksHaveDiedEndsWithIt) {
-  // Before the last gradient is added, and in the middle of the update.
+  // The ranks die either before the last gradient is added, or in the middle of the update.
   for (const bool updating : {false, true}) {
     SCOPED_TRACE(updating);
     for (uint64_t& session : sessions_) {
@@ -300,7 +301,8 @@ TEST_F(NodeStateStep, ScalesByTheWorldWithoutClipping) {
 }
 
 TEST_F(NodeStateStep, ClipsAsTorchDoes) {
-  FinishSums({36.0, 64.0, 0.0});  // |sum over two ranks| = 10: the mean's norm is 5
+  // The norm of the sum over two ranks is 10, so that the norm of the mean is 5.
+  FinishSums({36.0, 64.0, 0.0});
   ASSERT_EQ(StepBoth(1, /*max_grad_norm=*/2.0), ErrorId::kNone);
   EXPECT_EQ(node_.answer(last_)->completion.norm, 5.0);
   EXPECT_EQ(node_.answer(last_)->completion.flags, protocol::kStepClipped);
@@ -344,7 +346,8 @@ TEST_F(NodeStateStep, AFetchWaitsForTheUpdateOfItsOwnGroupAlone) {
   node_.Step(sessions_[0], 1);
   const uint64_t early = node_.Fetch(sessions_[0], 0);
   EXPECT_EQ(node_.answer(early), nullptr) << "its rank waits in step";
-  node_.ReleaseFetched(sessions_[1], node_.Fetch(sessions_[1], 0));  // its rank does not
+  // Answered, because rank 1 has not called step.
+  node_.ReleaseFetched(sessions_[1], node_.Fetch(sessions_[1], 0));
   const uint64_t step = node_.Step(sessions_[1], 1);
   const uint64_t last_group = node_.Fetch(sessions_[1], 2);
   EXPECT_EQ(node_.answer(early), nullptr);

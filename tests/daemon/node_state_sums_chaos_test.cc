@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Whatever jobs whose gradients are on swap do, in any order, with any number of staging slots and workers:
-//         each step uses what was delivered and is published, and nothing waits for what does not come.
-// Method  The harness and its model of sums (node_state_sums_test.cc), with random schedules from seeds. Deliveries
-//         in any order and cut anywhere, announced or not, kept or not, in several passes, dropped and begun anew;
-//         norms; tasks that end in any order; writes that fail; ranks that are lost; at the end the job is deleted.
+// Goal    Jobs with gradients on swap act in random order, with any number of staging slots and workers. Each step uses the
+//         delivered gradients and is published, and no task waits for an event that never happens.
+// Method  The harness and its model of sums (node_state_sums_test.cc), with random schedules from seeds. Gradients are
+//         delivered in any order and split anywhere, announced or not, in several passes, or are dropped and delivered again.
+//         Ranks ask for norms and are lost, tasks end in any order, and writes fail. At the end the job is deleted.
 
 #include <algorithm>
 #include <cstdint>
@@ -33,10 +33,11 @@ using ::forebay::testing::SumsJob;
 using protocol::ErrorId;
 using protocol::kGradUnitElems;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 constexpr uint64_t kSteps = 5;
 
-// Small trainable parameters behind frozen ones, whose sums have room then: a block spans many pages.
+// Layout of small trainable parameters, each behind a large frozen parameter. The sums have space for the frozen elements too,
+// so that a block spans many pages.
 constexpr uint32_t kAdapterRanks = 4;
 std::shared_ptr<const protocol::Layout> Adapters(uint32_t groups) {
   const std::vector<ShardedParam> group = {{.rows = 3840 * kAdapterRanks, .trainable = false},
@@ -95,12 +96,12 @@ class Chaos : public ShardedJob {
     }
   }
 
-  // One attempt at a step, or a part of it that is begun anew.
+  // Outcome of Gather(), one attempt to deliver a step's gradients. After kDropped the ranks begin a new attempt.
   enum class Attempt : uint8_t { kGathered, kDropped };
   Attempt Gather(uint64_t step, bool may_drop) {
     const uint64_t passes = request_.accumulate ? 1 + Below(3) : 1;
     const bool announces = Below(4) != 0;
-    const double lr = Below(3) != 0 ? 0.1 : 0.3;  // of the announcement; that of the step is 0.1
+    const double lr = Below(3) != 0 ? 0.1 : 0.3;  // Announced learning rate; the step uses 0.1.
     const bool drops = may_drop && Below(5) == 0;
     std::vector<uint64_t> tags;
     for (uint64_t pass = 0; pass < passes; ++pass) {
@@ -164,7 +165,7 @@ class Chaos : public ShardedJob {
     tags.push_back(node_.GradientRange(session, partition, 0, cut > 0 ? cut : elems, step));
     while (!is_idle() && Below(4) != 0) FinishOne();
   }
-  // The harness does not know of parameters that were delivered in parts.
+  // Marks all gradients as present. The harness marks only parameters that one delivered range holds whole.
   void SetPresent() {
     for (const uint64_t session : sessions_) {
       for (uint32_t param = 0; param < layout_->params().size(); ++param) {
@@ -227,7 +228,7 @@ TEST_P(NodeStateSumsChaos, EveryStepUsesWhatWasDelivered) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, NodeStateSumsChaos, ::testing::Range(0U, 12U));
 
-// All pages hold sums, and a block needs more of them at once than are kept free.
+// Every page frame holds sums, and one block needs more pages at once than the job has free frames.
 TEST(NodeStateSumsOfAdapters, AreUpdatedWhereABlockSpansManyPages) {
   Chaos::Options options{.layout = Adapters(48), .ranks = kAdapterRanks};
   options.request = SumsJob::RequestOf(0, /*accumulate=*/false);
@@ -245,7 +246,7 @@ TEST(NodeStateSumsOfAdapters, AreUpdatedWhereABlockSpansManyPages) {
   }
 }
 
-// Nothing has states or gradients: weights alone have slots.
+// All parameters are frozen: the job has no states and no gradients, and only its weights have slots.
 TEST(NodeStateSumsOfAdapters, WhereAllIsFrozenAreRefusedOrTakeNoSlots) {
   const auto layout = MakeShardedLayout(
       std::vector<std::vector<ShardedParam>>(8, {{.rows = 64 << 10, .trainable = false}}),

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Gradients that do not fit in DRAM are on swap page by page: every update uses all that was
-//         delivered, and nothing else, in whatever order it came, whatever was written to swap and read again,
-//         and whatever failed meanwhile; and a job trains with the fewest frames that it is admitted with.
-// Method  The harness with sharded layouts and the smallest limits. Its model keeps what each frame holds: it
-//         faults where a gradient is added to the sum of other elements, where an update or a norm reads sums
-//         that are not there or are not of consecutive elements, where a frame is used by two tasks at once, and
-//         where sums are loaded from a slot that does not hold them.
+// Goal    Gradients that do not fit in DRAM are on swap, page by page. Every update uses all delivered gradients and no others,
+//         regardless of their order, of the pages written to swap and read again, and of failures. A job trains with the fewest
+//         frames with which it is admitted.
+// Method  The harness with sharded layouts and the smallest limits. Its model records the content of each frame. The model
+//         reports a fault if a gradient is added to the sum of other elements, if an update or a norm reads sums that are
+//         absent or not of consecutive elements, if two tasks use one frame at once, or if sums are loaded from a slot that
+//         does not hold them.
 
 #include <algorithm>
 #include <cstdint>
@@ -45,7 +45,8 @@ TEST(NodeStateSums, AJobTrainsWithTheFewestFramesThatItIsAdmittedWith) {
   EXPECT_GT(view.sums_on_swap_bytes, view.sum_frames_bytes / 2);
   EXPECT_GT(view.sums.written_bytes, 0U);
   EXPECT_EQ(view.sums.read_bytes, view.sums.written_bytes) << "nothing was updated early";
-  // Each step what does not fit and what is kept free, once.
+  // In each of the three steps, the job writes to swap the sums that do not fit in DRAM, and at most four more pages to have
+  // free frames.
   const uint64_t kept = 4 * job.page_bytes();
   EXPECT_GE(view.sums.written_bytes, 3 * view.sums_on_swap_bytes);
   EXPECT_LE(view.sums.written_bytes, 3 * (view.sums_on_swap_bytes + kept));
@@ -98,7 +99,8 @@ TEST(NodeStateSums, GradientsOfBlocksThatWereUpdatedEarlyLeaveFirst) {
     for (uint64_t elem = 0; elem < partition.elems; elem += kGradUnitElems) {
       job.node_.GradientRange(job.sessions_[partition.owner], i, elem,
                               std::min(elem + kGradUnitElems, partition.elems), 1);
-      job.node_.RunTasks();  // a disk that is faster than backward
+      // Runs all tasks, as with a disk that is faster than the backward pass.
+      job.node_.RunTasks();
     }
   }
   job.SetAllPresent();
@@ -109,7 +111,7 @@ TEST(NodeStateSums, GradientsOfBlocksThatWereUpdatedEarlyLeaveFirst) {
   job.ExpectTrained(1);
   EXPECT_EQ(job.View().sums.read_bytes, 0U) << "none was needed again";
   EXPECT_EQ(job.View().last_step_early_updates, job.View().blocks);
-  // Other scalars: all are needed again, from swap too.
+  // With another learning rate all sums are needed again, including those on swap.
   job.Announce(2, 0.2);
   job.DeliverAll(2);
   job.node_.RunTasks();
@@ -203,7 +205,8 @@ TEST(NodeStateSums, APathThatFailsGetsNoMoreOfThem) {
                      fails ? protocol::MakeError(ErrorId::kSwapIo, "simulated") : absl::OkStatus());
   };
   while (!job.node_.model().running().empty()) finish(*job.node_.model().running().begin());
-  // Each that was on its way when the first one failed. The others go to the other path, to the node's slots too.
+  // Only spills in flight when the first spill failed went to path 0. All later spills went to the other path, to slots of the
+  // node too.
   size_t to_first = 0;
   const std::vector<SpillSums> all = job.node_.Logged<SpillSums>();
   for (const SpillSums& spill : all) to_first += spill.slot.path == 0 ? 1 : 0;
@@ -252,7 +255,7 @@ TEST(NodeStateSums, AReadThatFailsAfterTheDecisionFailsTheJob) {
 
 // ------------------------------------------------------------------------- what waits for early updates
 
-// Additions that may wait for early updates go on where these do not come.
+// An addition may wait for early updates. It must continue if early updates do not happen.
 enum class Meanwhile : uint8_t { kNothing, kShuffled, kAWriteFails, kOthersAnnounced };
 
 class NodeStateSumsNorm : public ::testing::TestWithParam<Meanwhile> {};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A read that the disk never ends fails like any other, and its staging slot is left alone until
-//         the disk has ended it: other blocks and jobs use the others. A block whose read has failed is
-//         read again from its newest slot, never from the older one.
-// Method  The harness with all states on swap; the test is the disk.
+// Goal    A read that the disk never ends is given up and fails like any other read. Its staging slot is not used until the
+//         disk has ended the read; other blocks and jobs use the other slots. A block whose read has failed is read again from
+//         its newest slot, never from an older one.
+// Method  The harness with all states on swap. The test acts as the disk.
 
 #include <cstdint>
 #include <map>
@@ -36,7 +36,7 @@ uint64_t FixedBytes(const std::shared_ptr<const protocol::Layout>& layout) {
   return job.dram_bytes - job.resident_blocks * kBlockBytes;
 }
 
-// Two jobs of 8 blocks, all on swap, that share three staging slots.
+// Two jobs of 8 blocks each, all on swap, that share three staging slots.
 class NodeStateSwapFault : public ::testing::Test {
  protected:
   static NodeState::Options Options(uint64_t fixed_bytes) {
@@ -69,7 +69,7 @@ class NodeStateSwapFault : public ::testing::Test {
     return StepNow(session, step);
   }
 
-  // The disk does not end the first read of the step; the slot of it.
+  // Gives up the step's first read, which the disk never ends. Returns the read's staging slot.
   uint32_t GiveUpRead(uint64_t session, uint64_t step, bool keeps) {
     node_.Gradient(session, 0, step);
     const ReadBlock read = node_.Running<ReadBlock>().at(0);
@@ -118,7 +118,7 @@ TEST_F(NodeStateSwapFault, WithoutThatTheSlotIsUsedAtOnce) {
 }
 
 TEST_F(NodeStateSwapFault, WhileTheDiskHasAllSlotsStepsWaitAndGoOnWhenItReturnsOne) {
-  DeliverAll(session_, 1);  // all slots hold blocks that were read ahead
+  DeliverAll(session_, 1);  // All staging slots hold blocks that were read ahead.
   ASSERT_EQ(StepNow(session_, 1), ErrorId::kNone);
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     const uint64_t step = slot + 2;

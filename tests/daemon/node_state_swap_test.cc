@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Blocks that do not fit in DRAM stream through few staging slots: read ahead, verified
-//         against the right step, updated once, written, published together; a failed write goes to
-//         another slot or the step waits; a failed read refuses the step, or fails the job by name
-//         after the decision; states can be read between steps; jobs share the slots without
-//         hanging.
-// Method  The harness with a tight DRAM limit; its model holds what is on disk and in each slot,
-//         and faults where a block is not the one it should be, or is written over.
+// Goal    Blocks that do not fit in DRAM are streamed through few staging slots: they are read ahead, verified against the
+//         right step, updated once, written, and published together. After a failed write the block goes to another slot, or
+//         the step waits. A failed read refuses the step; after the decision it fails the job by name. States can be read
+//         between steps. Several jobs share the slots without a deadlock.
+// Method  The harness with a tight DRAM limit. Its model records the content of the disk and of each slot. The model reports a
+//         fault if a block has the wrong content or is overwritten.
 
 #include <cstdint>
 #include <memory>
@@ -42,7 +41,7 @@ uint64_t FixedBytes(const std::shared_ptr<const protocol::Layout>& layout) {
   return job.dram_bytes - job.resident_blocks * kBlockBytes;
 }
 
-// One rank, 20 blocks of which 4 fit in DRAM, 3 staging slots, 2 workers.
+// A job of one rank with 20 blocks, of which 4 fit in DRAM. The node has 3 staging slots and 2 workers.
 class NodeStateSwap : public ::testing::Test {
  protected:
   static NodeState::Options Options(uint64_t fixed_bytes) {
@@ -113,7 +112,8 @@ TEST_F(NodeStateSwap, ReadsAheadFromTheFirstGradientOn) {
 
 TEST_F(NodeStateSwap, MostReadsAreAskedForBeforeTheyAreNeeded) {
   NodeState::Options options = Options(FixedBytes(layout_));
-  options.staging_slots = 6;  // one read ahead for each update and each write
+  // Enough slots to read one block ahead for each update and each write.
+  options.staging_slots = 6;
   NodeHarness node(options, 1);
   const uint64_t session = node.Attach(layout_, {});
   for (uint64_t step = 1; step <= 3; ++step) {
@@ -173,7 +173,7 @@ TEST_F(NodeStateSwap, BlocksReadAheadStayValidWhenTheStepIsDropped) {
 }
 
 TEST_F(NodeStateSwap, BlocksOfSkippedGroupsAreNotRead) {
-  node_.Gradient(session_, 0, 1);  // blocks 0 to 4: one swapped
+  node_.Gradient(session_, 0, 1);  // One of the blocks 0 to 4 is on swap.
   node_.RunTasks();
   const uint64_t tag = node_.Step(session_, 1);
   node_.RunTasks();
@@ -207,7 +207,7 @@ TEST_F(NodeStateSwap, AFailedReadAheadRefusesTheStepAndKeepsItsGradients) {
   EXPECT_EQ(node_.model().WrittenSteps(1).size(), 20U);
 }
 
-// A task of one kind fails after the decision.
+// Fails the next task of type A, after the step's decision.
 template <typename A>
 void FailOne(NodeHarness& node, ErrorId id) {
   node.Finish(node.FinishUntil<A>().task, protocol::MakeError(id, "path 0, offset 3: simulated"));
@@ -270,7 +270,7 @@ TEST_F(NodeStateSwap, NothingOfAStepIsPublishedBeforeAllOfItIsWritten) {
   for (const auto& [block, step] : node_.model().WrittenSteps(1)) EXPECT_EQ(step, 2U);
 }
 
-// Two paths, each with room for all slots.
+// Returns `options` with two swap paths, each with space for all slots.
 NodeState::Options OnTwoPaths(NodeState::Options options) {
   options.swap = SwapPaths({2 * 16 * kBlockBytes, 2 * 16 * kBlockBytes});
   return options;
@@ -313,7 +313,7 @@ TEST_F(NodeStateSwap, AFailedWriteGoesToAnotherPath) {
 }
 
 TEST_F(NodeStateSwap, WhileNoPathAcceptsWritesTheStepWaitsAndOtherJobsGoOn) {
-  // A small job beside it that lies in DRAM alone.
+  // A second, small job has all its states in DRAM.
   const std::shared_ptr<const protocol::Layout> small = MakeLayout({64});
   const uint64_t small_bytes = FixedBytes(small) + kBlockBytes;
   NodeState::Options options = OnTwoPaths(Options(FixedBytes(layout_)));
@@ -463,7 +463,7 @@ TEST_F(NodeStateSwap, AJobThatOnlyReadsAheadGivesItsSlotsToOneThatSteps) {
   options.dram_limit_bytes = options.node_bytes + 2 * FixedBytes(layout_) + 20 * kBlockBytes;
   options.swap = SwapPaths({4 * 40 * kBlockBytes});
   NodeHarness node(options, 1);
-  // A job takes what DRAM is left; b gets none while another is there, and a too little afterwards.
+  // A job takes all free DRAM. Job b gets none while job "filler" is attached; job a gets too little DRAM afterwards.
   const uint64_t filler = node.Attach(layout_, {.job = "filler"});
   const uint64_t b = node.Attach(layout_, {.job = "b"});
   node.End(filler, EndCause::kDetached);

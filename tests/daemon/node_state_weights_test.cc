@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Weights that do not fit in DRAM are on swap: every fetch gets those of the newest step, whatever is
-//         read ahead, dropped, late or broken, and a job trains with the smallest cache that it is admitted with.
-// Method  The harness with sharded layouts and small limits. Its model faults where a fetch is answered with
-//         bytes of another partition or of an older version, where a copy is written under a lease or read from
-//         a slot that is being written, and where a block's weights are not the ones its digests are of.
+// Goal    Weights that do not fit in DRAM are on swap. Every fetch gets the weights of the newest step, even if blocks are read
+//         ahead, dropped, late or broken. A job trains with the smallest cache with which it is admitted.
+// Method  The harness with sharded layouts and small limits. Its model reports a fault if a fetch is answered with bytes of
+//         another partition or of an older version, if a copy is written under a lease or read from a slot that is being
+//         written, or if a block's weights do not match its digests.
 
 #include <algorithm>
 #include <cstdint>
@@ -41,14 +41,14 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 constexpr uint32_t kRanks = 2;
-// Beside the smallest limit: the small groups, and what is left for a reader's arena and ring.
+// Bytes of DRAM above the smallest limit, for the small groups and for a reader's arena and ring.
 constexpr uint64_t kReaderBytes = uint64_t{24} * protocol::kPageBytes;
 
 using Groups = std::vector<std::vector<ShardedParam>>;
 
-// Six groups of sixteen pages a shard, uneven ones, columns, and tiny ones of which several share a block.
+// Returns six groups of sixteen pages a shard, uneven groups, columns, and tiny groups that share a block.
 Groups AwkwardGroups() {
   Groups groups;
   for (int i = 0; i < 6; ++i) groups.push_back({{.rows = 16000, .columns = 4}});
@@ -85,7 +85,7 @@ class WeightsJob : public ShardedJob {
   WeightsJob(std::shared_ptr<const protocol::Layout> layout, uint64_t dram_bytes)
       : ShardedJob(std::move(layout), kRanks, SwapOptions(dram_bytes)) {}
 
-  // Fetches and gives back; the model looks at what is fetched.
+  // Fetches a partition and releases it. The model checks the fetched bytes.
   void Use(uint32_t rank, uint32_t partition) {
     const uint64_t tag = node_.Fetch(sessions_[rank], partition);
     node_.RunTasks();
@@ -93,7 +93,7 @@ class WeightsJob : public ShardedJob {
     node_.ReleaseFetched(sessions_[rank], tag);
     node_.RunTasks();
   }
-  // Forward, backward and step of all ranks.
+  // Runs forward, backward and step of all ranks.
   void TrainAndFetch(uint64_t step) {
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
       const std::vector<uint32_t> own = OwnedBy(rank);
@@ -115,7 +115,8 @@ class NodeStateWeights : public ::testing::Test, protected WeightsJob {
 };
 
 TEST_F(NodeStateWeights, AJobTrainsWithTheSmallestCacheThatItIsAdmittedWith) {
-  const uint64_t largest = 18001 * 2 * 2;  // rows, columns, bytes: of the last group
+  // Rows, columns and element bytes of the last group.
+  const uint64_t largest = 18001 * 2 * 2;
   EXPECT_EQ(View().weights_cache_bytes,
             2 * kRanks * protocol::RoundUp(largest, protocol::kPageBytes));
   EXPECT_EQ(View().weights_on_swap_bytes, layout_->total_elems() * 2) << "all of them";
@@ -148,12 +149,13 @@ TEST_F(NodeStateWeights, WhatIsFetchedAgainInTheSameOrderIsReadAhead) {
   const uint64_t fetches = second.fetches - first.fetches;
   const uint64_t ahead = second.fetches_ahead - first.fetches_ahead;
   EXPECT_GE(ahead + 2 * kRanks, fetches) << "but for the first of each rank, on two sides";
-  std::map<std::pair<uint32_t, uint64_t>, int> loads;  // by partition and block, of both steps
+  // Number of loads in both steps, by partition and block.
+  std::map<std::pair<uint32_t, uint64_t>, int> loads;
   for (const LoadWeights& load : node_.Logged<LoadWeights>()) ++loads[{load.partition, load.block}];
   for (const auto& [what, count] : loads) EXPECT_LE(count, 4) << what.first << ": none in vain";
 }
 
-// The rank computes for long with what it has.
+// The rank computes for a long time and holds its leases.
 TEST_F(NodeStateWeights, WhatCannotBeReadAheadIsReadAgainWhenItIsFetched) {
   const std::vector<uint32_t> own = OwnedBy(0);
   for (const uint32_t partition : own) Use(0, partition);
@@ -191,7 +193,7 @@ TEST(NodeStateWeightsFormats, TrainWithMastersAndWithoutThem) {
   }
 }
 
-// Uneven partitions, so that what is evicted for one may still not be enough.
+// Partitions differ in size, so that the eviction of one may not free enough for another.
 TEST_F(NodeStateWeights, WhatRanksReadAheadInTurnComesToRest) {
   constexpr uint64_t kSteps = 3;
   for (uint64_t step = 1; step <= kSteps; ++step) {
@@ -207,7 +209,7 @@ TEST_F(NodeStateWeights, WhatRanksReadAheadInTurnComesToRest) {
     }
     TrainStep(step);
   }
-  // A rank that has not begun its step says nothing of what it needs: then another fills the cache.
+  // A rank that has not begun its step gives no order of fetches, so that another rank fills the cache.
   EXPECT_LE(View().weights.read_bytes, 2 * kSteps * layout_->weights_bytes());
 }
 
@@ -232,7 +234,7 @@ TEST_F(NodeStateWeights, WhatIsFetchedAfterAWriteOfMastersIsWhatWasWritten) {
   const uint64_t tag = node_.WriteState(sessions_[1], partition);
   node_.RunTasks();
   ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
-  Use(1, partition);  // the model knows the version
+  Use(1, partition);  // The model checks the version of the weights.
   EXPECT_GT(node_.Logged<LoadWeights>().size(), loads) << "the copy was of before";
 }
 
@@ -302,7 +304,8 @@ TEST_F(NodeStateWeights, AReadThatTheDiskDoesNotEndKeepsItsSlotFromOthers) {
 
 TEST_F(NodeStateWeights, ASessionThatEndsLeavesNothingBehind) {
   for (const uint32_t partition : OwnedBy(0)) node_.Fetch(sessions_[0], partition);
-  node_.FinishAll<LoadWeights>();  // some are leased, some are read, some wait for room
+  // Some weights are leased, some are being read, and some wait for space in the cache.
+  node_.FinishAll<LoadWeights>();
   for (const uint64_t session : sessions_) node_.End(session, EndCause::kLost);
   node_.RunTasks();
   AttachAll();
@@ -373,7 +376,7 @@ TEST_F(NodeStateWeightsReader, ADecisionWaitsForWeightsThatAreOnTheirWay) {
   std::vector<uint64_t> calls;
   for (const uint64_t session : sessions_) calls.push_back(node_.Step(session, 1));
   EXPECT_THAT(node_.Running<UpdateBlock>(), IsEmpty());
-  const uint64_t late = node_.Fetch(reader, OwnedBy(1)[0]);  // begins none
+  const uint64_t late = node_.Fetch(reader, OwnedBy(1)[0]);  // This fetch begins no read.
   while (node_.ErrorOf(fetch) == kUnanswered) {
     EXPECT_THAT(node_.Running<UpdateBlock>(), IsEmpty());
     ASSERT_FALSE(node_.Running<LoadWeights>().empty());
@@ -388,8 +391,8 @@ TEST_F(NodeStateWeightsReader, ADecisionWaitsForWeightsThatAreOnTheirWay) {
   node_.ReleaseFetched(reader, late);
 }
 
-// While a block leaves a marked path its weights are fetched, from the old slot and from the new one: the model
-// faults where a slot is written that is read, and where what was fetched is not the block's.
+// While a block moves off a marked path, its weights are fetched from the old slot and from the new slot. The model reports a
+// fault if a slot is written while it is read, or if the fetched bytes are not the block's.
 TEST_F(NodeStateWeights, WeightsCanBeFetchedWhileTheirBlocksLeaveAMarkedPath) {
   TrainStep(1);
   const absl::Status error = protocol::MakeError(ErrorId::kSwapIo, "Input/output error");
@@ -407,7 +410,7 @@ TEST_F(NodeStateWeights, WeightsCanBeFetchedWhileTheirBlocksLeaveAMarkedPath) {
   }
   const std::vector<uint32_t> own = OwnedBy(0);
   while (!node_.Running<LoadWeights>().empty()) node_.FinishAll<LoadWeights>();
-  // The old slot of one that is written is not free before what is read from it has been read.
+  // The old slot of a written block is not free before the read of the slot has ended.
   ASSERT_THAT(node_.Running<ReadBlock>(), SizeIs(1));
   const uint64_t first = node_.Fetch(sessions_[0], own[8]);  // one piece
   ASSERT_FALSE(node_.Running<LoadWeights>().empty());
@@ -536,11 +539,12 @@ TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
     const uint64_t weights_read = after.weights.read_bytes - before.weights.read_bytes;
     const uint64_t states_read = after.state_read_bytes - before.state_read_bytes;
     EXPECT_GE(states_read, plan.step_read - 2 * plan.weights_on_swap);
-    // Whole pages at both ends of each block's part; what is still there is not read again.
+    // Each block's part is read in whole pages, so that up to a page more is read at both ends. Cached weights are not read
+    // again.
     EXPECT_LE(weights_read, 2 * plan.weights_on_swap * 4 / 3);
     EXPECT_GE(weights_read, plan.weights_on_swap * 4 / 3);
   }
-  // An empty node with so much, whatever is on this one.
+  // Plans a job for an empty node with the given limits, regardless of the jobs on this node.
   WeightsJob job(layout, least);
   job.AttachAll();
   ASSERT_OK_AND_ASSIGN(
@@ -567,7 +571,7 @@ TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
       << "beside the job that is there";
 }
 
-// A base of frozen parameters that is far larger than the limit, with small trained ones beside it.
+// The model has frozen parameters that are far larger than the DRAM limit, and small trained parameters.
 class NodeStateFrozenWeights : public ::testing::Test, protected WeightsJob {
  protected:
   static std::shared_ptr<const protocol::Layout> Layout() {
@@ -601,7 +605,7 @@ TEST_F(NodeStateFrozenWeights, AreOnSwapAndNeitherUpdatedNorReadAhead) {
   const JobView before = View();
   EXPECT_EQ(before.weights_on_swap_bytes, layout_->total_elems() * 2) << "all of them";
   for (uint64_t step = 1; step <= 3; ++step) TrainStep(step);
-  // Exact: 10 bytes an element of states, 2 of weights; on pages.
+  // In format exact an element has 10 bytes of states and 2 bytes of weights. Each plane begins on a page.
   const uint64_t updated = View().last_step_written_bytes;
   EXPECT_GE(updated, layout_->trainable_elems() * 12);
   EXPECT_LT(updated, layout_->trainable_elems() * 12 * 3 / 2 + 16 * 12 * protocol::kPageBytes / 4);
@@ -623,7 +627,8 @@ TEST_F(NodeStateFrozenWeights, TakeNeitherRoomForGradientsNorTwoSlots) {
   EXPECT_LT(View().swap_bytes, frozen * 5 / 4 + trained * 4);
 }
 
-// Before there is a list of the runs of its boxes, of which each has one element.
+// The daemon refuses the layout before it builds the list of runs. Each run of the boxes has one element, so the list would be
+// huge.
 TEST(NodeStateFrozenWeightsPlan, ThatFitNowhereAreRefusedByTheirBytes) {
   const ShardedParam columns{
       .rows = 4 << 20, .columns = 2, .cut = testing::ShardCut::kColumns, .trainable = false};
@@ -647,8 +652,8 @@ TEST_F(NodeStateFrozenWeights, MayBeWrittenBetweenSteps) {
 
 // --------------------------------------------------------------------------------------------- chaos
 
-// Ranks that fetch, hold and give back in any order, tasks that end in any order, reads that fail; the
-// model compares every answer with the newest version.
+// Ranks fetch, hold and release leases in any order, tasks end in any order, and reads fail. The model compares every answer
+// with the newest version.
 TEST(NodeStateWeightsChaos, EveryFetchGetsTheNewestVersion) {
   const auto layout = LayoutOf(AwkwardGroups());
   const uint64_t least = LeastDram(layout);
@@ -695,7 +700,7 @@ TEST(NodeStateWeightsChaos, EveryFetchGetsTheNewestVersion) {
         const auto partition = static_cast<uint32_t>(below(layout->partitions().size()));
         fetched.emplace_back(session, job.node_.Fetch(session, partition));
         if (below(8) == 0) {
-          // Not what this rank reads itself.
+          // Releases all leases first, so that the rank does not write weights that it reads.
           release_some(0);
           const std::vector<uint32_t> own = job.OwnedBy(rank);
           const uint32_t written = own[below(own.size())];
@@ -706,7 +711,7 @@ TEST(NodeStateWeightsChaos, EveryFetchGetsTheNewestVersion) {
       }
       release_some(0);
       for (uint32_t rank = 0; rank < kRanks; ++rank) job.DeliverOwn(rank, step);
-      // The next forward begins while blocks are written, or after that.
+      // The next forward pass begins while blocks are written, or afterwards.
       const bool drains = below(2) == 0;
       job.node_.set_answered_when(drains ? protocol::StepAnswer::kCommitted
                                          : protocol::StepAnswer::kPublished);

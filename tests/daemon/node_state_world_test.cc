@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The world size belongs to a job's sessions: when none of the old world is left, a job goes on
-//         with any number of ranks, from its committed step, with the extra_state of the ranks that
-//         both worlds have; until then another world size is an error with both numbers.
-// Method  The harness, whose model faults where the step arena is replaced under a task.
+// Goal    The world size belongs to a job's sessions. After all ranks of the old world have ended, a job continues with any
+//         number of ranks from its committed step. Ranks that are in both worlds recover their extra_state. Until then another
+//         world size is an error that names both numbers.
+// Method  The harness. Its model reports a fault if the step arena is replaced while a task uses it.
 
 #include <cstdint>
 #include <memory>
@@ -43,7 +43,7 @@ class NodeStateWorld : public ::testing::Test {
       for (uint32_t group = 0; group < 2; ++group) node_.Gradient(session, group, step);
     }
   }
-  // Rank r commits 10 + r bytes of extra_state.
+  // Calls step on every rank. Rank r commits 10 + r bytes of extra_state.
   std::vector<uint64_t> CallStep(uint64_t step) {
     std::vector<uint64_t> tags;
     for (uint32_t rank = 0; rank < sessions_.size(); ++rank) {
@@ -157,7 +157,7 @@ TEST_F(NodeStateWorld, ThatDoesNotFitLeavesTheOldOne) {
   EXPECT_TRUE(tight.Logged<ReplaceStepArena>().empty());
 }
 
-// One rank whose states fill the DRAM; two ranks need more of it.
+// The states of a world of one rank fill the DRAM. A world of two ranks needs more DRAM.
 class NodeStateWorldOnSwap : public ::testing::Test {
  protected:
   static constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page

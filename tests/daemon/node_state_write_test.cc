@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    States are written by their owners alone, masters as initial parameters of a fresh job or all between
-//         two steps: block by block, in DRAM or on swap, never under a lease, never while a step is
-//         applied; what was not written wholly does not count.
-// Method  The harness drives the state machine with a sharded job; its model faults where a block is
-//         not the one it should be, or two tasks use the same memory.
+// Goal    States are written by their owners only: masters as initial parameters of a new job, or all states between two steps.
+//         Writes go block by block, in DRAM or on swap, never under a lease and never while a step is applied. An incomplete
+//         write does not count.
+// Method  The harness drives the state machine with a sharded job. Its model reports a fault if a block has the wrong content,
+//         or if two tasks use the same memory.
 
 #include <cstdint>
 #include <memory>
@@ -31,7 +31,7 @@ using ::testing::SizeIs;
 
 constexpr ErrorId kUnanswered = ErrorId::kTimeout;
 
-// bfloat16 weights whose masters are a plane of their own.
+// A layout with bfloat16 weights, whose masters are a plane separate from the weights.
 std::shared_ptr<const protocol::Layout> WithMasterPlane() {
   return MakeShardedLayout({{{.rows = 301}, {.rows = 20, .columns = 15}}, {{.rows = 130}}},
                            {.dtype = protocol::DType::kBFloat16});
@@ -246,7 +246,8 @@ TEST_F(NodeStateWrite, OfAMomentIsRefusedWhereThereIsNone) {
   EXPECT_EQ(job.node_.fault(), "");
 }
 
-// One scale stands for 128 elements: a part of a group would need the others' float32 values.
+// int8 moments have one scale for 128 elements. A write to a part of such a group would need the float32 values of its other
+// elements.
 TEST_F(NodeStateWrite, OfInt8MomentsTakesWholeGroups) {
   ShardedJob job(
       MakeShardedLayout(
@@ -258,7 +259,7 @@ TEST_F(NodeStateWrite, OfInt8MomentsTakesWholeGroups) {
     uint64_t begin, end;
     bool good;
   };
-  // Groups begin anew with the second parameter, at element 301.
+  // Groups of 128 elements are counted from the begin of each parameter. The second parameter begins at element 301.
   for (const Case& one :
        {Case{0, 601, true}, Case{128, 301, true}, Case{0, 128, true}, Case{256, 429, true},
         Case{301, 557, true}, Case{1, 128, false}, Case{0, 127, false}, Case{300, 301, false},
@@ -341,7 +342,7 @@ TEST_F(NodeStateWrite, OfUpdatesIsRefusedWithinAStepAndOfWhatHasNone) {
 
 // ----------------------------------------------------------------------------------------- on swap
 
-// Blocks of both owners, of which three fit in DRAM; three staging slots.
+// A job whose blocks belong to both owners. DRAM fits three blocks, and the node has three staging slots.
 class NodeStateWriteOnSwap : public ::testing::Test {
  protected:
   static constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Sessions, jobs and connections that have ended leave nothing in a daemon that runs for months: no heap, no other
-//         private memory (it counts against dram.limit), no descriptor, here and with its service manager.
-// Method  A real daemon, with and without a store of descriptors; a library that is loaded into it counts its live heap. Each
-//         kind of session comes and goes 100 times (FOREBAY_TEST_TURNS: so many), then as often again. Nobody asks for the
+// Goal    Ended sessions, jobs and connections leave nothing behind in a daemon that runs for months: no heap, no other private
+//         memory (which counts against dram.limit), and no descriptor in the daemon or in its service manager.
+// Method  A real daemon, with and without a store of descriptors. A library loaded into the daemon counts its live heap. Each
+//         kind of session begins and ends 100 times (or FOREBAY_TEST_TURNS times), then as often again. No client asks for the
 //         status meanwhile.
 
 #include <poll.h>
@@ -58,20 +58,20 @@ using testing::TempDir;
 
 constexpr auto kTimeout = std::chrono::seconds(60);
 constexpr int kTurns = 100;
-// A kind that keeps one piece of heap has kTurns more of them. Less than that may come by itself: a container has grown.
+// A leak of one piece of heap a turn would add kTurns pieces. Fewer pieces may appear without a leak, because containers grow.
 constexpr int64_t kPiecesMost = kTurns / 4;
-// One that lets a piece grow by 64 bytes each time has as many.
+// A leak that enlarges a piece by 64 bytes a turn would add this many bytes.
 constexpr int64_t kHeapBytesMost = 64 * kTurns;
-// Freed bytes that the heap keeps, at the end of the arena of the process and of that of a thread (M_TRIM_THRESHOLD).
+// Bytes of freed memory that the heap retains at the end of the process's arena and of a thread's arena (M_TRIM_THRESHOLD).
 constexpr int64_t kPrivateBytesMost = 2 * (128 << 10);
-// Stacks of threads that have ended are kept for the next ones.
+// Stacks of ended threads are retained for later threads.
 constexpr int kMappingsMost = kTurns / 4;
 constexpr int kLooks = 40;  // 5 ms apart
 constexpr uint32_t kStoreCapacity = 256;
 constexpr uint32_t kWorld = 2;
 constexpr uint64_t kArenaBytes = 64 << 10;
 
-// The service manager's end: keeps descriptors of the daemon.
+// Acts as the service manager, and stores the daemon's descriptors.
 class ServiceManager {
  public:
   explicit ServiceManager(const std::string& socket)
@@ -111,7 +111,7 @@ struct Held {
   int descriptors = 0;
   size_t stored = 0;
 
-  // Nothing but what kPiecesMost and its neighbours explain.
+  // Returns true if this holds no more than `before`, apart from the growth that kPiecesMost and the other limits allow.
   bool HasNoMoreThan(const Held& before) const {
     return pieces <= before.pieces + kPiecesMost &&
            heap_bytes <= before.heap_bytes + kHeapBytesMost &&
@@ -152,7 +152,8 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     if (heap_ != nullptr) ::munmap(heap_, sizeof(LiveHeap));
   }
 
-  // `turn` kTurns times leaves as much as it has left after as many before.
+  // Calls `turn` kTurns times, then kTurns times again, and expects that the second half adds no memory and no descriptors.
+  // FOREBAY_TEST_TURNS replaces kTurns.
   void ExpectNothingStays(const std::function<absl::Status(int turn)>& turn) {
     if (HasFatalFailure()) return;
     const char* const asked = std::getenv("FOREBAY_TEST_TURNS");
@@ -202,7 +203,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     done.op = static_cast<uint16_t>(protocol::Op::kInitialDone);
     return session.Ask(done);
   }
-  // The first calls of a rank of a sharded job.
+  // Makes the first calls of a rank of a sharded job: writes the initial parameters of its partitions.
   static absl::Status WriteOwn(Attachment& session, uint32_t rank) {
     if (!session.writes_initial()) return absl::OkStatus();
     for (uint32_t i = 0; i < session.layout().partitions().size(); ++i) {
@@ -212,7 +213,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     }
     return session.InitialDone(kTimeout);
   }
-  // A job, its initial parameters and one step.
+  // Attaches to a job, writes its initial parameters and trains one step.
   absl::Status Train(const std::string& job, const std::string& durability = "memory") {
     client::AttachOptions options = Options(job);
     ASSIGN_OR_RETURN(options.durability, protocol::ParseDurability(durability));
@@ -239,7 +240,8 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     heap_ = static_cast<LiveHeap*>(at);
   }
 
-  // Room for what ends after the last turn: if more is counted here, the test sees less.
+  // Returns the smallest counts that the daemon reaches, because some resources are freed only after the last turn. A larger
+  // baseline would hide leaks.
   Held Baseline() const {
     Held least = Now();
     int looks = 0;
@@ -370,7 +372,7 @@ TEST_P(NothingStays, OfShardedSessions) {
   ExpectNothingStays(turn);
 }
 
-// Its connection acts for a user, as a gateway's does, and its session outlives it.
+// Each connection acts on behalf of a user, as a gateway's does. The session outlives its connections.
 TEST_P(NothingStays, OfSessionsThatGoOnWithAnotherConnection) {
   constexpr int64_t kUid = 2001;
   constexpr uint32_t kWaitMs = 60'000;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The daemon's own user, and nobody else, acts for another user: that one's names, and no other's jobs. Where such a
-//         connection is lost, its rank alone goes on with the session, and only within the time that was agreed.
-// Method  A real daemon; connections of root and of another uid.
+// Goal    Only the daemon's own user may act on behalf of another user, and then has that user's name and no access to other
+//         users' jobs. After such a connection is lost, only its rank can resume the session, and only within the agreed time.
+// Method  A real daemon, with connections of root and of another uid.
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -98,7 +98,7 @@ class OnBehalfAway : public OnBehalf {
     return session;
   }
 
-  // Attaches a rank with a new session and makes its job ready.
+  // Attaches a rank with a new session, and makes its job ready.
   std::unique_ptr<RawSession> Attached(uint32_t wait_ms) {
     auto session = Connected(kUid, wait_ms);
     EXPECT_OK(session.status());
@@ -126,8 +126,8 @@ class OnBehalfAway : public OnBehalf {
     ASSERT_OK(session.Ask(done));
   }
 
-  // Reattaches, checks the session and disconnects. Returns the first error. Runs on a thread of its own because a thread has
-  // one RawSession.
+  // Reattaches, checks the session and disconnects. Returns the first error. Uses a new thread, because a thread has one
+  // RawSession.
   absl::Status Back(const testing::RawAttach& attach, int64_t uid = kUid,
                     const std::optional<protocol::LayoutSpec>& layout = {}) {
     absl::Status result;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A scrub of a daemon at work disturbs no job and takes no step that goes on for damage; it names slots that
-//         were damaged under the daemon.
-// Method  A real daemon, its jobs durable at each step, with its states in DRAM and with some on swap; one scrub after the
-//         other while a job trains, whose bytes are known. Then its swap file is overwritten.
+// Goal    A scrub of a running daemon disturbs no job, and reports no damage because of a step that is in progress. It names
+//         slots that were damaged while the daemon ran.
+// Method  A real daemon whose jobs are durable at each step, with states in DRAM and with some states on swap. Scrubs run one
+//         after the other while a job with known bytes trains. Then the test overwrites the swap file.
 
 #include <atomic>
 #include <cstdint>
@@ -70,7 +70,7 @@ TEST_P(OnlineScrub, ATrainingJobIsCleanAndTrainsOn) {
 
   EXPECT_GT(job->committed_step(), 20U) << "too few while it was read";
 
-  // All but what is at both ends, under the daemon.
+  // Overwrites the swap file of the running daemon, except for its two ends.
   {
     std::fstream bytes(swap + "/forebay.swap", std::ios::in | std::ios::out | std::ios::binary);
     for (std::streamoff at = kEndBytes; at < kSwapBytes - kEndBytes; at += 4096) {

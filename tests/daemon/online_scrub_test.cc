@@ -2,7 +2,7 @@
 // Goal    A damaged slot counts only if the job's newest ledger names it once it has been read. A slot that was replaced
 //         meanwhile is read again at its new place. One scrub runs at a time, at its rate. A deleted job is scrubbed no
 //         further.
-// Method  A run of made-up jobs on real files; the test is the loop, and says which ledger is the newest.
+// Method  Generated jobs on real files. The test acts as the loop, and chooses the newest ledger.
 
 #include <array>
 #include <chrono>
@@ -96,7 +96,7 @@ class OnlineScrubTest : public ::testing::Test {
   std::unique_ptr<DurableRun> run_;
   std::unique_ptr<SwapSpace> swap_;
   std::unique_ptr<TaskRunner> runner_;
-  std::vector<std::shared_ptr<const DurableJob>> jobs_;  // of the newest ledger
+  std::vector<std::shared_ptr<const DurableJob>> jobs_;  // Jobs of the newest ledger.
   std::optional<Scrubber> scrub_;
   uint64_t transfers_ = 0;
   std::optional<absl::StatusOr<ScrubReport>> answer_;
@@ -124,7 +124,7 @@ TEST_F(OnlineScrubTest, AllSlotsAreReadAndTheDamagedOneIsNamed) {
 }
 
 TEST_F(OnlineScrubTest, ASlotThatWasReplacedWhileItWasReadIsNoDamage) {
-  // The first slot of the job that has another one in the newest ledger.
+  // Find the job's first block with another slot in the newest ledger.
   const auto before = run_->node(kLast - 1).jobs;
   const std::shared_ptr<const DurableJob> after = run_->node(kLast).jobs[0];
   size_t block = 0;
@@ -138,7 +138,8 @@ TEST_F(OnlineScrubTest, ASlotThatWasReplacedWhileItWasReadIsNoDamage) {
     jobs_ = {before[0]};
     transfers_ = 0;
     Start({.number = 1, .bytes_per_s = kFast});
-    Turn(/*transfers=*/block + 1);  // each is one piece; it is not digested yet
+    // The last block has been read but not yet digested. Each block is one transfer.
+    Turn(/*transfers=*/block + 1);
     if (is_replaced) jobs_ = {after};
     Turn();
     ASSERT_TRUE(answer_);
@@ -190,7 +191,7 @@ TEST_F(OnlineScrubTest, SeveralReadsOfADeletedJobEndBeforeTheNextJob) {
   for (size_t i = 0; i < jobs_.size(); ++i) {
     EXPECT_EQ((*answer_)->jobs[i + 1].slots, jobs_[i]->slots());
   }
-  // Each in flight is waited for before another scrub begins.
+  // After a cancelled scrub, another scrub can begin only when the transfers in flight have ended.
   Start({.number = 2, .bytes_per_s = kFast});
   (void)scrub_->Tick();
   scrub_->Cancel(2);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A kept swap path is measured at its first start alone; what it keeps is taken where it is whole and of
-//         this device; a path that is too small or cannot be measured stops nobody.
-// Method  Real files of the build folder. (The time that a probe takes is that of path_probe_test.cc.)
+// Goal    A persistent swap path is measured at its first start only. Its stored rates are used if they are complete and belong
+//         to this device. A path that is too small or cannot be measured prevents no start.
+// Method  Real files in the build folder. path_probe_test.cc tests the duration of a probe.
 
 #include "daemon/exec/path_rates.h"
 
@@ -217,7 +217,7 @@ TEST(PathRatesProcess, ADaemonShowsWhatAPathGivesNowAsAShareOfWhatItGave) {
     EXPECT_EQ(status->getSwap()[0].getReadShare(), 0) << "nothing was read yet";
     EXPECT_GT(status->getSwap()[0].getReadRateNow(), 0);
   }
-  // Each of the first steps reads and writes a few blocks.
+  // Each of the first ten steps reads and writes a few blocks.
   for (uint64_t t = 1; t <= 10; ++t) {
     ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t}));
   }

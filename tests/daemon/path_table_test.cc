@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A path's rates are those of its last transfers, over the time in which it was busy with them; its
-//         share of writes follows; failures without a success mark it, as many successes take the mark away.
+// Goal    A path's rates come from its latest transfers, over the time in which the path was busy. The path's share of writes
+//         follows from its rates. Failures without a success mark a path; the same number of successes removes the mark.
 // Method  Values computed by hand.
 
 #include "daemon/core/blocks/path_table.h"
@@ -19,14 +19,14 @@ namespace {
 constexpr uint64_t kMb = 1'000'000;
 constexpr uint64_t kMs = 1'000'000;  // in nanoseconds
 
-// From 1 ms on, so that none begins at 0.
+// Adds a transfer. All times are 1 ms later than the arguments, so that no transfer begins at 0.
 void Add(PathTable& paths, PathTransfer transfer, uint64_t begin_ms, uint64_t end_ms) {
   transfer.begin_ns = (1 + begin_ms) * kMs;
   transfer.end_ns = (1 + end_ms) * kMs;
   paths.AddTransfer(transfer);
 }
 
-// One after the other, of 1 MB and so many milliseconds.
+// Adds `count` transfers of 1 MB and `each_ms` milliseconds, one after the other.
 void AddMany(PathTable& paths, uint32_t path, Direction direction, uint64_t each_ms, int count,
              uint64_t begin_ms) {
   for (int i = 0; i < count; ++i) {
@@ -46,12 +46,13 @@ nvme::PathRates Measured(double read, double write, double mixed) {
 
 TEST(PathTableTest, SharesAreThoseOfMeasuredMixedRates) {
   PathTable paths(3, {Measured(3e9, 1e9, 1.2e9), std::nullopt, Measured(4e9, 4e9, 0.4e9)});
-  // The one that was not measured counts as the mean, 0.8.
+  // The path without measured rates counts with the mean rate, 0.8 GB/s.
   EXPECT_DOUBLE_EQ(paths.share(0), 0.5);
   EXPECT_DOUBLE_EQ(paths.share(1), 1.0 / 3);
   EXPECT_DOUBLE_EQ(paths.share(2), 1.0 / 6);
   EXPECT_DOUBLE_EQ(paths.rate(1, Direction::kRead), 0);
-  // 0.6 s a GB in each: half of 1.2 GB/s, in the proportion of both alone.
+  // A mix of equal bytes moves 0.6 GB/s in each direction, half of 1.2 GB/s. The read and write rates have the ratio of the
+  // rates measured alone, 3 to 1.
   EXPECT_DOUBLE_EQ(paths.rate(0, Direction::kRead), 2.4e9);
   EXPECT_DOUBLE_EQ(paths.rate(0, Direction::kWrite), 0.8e9);
   EXPECT_DOUBLE_EQ(paths.rate(2, Direction::kRead), 0.4e9);
@@ -73,14 +74,15 @@ TEST(PathTableTest, FewTransfersGiveNoRate) {
   EXPECT_DOUBLE_EQ(paths.share(0), 0.5) << "nothing is known of the other";
 }
 
-// Two at once that end together: the time is counted once.
+// If two transfers run at once and end together, their time counts once.
 TEST(PathTableTest, TimeIsTheBusyTimeOfThePath) {
   PathTable paths(1, {});
   for (uint64_t i = 0; i < 8; ++i) {
     Add(paths, {.direction = Direction::kRead, .bytes = kMb}, 10 * i, 10 * i + 4);
     Add(paths, {.direction = Direction::kRead, .bytes = kMb}, 10 * i, 10 * i + 4);
   }
-  // Each pair has 4 ms, the first of it all of them; what is older counts less: 31/32 to 1.
+  // The two transfers of a pair take 4 ms together: the first counts with 4 ms and the second with none. An older transfer
+  // counts less than the next one, in the ratio 31/32.
   EXPECT_NEAR(paths.rate(0, Direction::kRead), 0.5e9, 0.02e9);
   PathTable mixed(1, {});
   for (uint64_t i = 0; i < 8; ++i) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Several swap paths together give a job the sum of what each gives, however unequal they are; when
-//         one becomes slower or faster, the blocks follow within two steps, as far as there is room.
-// Method  The state machine in virtual time, with all states on swap and a trainer that does not compute, or
-//         computes with each group in turn and delivers gradients evenly. Each path serves one transfer after the other at its own rate, read or written; workers are fast.
-//         Nothing depends on the machine.
+// Goal    Several swap paths together give a job the sum of their rates, even if the rates differ widely. If one path becomes
+//         slower or faster, the distribution of blocks follows within two steps, as far as free slots allow.
+// Method  The state machine in virtual time, with all states on swap. The trainer does not compute, or computes with each group
+//         in turn and delivers gradients evenly. Each path serves one transfer after the other at its own rate, reads and
+//         writes alike. Workers are fast. The result does not depend on the machine.
 
 #include <algorithm>
 #include <cstdint>
@@ -60,7 +60,7 @@ NodeState::Options OptionsOf(size_t paths, uint64_t dram_bytes) {
 // under the next forward pass.
 enum class Overlap : uint8_t { kNone, kBoth };
 
-// No block fits in DRAM.
+// Node options with `paths` swap paths and so little DRAM that no block fits.
 NodeState::Options OptionsFor(size_t paths, Overlap overlap) {
   ShardedJob roomy(Layers(), 1, OptionsOf(paths, 64 << 20));
   roomy.AttachAll(kArenaBytes);
@@ -80,8 +80,8 @@ nvme::PathRates Measured(double rate) {
 
 class TimedPaths : public ShardedJob {
  public:
-  // `rates`: bytes a second, by path. `measured`: what the node takes them for; may be empty. `capacities`:
-  // in slots; empty: more than enough.
+  // `rates`: bytes a second, by path. `measured`: the rates that the node assumes; may be empty. `capacities`: slots, by path;
+  // empty: more than enough.
   TimedPaths(std::vector<double> rates, const std::vector<double>& measured,
              const std::vector<uint64_t>& capacities = {}, Overlap overlap = Overlap::kNone)
       : ShardedJob(Layers(), 1, With(OptionsFor(rates.size(), overlap), measured, capacities)),
@@ -147,7 +147,7 @@ class TimedPaths : public ShardedJob {
     return ideal_s / Step();
   }
   void set_rate(uint32_t path, double rate) { rates_[path] = rate; }
-  // Each transfer takes its time at the full rate, times a random factor from 1 - noise to 1 + noise.
+  // Multiplies the duration of each transfer by a random factor from 1 - noise to 1 + noise.
   void set_noise(double noise) { noise_ = noise; }
   // Blocks that the last step read and wrote, by path.
   const std::vector<uint32_t>& blocks_read() const { return read_; }
@@ -252,7 +252,7 @@ TEST(PathTime, UnequalPathsTogetherGiveTheirSum) {
   for (const std::vector<double>& shares :
        {std::vector<double>{1, 1}, {2, 1}, {5, 1}, {1, 3}, {4, 2, 1}, {1, 1, 1, 1}}) {
     TimedPaths paths(Rates(shares), Rates(shares));
-    paths.Step();  // the first one reads nothing
+    paths.Step();  // The first step reads nothing.
     for (int step = 2; step <= 4; ++step) {
       const double efficiency = paths.Efficiency();
       Print("measured", step, paths, efficiency);
@@ -316,7 +316,7 @@ TEST(PathTime, ComputeAndUnequalPathsOverlap) {
   }
 }
 
-// The job has all slots of both paths: each step writes to those that the one before has left.
+// The job has all slots of both paths, so that each step writes to the slots that the previous step has freed.
 TEST(PathTime, WhereThereIsNoOtherRoomBlocksStayOnTheSlowerPath) {
   TimedPaths paths(Rates({2, 1}), Rates({1, 1}), {kBlocks, kBlocks});
   for (int step = 1; step <= 4; ++step) {

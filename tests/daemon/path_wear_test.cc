@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The bytes written to a path count on after a restart of the daemon, also from the record of an older release; the
-//         count begins at 0 on another device.
+// Goal    The count of bytes written to a path continues after a restart of the daemon, and from the record of an older
+//         release. On another device the count begins at 0.
 // Method  Real files of the build folder, and a real daemon that is started again.
 
 #include "daemon/exec/path_wear.h"
@@ -85,7 +85,7 @@ TEST(PathWearTest, OfABlockDeviceItIsInTheStateFolder) {
   EXPECT_EQ(LoadWrittenBytes(device, dir.path()), 12345U);
   EXPECT_EQ(LoadWrittenBytes(device, dir.Make("other")), 0U);
   EXPECT_EQ(LoadWrittenBytes(device, kNoStateFolder), 0U);
-  // Through a link it is the same device.
+  // A link to the path leads to the same device.
   const std::string link = dir.path() + "/link";
   std::filesystem::create_symlink(device, link);
   EXPECT_EQ(LoadWrittenBytes(link, dir.path()), 12345U);
@@ -93,7 +93,7 @@ TEST(PathWearTest, OfABlockDeviceItIsInTheStateFolder) {
 
 class PathWearProcess : public ::testing::Test {
  protected:
-  // A daemon's life, with two steps of a job that is on swap.
+  // Starts a daemon, trains two steps of a job on swap, and stops the daemon.
   void Run(const std::vector<std::string>& more = {}) {
     std::vector<std::string> settings = {"swap.paths=" + swap_, "swap.capacity=16MiB",
                                          "update.block_elems=4096", "dram.limit=6474KiB"};

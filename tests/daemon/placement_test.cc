@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The table says for every block and every partition where it is; blocks in DRAM lie side by
-//         side and within the bytes that were granted; a grant of nothing or of everything is exact;
-//         a block that moves is counted in both tiers.
+// Goal    The placement table gives the place of every block and every partition. Resident blocks lie side by side, within the
+//         granted bytes. A grant of no bytes or of all bytes is exact. A block that moves counts in both tiers.
 // Method  Every number of granted bytes from none to all blocks, in steps that are no multiple of a
 //         block.
 

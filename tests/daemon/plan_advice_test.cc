@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Who refuses a job says what the job may do with less of, and what it says is true: with each limit that
-//         the hint names the job is made with so much on swap and no more, and with no smaller one; a smaller
-//         format, no activations or one backward pass save the bytes that it names, and fit where it says so.
-// Method  Plans of sharded and shared layouts on empty nodes; numbers are read from the hint and tried.
+// Goal    The hint of a refused attach says with which smaller demands the job would fit, and it is right. With each limit that
+//         the hint names, the job is admitted with exactly the named bytes on swap; with a smaller limit it is not. A smaller
+//         format, no activations or one backward pass save the named bytes, and fit if the hint says so.
+// Method  Plans of sharded and shared layouts on empty nodes. The test reads the numbers from the hint and tries them.
 
 #include <cstdint>
 #include <memory>
@@ -65,11 +65,12 @@ class PlanAdvice : public ::testing::Test {
     const auto plan = PlanOf(request, dram_bytes, swap_bytes);
     return plan.ok() ? "it fits" : protocol::HintOf(plan.status());
   }
-  // The number between two texts; 0: it is not there.
+  // Returns the number between two texts, or 0 if a text is missing.
   static uint64_t NumberIn(const std::string& hint, const std::string& before,
                            const std::string& behind) {
     const size_t end = hint.find(behind);
-    const size_t begin = hint.rfind(before, end);  // the last one before `behind`
+    // Begins after the last `before` in front of `behind`.
+    const size_t begin = hint.rfind(before, end);
     if (end == hint.npos || begin == hint.npos) return 0;
     return std::stoull(hint.substr(begin + before.size()));
   }
@@ -124,7 +125,7 @@ TEST_F(PlanAdvice, SmallerFormatsAreNamedWithWhatTheySaveAndWhetherTheyFit) {
   const auto least = [&](const AttachRequested& of) {
     return NumberIn(HintOf(of, kTiny, 0), "to at least ", " bytes");
   };
-  // Room for int8, not for bf16.
+  // The limit fits format int8, but not bf16.
   const std::string hint = HintOf(request, least(bf16) - kPageBytes, 0);
   EXPECT_THAT(hint,
               HasSubstr(absl::StrCat("format bf16: ", least(request) - least(bf16), " bytes")));
@@ -134,13 +135,14 @@ TEST_F(PlanAdvice, SmallerFormatsAreNamedWithWhatTheySaveAndWhetherTheyFit) {
   EXPECT_THAT(hint, HasSubstr("less, which fits"));
   EXPECT_OK(PlanOf(int8, least(bf16) - kPageBytes, 0));
   EXPECT_THAT(PlanOf(bf16, least(bf16) - kPageBytes, 0).status(), HasError(ErrorId::kDramLimit));
-  // The smallest one has nothing to lower.
+  // int8 is the smallest format, so the hint suggests no other.
   EXPECT_THAT(HintOf(int8, kTiny, 0), Not(HasSubstr("lower what the job takes")));
   // States on swap take no DRAM: another format would be of no use.
   EXPECT_THAT(HintOf(request, kTiny, kRoomySwap), Not(HasSubstr("format")));
 }
 
-// Its blocks are smaller where a staging slot bounds them, so that fewer sums of gradients have to be in DRAM.
+// If a staging slot bounds the size of a block, a larger format has smaller blocks, so that fewer gradient sums must be in
+// DRAM. The hint must not recommend that format.
 TEST_F(PlanAdvice, ALargerFormatIsNeverNamed) {
   NodeState::Options options = Options();
   options.block_elems = 1 << 20;
@@ -154,7 +156,7 @@ TEST_F(PlanAdvice, ALargerFormatIsNeverNamed) {
   }
 }
 
-// Two ranks with the columns 0 to 2 and 3 to 5; the second one's have `stride` times the row as their stride.
+// A layout of two ranks: rank 0 has columns 0 to 2, and rank 1 has columns 3 to 5. The stride of rank 1 is `stride` rows.
 std::shared_ptr<const protocol::Layout> ColumnsWith(uint64_t stride) {
   constexpr uint64_t kRows = 4096;
   constexpr uint64_t kColumns = 6;
@@ -238,7 +240,7 @@ TEST_F(PlanAdvice, ADaemonWithoutSwapNamesNoLimitsOfSwap) {
   EXPECT_THAT(protocol::HintOf(plan.status()), Not(HasSubstr("room on swap")));
 }
 
-// The limit alone does not say how much the job may take.
+// If jobs have shares, the limit alone does not give the bytes that a job may take.
 TEST_F(PlanAdvice, WhereJobsHaveSharesNoLimitIsNamed) {
   NodeState::Options options = Options();
   options.job_percent = 50;

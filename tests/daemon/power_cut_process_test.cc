@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    At every moment of a training at level `step` the power may fail, and what is on the disk is a volume that comes
-//         back whole, at a step that is no older than the newest that was answered.
-// Method  A real daemon on a file system of this process's own (FUSE), which notes every write and every flush. Then the
-//         disk is made of what was flushed before, with each prefix of the writes since then, and with some of them, in
-//         any combination, torn ones too; a scrub reads it, ledger and every slot. Skipped where nothing can be
-//         mounted: cuts before any operation of the volume are in tests/nvme/volume_fault_test.cc. FOREBAY_SUBSETS
-//         gives more of them a flush.
+// Goal    Power may fail at every moment of a training at level `step`. The disk then holds an intact volume, at a step no
+//         older than the newest answered step.
+// Method  A real daemon uses a FUSE file system that this process serves and that logs every write and every flush. For each
+//         flush the test builds disks from the flushed data, with each prefix of the later writes, and with random subsets of
+//         them, including torn writes. A scrub reads the ledger and every slot of each disk. The test is skipped if FUSE cannot
+//         be mounted; tests/nvme/volume_fault_test.cc tests cuts before any operation of the volume. FOREBAY_SUBSETS sets the
+//         number of subsets for each flush.
 
 #include <algorithm>
 #include <cstdlib>
@@ -60,7 +60,7 @@ class PowerCuts : public ::testing::Test {
     ASSERT_OK_AND_ASSIGN(engine_, nvme::CreateIoEngine());
   }
 
-  // Trains, and kills the daemon in the end; fills log_ and answered_.
+  // Trains, and kills the daemon at the end. Fills log_ and answered_.
   void Train(const std::vector<std::string>& settings) {
     disk_->StartLog();
     std::vector<std::string> all = {"swap.paths=" + faulty_, "swap.capacity=8MiB",
@@ -101,7 +101,7 @@ class PowerCuts : public ::testing::Test {
     const auto report =
         ScrubPaths({{.path = left_, .capacity_bytes = kDiskBytes}}, *engine_.engine);
     if (!report.ok()) {
-      // Before its first ledger the file is no volume yet, or one without a job.
+      // Before its first ledger, the file is not yet a volume, or is a volume without a job.
       EXPECT_EQ(newest_found_, 0U) << report.status();
       return 0;
     }
@@ -110,7 +110,7 @@ class PowerCuts : public ::testing::Test {
     return report->jobs[0].job->step;
   }
 
-  // At the flush at `position` of the log, with `since`, the writes that no flush had carried out.
+  // Checks power cuts at the flush at `position` of the log. `since` are the writes that no flush has covered.
   void Check(const Contents& flushed, const std::vector<const DiskWrite*>& since, size_t position,
              std::mt19937_64& random) {
     const uint64_t least = AnsweredBefore(position);
@@ -172,7 +172,8 @@ class PowerCuts : public ::testing::Test {
   std::unique_ptr<FuseDisk> disk_;
   nvme::ChosenEngine engine_;
   std::vector<DiskWrite> log_;
-  std::vector<std::pair<size_t, uint64_t>> answered_;  // how long the log was, and the step
+  // Length of the log at each answer, and the answered step.
+  std::vector<std::pair<size_t, uint64_t>> answered_;
   uint64_t newest_found_ = 0;
   size_t cuts_ = 0;
   size_t flushes_ = 0;

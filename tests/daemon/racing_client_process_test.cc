@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    A client's malformed data ends at most that client's session: bytes that change in shared memory while the daemon
-//         reads them, and malformed names and requests. The daemon continues and another job keeps its bytes.
-// Method  A raw client whose second thread overwrites step requests and gradients with seeded words
-//         while commands are answered; a job beside it, whose weights is compared in the end.
+//         reads them, and malformed names and requests. The daemon continues, and another job's bytes do not change.
+// Method  A raw client has a second thread that overwrites step requests and gradients with seeded words while the daemon
+//         executes commands. Another job runs at the same time, and its weights are compared at the end.
 
 #include <atomic>
 #include <cstring>
@@ -65,7 +65,7 @@ class RacingClient : public ::testing::Test {
     return *std::move(raw);
   }
 
-  // Word by word: the client's own threads do not race, only the daemon is raced.
+  // Stores word by word, so that the client's own threads do not race with each other.
   static void StoreWords(const void* from, size_t bytes, std::byte* to) {
     auto* const at = reinterpret_cast<uint64_t*>(to);
     for (size_t i = 0; i < bytes / sizeof(uint64_t); ++i) {
@@ -75,7 +75,7 @@ class RacingClient : public ::testing::Test {
     }
   }
 
-  // A step request in the session's arena, and the command that names it.
+  // Writes a step request into the session's arena. Returns the command that names the request.
   Command WriteStep(RawSession& raw, uint64_t step, uint32_t param_groups) const {
     const std::vector<HyperParams> hyper = testing::MakeHyperParams();
     StepRequest request{};
@@ -84,7 +84,7 @@ class RacingClient : public ::testing::Test {
     Command command = Make(Op::kStep);
     command.step = step;
     command.arena_offset_bytes = raw.reply().getStepRegionOffset();
-    // No parameter has a gradient.
+    // The presence bits say that no parameter has a gradient.
     const std::vector<std::byte> presence(protocol::PresenceBytes(layout_.params().size()));
     command.length_bytes = sizeof(request) + param_groups * sizeof(HyperParams) + presence.size();
     std::byte* at = raw.grad().data() + command.arena_offset_bytes;
@@ -106,7 +106,7 @@ class RacingClient : public ::testing::Test {
 TEST_F(RacingClient, WhoOverwritesWhatIsBeingReadReachesNobodyElse) {
   std::vector<std::byte> before;
   std::vector<std::byte> after;
-  std::jthread([&] {  // one event loop a thread
+  std::jthread([&] {  // A thread of its own, because a thread has one event loop.
     const auto good = Ready("good");
     before.assign(good->weights().begin(), good->weights().end());
     std::jthread([&] {
@@ -160,7 +160,7 @@ TEST_F(RacingClient, MeansAllOfAName) {
     const std::string name("job\0x", 5);
     EXPECT_THAT(raw->Attach({.job = name}, spec_), HasError(ErrorId::kJobName));
   }).join();
-  EXPECT_OK(good->Ask(Make(Op::kFetch)));  // it was not fenced
+  EXPECT_OK(good->Ask(Make(Op::kFetch)));  // The session has not been fenced.
 }
 
 }  // namespace

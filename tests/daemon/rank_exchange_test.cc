@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Ranks get each other's bytes in the order of ranks, exactly once, whoever comes first; those that
-//         wait are answered when one of them cannot come any more.
-// Method  The table alone, then with answers that are recorded.
+// Goal    Each rank gets the bytes of all ranks in rank order and exactly once, regardless of the order of the calls. Waiting
+//         ranks are answered with an error if one of the ranks can no longer call.
+// Method  The exchange table with recorded answers.
 
 #include "daemon/exec/rank_exchange.h"
 
@@ -51,7 +51,7 @@ class RankExchangeTest : public ::testing::Test {
   absl::Status Error(SessionId session) { return answers_[session].back().status(); }
 
   RankExchange exchange_;
-  bool is_back_ = false;  // those that call
+  bool is_back_ = false;  // Whether the calling sessions have reattached.
   std::map<SessionId, std::vector<All>> answers_;
 };
 
@@ -91,13 +91,13 @@ TEST_F(RankExchangeTest, ANewerCallOfARankStands) {
 }
 
 TEST_F(RankExchangeTest, ARepeatedCallGetsWhatTheOthersHad) {
-  Call(1, 0, "old", 2);  // gives up, and the daemon does not hear of it in time
+  Call(1, 0, "old", 2);  // Rank 0 gives up, and the daemon learns of it too late.
   Call(1, 1, "b", 2);
   EXPECT_THAT(*answers_[101].back(), ElementsAre("old", "b"));
   CallWithNumber(0, 1, 0, "new", 2);
   ASSERT_EQ(answers_[100].size(), 2U);
   EXPECT_THAT(*answers_[100].back(), ElementsAre("old", "b"));
-  // Then both go on.
+  // The next exchange of both ranks succeeds.
   CallWithNumber(1, 1, 0, "c", 2);
   CallWithNumber(1, 1, 1, "d", 2);
   EXPECT_THAT(*answers_[100].back(), ElementsAre("c", "d"));
@@ -130,7 +130,7 @@ TEST_F(RankExchangeTest, WhoWaitsInVainIsAnswered) {
 TEST_F(RankExchangeTest, WhatADaemonBeforeHasMadeIsTheAnswerOfThoseThatHaveNotHadIt) {
   is_back_ = true;
   const RankExchange::Member had{.session = 101, .number = 4, .job = 1, .rank = 1, .world_size = 3};
-  CallWithNumber(4, 1, 0, "a", 3);  // it is back first
+  CallWithNumber(4, 1, 0, "a", 3);  // Rank 0 reconnects first.
   exchange_.SetMade(had, {"a", "b", "c"});
   EXPECT_THAT(*answers_[100].back(), ElementsAre("a", "b", "c"));
   CallWithNumber(4, 1, 2, "c", 3);
@@ -162,7 +162,7 @@ TEST_F(RankExchangeTest, WhatWasMadeBeforeIsNoAnswerOfAnotherExchange) {
   CallWithNumber(5, 1, 0, "a", 2);
   CallWithNumber(4, 2, 0, "a", 2);
   EXPECT_EQ(answered(), 0U);
-  CallWithNumber(4, 1, 0, "other", 2);  // nobody has sent that
+  CallWithNumber(4, 1, 0, "other", 2);  // The result of exchange 4 does not contain these bytes.
   EXPECT_THAT(Error(100), HasError(ErrorId::kLimit));
   CallWithNumber(5, 1, 1, "b", 2);
   EXPECT_THAT(*answers_[100].back(), ElementsAre("other", "b"));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Two ranks train to the bits of the reference, which knows no readers, while one reader is
-//         killed, another one is stopped with a lease in its hands, and a third one reads; a stopped
-//         reader's session ends after reader.lease_max and says why.
+// Goal    Two ranks train to the bits of a reference without readers, while one reader is killed, another is stopped while it
+//         holds a lease, and a third reads. The stopped reader's session ends after reader.lease_max, and its error gives the
+//         reason.
 // Method  A real daemon. Readers that are killed and stopped are processes; the ranks and the other
 //         readers are threads of the test.
 
@@ -46,7 +46,7 @@ using testing::TempDir;
 
 constexpr auto kTimeout = std::chrono::seconds(60);
 constexpr uint64_t kSeed = testing::HealthyJob::kSeed;
-const JobShape kShape;  // two ranks; held_client's
+const JobShape kShape;  // A job of two ranks, with held_client's layout.
 
 class DaemonReaders : public ::testing::Test {
  protected:
@@ -72,7 +72,7 @@ class DaemonReaders : public ::testing::Test {
                                .timeout = kTimeout});
   }
 
-  // One step of both ranks and of the reference; no rank gets an error.
+  // Trains one step of both ranks and of the reference, and expects that no rank gets an error.
   void Train() {
     const uint64_t t = ranks_[0]->committed_step() + 1;
     std::vector<uint32_t> groups;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A daemon brings back the durable jobs of its swap, however it ended, and says which; it gives them up where
-//         a person says so, and in no other way.
-// Method  Real runs of forebayd on a volume with made-up jobs; a terminal for the question that it asks.
+// Goal    A daemon recovers the durable jobs of its swap, however the previous daemon ended, and prints their names. It gives
+//         up the jobs only if an operator says so.
+// Method  Real runs of forebayd on a volume with generated jobs, with a terminal for the daemon's question.
 
 #include <linux/magic.h>
 #include <poll.h>
@@ -137,11 +137,11 @@ TEST_F(RecoveryProcess, WithoutATerminalReclaimIsEnough) {
   EXPECT_EQ(Jobs(), "0");
 }
 
-// Runs the program on a terminal and types `answer` when it asks; what it wrote until it has ended, or is ready and
-// was killed.
+// Runs the program on a terminal and types `answer` when it asks. `output` is its output until it ends, or until it is ready
+// and is killed.
 struct OnTerminal {
   std::string output;
-  int exit_code = -1;  // -1: it was killed
+  int exit_code = -1;  // -1 if the program was killed.
 };
 OnTerminal RunOnTerminal(const std::vector<std::string>& arguments, const std::string& answer) {
   std::vector<char*> argv;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every call with a wrong argument is refused by id, with the numbers and a hint; nothing
-//         committed changes, and the same session trains one more step in the same daemon.
-// Method  A table of calls, and one of attaches, against a job that has trained one step in a real
-//         daemon. After each, weights and states are compared byte by byte with the reference, before
-//         one more step and after it.
+// Goal    Every call with a wrong argument is refused with an error id, numbers and a hint. Committed data does not change, and
+//         the same session trains one more step in the same daemon.
+// Method  A table of calls and a table of attaches, against a job that has trained one step in a real daemon. After each
+//         refusal, weights and states are compared byte by byte with the reference, before one more step and after it.
 
 #include <chrono>
 #include <cmath>
@@ -69,7 +68,7 @@ absl::Status FetchAndRelease(Attachment& session) {
   return session.Release(lease);
 }
 
-// Release does not wait: a later call reports what went wrong.
+// Release() does not wait; a later call reports its error.
 absl::Status ReleaseAndGoOn(Attachment& session, const client::Lease& lease) {
   RETURN_IF_ERROR(session.Release(lease));
   return FetchAndRelease(session);
@@ -202,7 +201,7 @@ TEST_F(RefusedCall, SecondGradientForAGroupNeedsAnotherAttempt) {
     ASSERT_OK(testing::DeliverGradient(session, group, 0, 2));
   }
   ASSERT_OK(testing::DeliverValue(session, 1, 3.0F));
-  ASSERT_OK(FetchAndRelease(session));  // its answer comes after the gradient's
+  ASSERT_OK(FetchAndRelease(session));  // The fetch is answered after the gradient delivery.
   ExpectRefusal(session.GradSlot(0, client::GradFill::kZero, kTimeout).status(),
                 ErrorId::kGradRepeat, {"rank 0", "group 1 (layer1)", "step 2"});
   EXPECT_THAT(testing::CallStep(session, {.rank = 0, .t = 2}),

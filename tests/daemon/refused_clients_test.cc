@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A refused client hears why and finds its socket open for a while. One user's flood does not
-//         close another's socket, and nothing is held where no descriptor is left.
-// Method  Time that the test moves; socket pairs in place of accepted connections.
+// Goal    A refused client gets the reason, and its socket stays open for a while. One user's many refused connections do not
+//         close another user's socket. If no descriptor is free, no socket is held open.
+// Method  Simulated time, and socket pairs instead of accepted connections.
 
 #include "daemon/control/refused_clients.h"
 
@@ -34,7 +34,7 @@ class RefusedClientsTest : public ::testing::Test {
   RefusedClientsTest() : wait_scope_(loop_), timer_(kj::origin<kj::TimePoint>()), log_(timer_) {}
   ~RefusedClientsTest() noexcept override = default;
 
-  // The client's end of a connection that was refused.
+  // The client's end of a refused connection.
   UniqueFd Refuse(uint32_t uid) {
     std::array<int, 2> ends{};
     EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()), 0);
@@ -48,7 +48,7 @@ class RefusedClientsTest : public ::testing::Test {
     return ::poll(&fd, 1, 0) == 1 && (fd.revents & POLLHUP) != 0;
   }
 
-  // Waits until the daemon's side is closed, which another thread does.
+  // Waits until another thread has closed the daemon's end.
   static bool Closes(const UniqueFd& client) {
     return testing::Eventually([&] { return IsClosed(client); });
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Ranks that disagree, or one of which sends what is not finite, get an error by name and lose
-//         nothing; a rank that attaches again fences its older session; another user gets nothing.
-// Method  Two ranks of one job in a real daemon; a process that becomes another user. After each,
-//         weights and states are compared with the reference, before one more step and after it.
+// Goal    Ranks that disagree get an error that names the difference, and so does a rank that sends a non-finite value. No rank
+//         loses data. A rank that attaches again fences its older session. Another user gets nothing.
+// Method  Two ranks of one job in a real daemon, and a process that becomes another user. After each error, weights and states
+//         are compared with the reference, before one more step and after it.
 
 #include <grp.h>
 #include <sys/stat.h>
@@ -96,7 +96,7 @@ TEST_F(RefusedRanks, WithAnotherStepNumberGetAnErrorAndTheOtherWaits) {
                 {"step 3", "next one 2"});
   EXPECT_OK(testing::CallStep(job_->rank(1), {.rank = 1, .t = 2}));
   waiting.join();
-  // The step that both made in the end is the one that was delivered.
+  // The step that both ranks made in the end has used the delivered gradients.
   job_.reset();
   EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = kTwoRanks}));
 }
@@ -104,7 +104,8 @@ TEST_F(RefusedRanks, WithAnotherStepNumberGetAnErrorAndTheOtherWaits) {
 TEST_F(RefusedRanks, CannotReleaseALeaseOfEachOther) {
   Start(kTwoRanks);
   ASSERT_OK_AND_ASSIGN(const client::Lease lease, job_->rank(0).Fetch(0, kTimeout));
-  EXPECT_OK(job_->rank(1).Release(lease));  // reported by the next fetch or its release
+  // The next fetch, or the release of its lease, reports the error.
+  EXPECT_OK(job_->rank(1).Release(lease));
   auto own = job_->rank(1).Fetch(0, kTimeout);
   const absl::Status reported = own.ok() ? job_->rank(1).Release(*own) : own.status();
   ExpectRefusal(reported, ErrorId::kLease,
@@ -146,7 +147,7 @@ TEST_F(RefusedRanks, InOppositeOrdersHaveTheSameBitsWithTheSmallestArenas) {
   const auto deliver = [&](uint32_t rank, uint32_t group, uint64_t t) {
     return testing::DeliverGradient(job_->rank(rank), group, rank, t);
   };
-  // Step 2: each of rank 1's groups is early by at most two.
+  // In step 2 each of rank 1's groups is early by at most two deliveries.
   for (uint32_t first = 0; first < kGroups; first += 2) {
     for (const auto& [rank, group] : {std::pair{1U, first + 1}, std::pair{0U, first},
                                       std::pair{1U, first}, std::pair{0U, first + 1}}) {
@@ -155,7 +156,7 @@ TEST_F(RefusedRanks, InOppositeOrdersHaveTheSameBitsWithTheSmallestArenas) {
   }
   ASSERT_OK(job_->StepAsDelivered());
 
-  // Step 3: opposite orders. Rank 1 waits for room, and gets it from rank 0.
+  // In step 3 the ranks deliver in opposite orders. Rank 1 waits for free pieces, which rank 0's deliveries provide.
   {
     std::jthread other([&] {
       for (uint32_t group = kGroups; group-- > 0;) EXPECT_OK(deliver(1, group, 3));
@@ -170,7 +171,8 @@ TEST_F(RefusedRanks, OfASessionWhoseRankAttachedAgainIsFencedAndTheNewOneHasItsE
   const auto old_job = Trained({.socket = socket_});
   ASSERT_NE(old_job, nullptr);
   EXPECT_TRUE(old_job->rank(0).extra_state().empty());
-  ASSERT_OK(testing::DeliverGradient(old_job->rank(0), 1, 0, 2));  // dropped with its session
+  // These gradients are discarded with the session.
+  ASSERT_OK(testing::DeliverGradient(old_job->rank(0), 1, 0, 2));
 
   ASSERT_OK_AND_ASSIGN(const auto job, HealthyJob::Attach({.socket = socket_}));
   const auto extra = job->rank(0).extra_state();
@@ -196,12 +198,12 @@ class RefusedUser : public RefusedCall {
     RefusedCall::SetUp();
   }
 
-  // A client of another user, which ends at once: its attach is refused.
+  // Another user's client. Its attach is refused, and it ends.
   testing::Ended Other(const std::string& job) {
     return testing::RunProgram({HELD_CLIENT_PATH, socket_, "0", "1", "hold", kUid, job});
   }
 
-  // Whether the status that another user reads has the text.
+  // Returns whether the status that another user reads contains the text.
   bool OtherReads(const std::string& text) {
     const pid_t child = ::fork();
     if (child == 0) {
@@ -217,7 +219,7 @@ class RefusedUser : public RefusedCall {
     return WEXITSTATUS(status) == 0;
   }
 
-  // Names of jobs and arenas.
+  // Returns the names of jobs and arenas in the status, as one text.
   static std::string Status(client::AdminClient& admin) {
     const auto status = admin.Status();
     if (!status.ok()) return "";

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    No corruption of a stopped volume is silent: it is refused, or the damaged slots are named and no others, or
-//         an older ledger is used and that is said; else every slot that a job comes back from holds what was written.
-// Method  A run of made-up durable jobs on real files, of which every slot's content after every commit is known. One
+// Goal    No corruption of a stopped volume is silent. The volume is refused, or exactly the damaged slots are named, or an
+//         older ledger is used and reported. Otherwise every slot that a job recovers from holds the bytes that were written.
+// Method  A run of generated durable jobs on real files, with the content of every slot known after every commit. One
 //         corruption at a time, from a printed seed: bits, pages, misdirected and lost writes, cut files, files of other
-//         volumes and of the past, both copies of a ledger or a record. FOREBAY_CORRUPTIONS says how many (300),
-//         FOREBAY_SEED chooses another seed.
+//         volumes and of earlier commits, and both copies of a ledger or a record. FOREBAY_CORRUPTIONS sets the number of
+//         corruptions (300), and FOREBAY_SEED another seed.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -52,20 +52,22 @@ using testing::Pattern;
 constexpr size_t kLast = DurableRun::kCommits - 1;
 constexpr size_t kNever = DurableRun::kCommits;
 
-// A piece of a path, and what it is.
+// A range of bytes of a path.
 struct Region {
   size_t path = 0;
   uint64_t offset_bytes = 0;
   uint64_t bytes = 0;
 };
 
-// How often each kind of corruption ended in which way.
+// Number of corruptions of one kind, by outcome.
 struct Outcomes {
-  uint64_t refused = 0;    // with an error that says why
-  uint64_t named = 0;      // slots
-  uint64_t fell_back = 0;  // no slot is damaged; an older ledger, or perhaps one, and that is said
+  uint64_t refused = 0;  // Volumes refused with an error that gives the cause.
+  uint64_t named = 0;    // Volumes whose damaged slots were named.
+  // Volumes without damaged slots, reported as using an older ledger, certainly or possibly.
+  uint64_t fell_back = 0;
   uint64_t harmless = 0;
-  uint64_t changed = 0;  // slots that a job comes back from hold something else than was written
+  // Volumes in which a slot that a job recovers from holds other bytes than were written.
+  uint64_t changed = 0;
 };
 
 bool Same(const DurableBytes& a, const DurableBytes& b) {
@@ -250,7 +252,8 @@ class Campaign {
     Change(to.path, to.offset_bytes, bytes);
   }
 
-  // A write that was lost: of a slot or a page of it, or of one copy of a record, a label or a ledger.
+  // Makes a write lost: restores the earlier bytes of a slot, of one of its pages, or of one copy of a record, a label or a
+  // ledger.
   void Restore() {
     const Region region = Below(4) > 0 ? AnySlot() : AnyRegion();
     const Region lost = Below(2) == 0 ? region : PageOf(region);
@@ -267,7 +270,8 @@ class Campaign {
     FOREBAY_CHECK(::truncate(run_->file(path).c_str(), static_cast<off_t>(length)) == 0);
   }
 
-  // Not both of the past: that is a volume of the past, whole.
+  // Replaces one path by a file of another volume or of an earlier commit, or exchanges the two paths. Never replaces both
+  // paths by files of one earlier commit, because those are an intact volume.
   void ExchangeFiles() {
     const size_t path = Below(DurableRun::kPaths);
     const uint64_t how = Below(4);
@@ -328,7 +332,7 @@ class Campaign {
     return std::equal(bytes.begin(), bytes.end(), at);
   }
 
-  // Slots of the newest ledger that do not hold what they should.
+  // Returns the slots of the newest ledger whose content differs from what was written.
   std::set<nvme::Slot> Changed(size_t commit) const {
     std::set<nvme::Slot> changed;
     for (const DurableContent& content : contents_.at(commit)) {
@@ -382,12 +386,14 @@ class Campaign {
   const std::unique_ptr<const DurableRun> other_;
   std::array<std::vector<std::string>, kLast> past_;  // directories, by commit and path
   std::vector<FileBytes> now_;
-  std::vector<Region> named_slots_;  // by the newest ledger
+  std::vector<Region> named_slots_;  // Slots named by the newest ledger.
   std::vector<Region> superseded_slots_;
   std::vector<Region> labels_;
-  std::array<std::vector<Region>, 2> records_;  // by place: both copies
+  // Both copies of the record at each of the two places.
+  std::array<std::vector<Region>, 2> records_;
   std::array<std::vector<Region>, 2> areas_;
-  std::array<std::vector<DurableContent>, DurableRun::kCommits> contents_;  // by commit and job
+  // Content by commit and job.
+  std::array<std::vector<DurableContent>, DurableRun::kCommits> contents_;
 
   // State of the current corruption.
   std::string kind_;

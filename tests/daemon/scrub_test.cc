@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A scrub reads what the newest ledger names, once, and nothing else; it changes nothing, respects the lock, and
-//         says which volume it cannot read and why.
-// Method  A run of made-up jobs on real files; slots are damaged one by one, reads fail.
+// Goal    A scrub reads every slot that the newest ledger names once, and nothing else. It changes nothing, and respects the
+//         volume's lock. If it cannot read a volume, it names the volume and the reason.
+// Method  Generated jobs on real files. Slots are damaged one by one, and reads fail.
 
 #include <sys/stat.h>
 

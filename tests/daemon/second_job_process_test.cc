@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A second job is admitted beside a first that has all its states in DRAM: the first moves as
-//         many blocks to swap as the second needs, both train on with the bits of the scalar
-//         reference, and what status shows of DRAM is what the kernel counts. Whoever dies while
-//         blocks move, or a disk that fails then, costs the other job nothing. What cannot fit is
-//         refused at once with the numbers.
-// Method  A real daemon with a small dram.limit; a library that is loaded into it makes its writes hang
-//         or fail, so that a move is caught in the middle.
+// Goal    A second job is admitted although the first has all its states in DRAM: the first job moves to swap as many blocks as
+//         the second needs. Both train on with the bits of the scalar reference, and the DRAM in the status equals the kernel's
+//         count. The other job is unharmed if a client or the daemon dies while blocks move, or if the disk fails then. A job
+//         that cannot fit is refused at once, with the numbers.
+// Method  A real daemon with a small dram.limit. A library loaded into the daemon makes its writes hang or fail, so that the
+//         test can act in the middle of a move.
 
 #include <algorithm>
 #include <chrono>
@@ -41,7 +40,7 @@ using testing::ReferenceTrainer;
 
 constexpr auto kTimeout = std::chrono::seconds(60);
 
-// One rank and what its model must be.
+// Trains one rank, and compares its states with a scalar reference trainer.
 class Training {
  public:
   static absl::StatusOr<std::unique_ptr<Training>> Start(const std::string& socket,
@@ -95,7 +94,7 @@ class Training {
 const JobShape kFirst = {.world_size = 1, .groups = 8, .group_elems = 64 << 10};
 constexpr uint64_t kBlockBytes = 2 * 16384;
 constexpr uint64_t kBlocks = 129;
-constexpr uint64_t kLastBlockBytes = 8192;  // it leaves first
+constexpr uint64_t kLastBlockBytes = 8192;  // The last block is the first to move to swap.
 // Shape of held_client's job, except for the world size.
 const JobShape kSecond = {.world_size = 1};
 
@@ -117,7 +116,7 @@ class SecondJob : public ::testing::Test {
     ASSERT_NO_FATAL_FAILURE(first_->Step());
     ASSERT_EQ(Job("first").resident_blocks, kBlocks);
   }
-  // "fail TEXT", "hang TEXT", or "work".
+  // Orders "fail TEXT", "hang TEXT" or "work" from the library in the daemon.
   void Order(const std::string& order) {
     dir_.Write("order.new", order);
     ASSERT_EQ(::rename((dir_.path() + "/order.new").c_str(), (dir_.path() + "/order").c_str()), 0);
@@ -144,7 +143,7 @@ class SecondJob : public ::testing::Test {
   }
   struct StateBytes {
     uint64_t of_blocks = 0;  // bytes of resident blocks
-    uint64_t allocated = 0;  // by the kernel's count
+    uint64_t allocated = 0;  // Bytes allocated, as counted by the kernel.
     uint64_t arena = 0;
 
     bool agree() const { return of_blocks == allocated && of_blocks == arena; }
@@ -166,14 +165,14 @@ class SecondJob : public ::testing::Test {
     }
     return bytes;
   }
-  // A block that is moving is counted before its memory comes or goes.
+  // Waits until the three counts agree: while a block moves, the daemon counts the block before its memory changes.
   void ExpectStateBytesAreTrue() {
     StateBytes bytes;
     EXPECT_TRUE(testing::Eventually([&] { return (bytes = StateBytesNow()).agree(); }))
         << bytes.of_blocks << " of resident blocks, " << bytes.allocated << " allocated, "
         << bytes.arena << " in the arena";
     const client::NodeStatus status = *admin_->Status();
-    if (testing::kSanitized) return;  // whose heap comes on top
+    if (testing::kSanitized) return;  // The sanitizer's heap would count as well.
     EXPECT_LE(status->getMemory().getPeakBytes(), status->getMemory().getLimitBytes());
   }
 
@@ -212,7 +211,7 @@ TEST_F(SecondJob, ThatEndsGivesTheFirstItsRoomBackWhileItTrains) {
   ASSERT_TRUE(testing::Eventually([&] { return Job("second").sessions == 0; }));
   ASSERT_OK(admin_->DeleteJob("second"));
   for (int step = 0; step < 3; ++step) ASSERT_NO_FATAL_FAILURE(first_->Step());
-  // All but what is left for readers, a 64th part of the limit.
+  // All blocks return to DRAM, except for the DRAM reserved for readers, a 64th of the limit.
   constexpr uint64_t kForReaders = (15724 << 10) / 64 / kBlockBytes + 1;
   EXPECT_TRUE(testing::Eventually([&] {
     return Job("first").resident_blocks >= kBlocks - kForReaders;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Digests are those of the standards.
-// Method  Their examples, with lengths around one block of 64 bytes; HMAC with keys up to a block.
+// Goal    The digests equal those of the standards.
+// Method  The standards' examples, and messages of about one block of 64 bytes. HMAC has keys of up to one block.
 
 #include "daemon/exec/sha256.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A wall clock that jumps by years, forward or back, while the daemon runs and between two of its runs, changes
-//         nothing: steps are made durable, sessions stay, the newest step comes back, the bytes written keep counting.
-// Method  A real daemon whose wall clock alone is shifted (tests/support/shifted_clock.cc) trains a durable job beside
-//         swap; every weight and state is compared after each step. Between two runs swap files get timestamps that lie.
+// Goal    A wall clock that jumps by years, forward or back, while the daemon runs or between two runs, changes nothing. Steps
+//         become durable, sessions remain, the newest step is recovered, and the count of written bytes continues.
+// Method  A real daemon trains a durable job with swap, while tests/support/shifted_clock.cc shifts only the daemon's wall
+//         clock. Every weight and state is compared after each step. Between two runs the swap files get false timestamps.
 
 #include <chrono>
 #include <cstdint>
@@ -28,7 +28,7 @@ using testing::HealthyJob;
 using testing::RunningProgram;
 
 constexpr int64_t kYear = 365 * 24 * 3600;  // seconds
-constexpr uint64_t kSteps = 2;              // after each jump
+constexpr uint64_t kSteps = 2;              // Steps after each jump.
 
 class ShiftedClock : public ::testing::Test {
  protected:
@@ -55,7 +55,7 @@ class ShiftedClock : public ::testing::Test {
     const std::string next = dir_.Write("clock.new", std::to_string(seconds));
     std::filesystem::rename(next, clock_);
   }
-  // Trains on; what it commits is durable.
+  // Trains kSteps more steps, and expects that they are durable.
   void Train(HealthyJob& job) {
     for (uint64_t step = 0; step < kSteps; ++step) ASSERT_OK(job.TrainOneMoreStep());
     ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = socket_}));
@@ -110,7 +110,7 @@ TEST_F(ShiftedClock, ThatJumpsByYearsChangesNothing) {
       committed = job->committed_step();
       daemon_->Kill();
     }
-    // The older the path, the newer it looks.
+    // Sets false timestamps: the first path's file is 10 years in the future, the second path's file 10 years in the past.
     const auto now = std::filesystem::file_time_type::clock::now();
     std::filesystem::last_write_time(a_ + "/forebay.swap", now + std::chrono::hours(24 * 3650));
     std::filesystem::last_write_time(b_ + "/forebay.swap", now - std::chrono::hours(24 * 3650));

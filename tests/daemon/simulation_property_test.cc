@@ -156,7 +156,7 @@ struct Words {
 };
 
 NodeState::Options TightOptions() {
-  return {.dram_limit_bytes = 1852 << 10,  // three jobs and their records, few of their blocks
+  return {.dram_limit_bytes = 1852 << 10,  // Fits three jobs and records, but few blocks.
           .node_bytes = 3 * 12288,
           .staging_slots = 3,
           .staging_slot_bytes = 12288,  // three planes of a page
@@ -176,7 +176,7 @@ class Simulation {
     using Groups = std::vector<std::vector<uint64_t>>;
     layouts_ = {
         {"alpha", MakeLayoutOfParams(Groups{{300}, {5000, 20, 4000}, {64}, {9000, 3000}, {512}})},
-        // With masters that are set before the first step.
+        // "beta" has masters, which are set before the first step.
         {"beta", MakeLayoutOfParams(Groups{{400, 5000}, {90}}, protocol::DType::kBFloat16)},
         {"gamma", MakeLayoutOfParams(Groups{{2000, 70}, {600}})}};
     trainers_.emplace_back("alpha", SimulatedTrainer::Rank{0, 2, kEpoch}, layouts_["alpha"], wires);
@@ -192,7 +192,7 @@ class Simulation {
     while (events_ < events && fault().empty()) Turn(/*chaos=*/true);
   }
 
-  // No more faults: every client must commit steps of its own.
+  // Injects no more faults, and expects that every client commits further steps. Returns true if every client does.
   bool RunQuiet() {
     FreeWeightsInUse();
     while (!kept_slots_.empty()) ReturnSlot();
@@ -234,7 +234,8 @@ class Simulation {
   uint64_t slots_kept() const { return slots_kept_; }
   uint64_t evictions() const { return evictions_; }
   uint64_t promotions() const { return promotions_; }
-  uint64_t early_updates() const { return early_updates_; }  // that a decision has taken
+  // Early updates that a decision has accepted.
+  uint64_t early_updates() const { return early_updates_; }
   uint64_t early_updates_dropped() const { return early_updates_dropped_; }
   uint64_t failed_moves() const { return failed_moves_; }
   uint64_t relocations() const {
@@ -327,7 +328,7 @@ class Simulation {
     }
     if (moves) ++(evict != nullptr ? evictions_ : promotions_);
     if (chaos && random_.OneIn(500)) model_.set_masters_overflow(1);
-    // Two paths whose rates change places now and then.
+    // Reads and writes on one of the two paths are slower. The slower path changes now and then.
     const auto* read = std::get_if<ReadBlock>(&action);
     const BlockPlace* const place = read != nullptr ? &read->place : written;
     const uint64_t took_ns =
@@ -339,7 +340,7 @@ class Simulation {
     Send(done);
   }
 
-  // The disk may write to the slot of a read that was given up: never to all of them.
+  // After a read was given up, the disk may still write to its staging slot. At least one slot is always usable.
   void KeepSlot(uint32_t slot) {
     if (kept_slots_.size() + 1 == TightOptions().staging_slots) return;
     kept_slots_.insert(slot);
@@ -372,7 +373,7 @@ class Simulation {
     CheckStateBytes();
   }
 
-  // A block that moves has its memory, or is about to get it.
+  // Checks the DRAM of states. A moving block counts before its memory is allocated, and until its memory is freed.
   void CheckStateBytes() {
     for (const JobView& job : state_.Jobs()) {
       if (model_.StateBytes(job.id) > job.resident_bytes && fault_.empty()) {
@@ -400,7 +401,7 @@ class Simulation {
       state_.Handle(next, actions);
       state_.CheckInvariants();
       is_attach_ = std::holds_alternative<AttachRequested>(next);
-      // A step request is copied before anything else.
+      // Events of copied step requests, which precede all other events.
       std::vector<Event> copied;
       for (const Action& action : actions) {
         hash_.Add(action.index());
@@ -422,7 +423,7 @@ class Simulation {
     }
   }
 
-  // While no task runs, a step that all ranks have called waits for readers of its own job alone.
+  // Checks, while no task runs, that a step called by all ranks waits only for readers of its own job.
   void CheckStepsThatWait() {
     if (!model_.running().empty()) return;
     for (const JobView& job : state_.Jobs()) {
@@ -505,7 +506,7 @@ class Simulation {
     if (fault_.empty()) fault_ = wrong;
     CheckPresence(trainer.job(), used);
     if (used.size() != layouts_.at(trainer.job())->params().size()) return;
-    // Every parameter had a gradient: all blocks are of this step.
+    // Every parameter had a gradient, so that every block must be of this step.
     for (const auto& [block, step] : model_.WrittenSteps(published.job)) {
       if (step != published.step && fault_.empty()) fault_ = "a block was left behind";
     }
@@ -544,7 +545,8 @@ class Simulation {
   std::vector<JobId> weights_in_use_;
   std::vector<SimulatedReader> readers_;
   std::vector<LeaseTimeExpired> lease_timers_;
-  std::set<JobId> held_up_;  // their step began while readers had leases on its groups
+  // Jobs with an unpublished step that began while readers had leases on its groups.
+  std::set<JobId> held_up_;
   std::vector<Event> queue_;
   bool sending_ = false;
   TraceHash hash_;
@@ -552,13 +554,13 @@ class Simulation {
   uint64_t events_ = 0;
   uint64_t commits_ = 0;
   uint64_t io_errors_ = 0;
-  // Writes to it fail for a while.
+  // Swap path on which writes fail for a while. nullopt: no path.
   std::optional<uint32_t> down_path_;
   uint32_t slower_path_ = 0;
   uint64_t now_ns_ = 1;
   uint64_t failed_writes_ = 0;
   uint64_t failed_saves_ = 0;
-  uint64_t ledgers_ = 0;  // that were made durable
+  uint64_t ledgers_ = 0;  // Number of ledgers made durable.
   uint64_t slots_kept_ = 0;
   std::set<uint32_t> kept_slots_;
   uint64_t evictions_ = 0;
@@ -567,9 +569,9 @@ class Simulation {
   uint64_t early_updates_dropped_ = 0;
   uint64_t failed_moves_ = 0;
   std::map<JobId, uint64_t> relocated_;
-  // Jobs that began after their first attach.
+  // Number of jobs that were created later than at their first attach.
   uint64_t waited_for_room_ = 0;
-  uint64_t commits_beside_leases_ = 0;  // another job was held up
+  uint64_t commits_beside_leases_ = 0;  // Commits while another job's step waited for readers.
   bool is_attach_ = false;
   uint64_t last_session_ = 0;
   uint64_t last_tag_ = 0;
@@ -608,7 +610,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
       static_cast<unsigned long long>(first.early_updates()),
       static_cast<unsigned long long>(first.early_updates_dropped()));
 
-  // The run was worth it: each of these was met.
+  // Each of these events must have happened often enough for the run to be useful.
   EXPECT_GT(first.commits(), 500U);
   EXPECT_GT(first.failures(), 5U);
   EXPECT_GT(first.slots_kept(), 3U);
@@ -631,7 +633,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
     EXPECT_TRUE(first.errors().contains(static_cast<uint32_t>(id))) << protocol::Info(id).name;
   }
 
-  if (testing::kSanitized) return;  // the trace is that of the program without
+  if (testing::kSanitized) return;  // The program without sanitizers has the same trace.
   Simulation second(seed);
   second.RunChaos();
   second.RunQuiet();

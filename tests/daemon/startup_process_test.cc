@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A daemon that cannot serve does not begin to: it says why with id, numbers and hint, exits
-//         with 1 and leaves nothing behind; fixed, it starts and trains. A service that may not
-//         lock its memory refuses what it cannot lock and serves the rest. The service manager hears
-//         of the daemon while its threads make progress, and no longer.
+// Goal    A daemon that cannot serve does not start serving. It prints an error with id, numbers and hint, exits with 1 and
+//         leaves nothing behind. After the fault is fixed, it starts and trains. A service that may not lock its memory refuses
+//         jobs whose memory it cannot lock, and serves the others. The service manager gets reports only while the daemon's
+//         threads make progress.
 // Method  Real runs of forebayd with one thing wrong, then with that thing right.
 
 #include <linux/capability.h>
@@ -50,12 +50,12 @@ using ::testing::HasSubstr;
 using testing::HealthyJob;
 using testing::TempDir;
 
-// <DIR> stands for the test's folder, with the empty folder <DIR>/swap.
+// A faulty configuration. <DIR> stands for the test's folder, which contains the empty folder <DIR>/swap.
 struct BadStart {
   std::string name;
   std::vector<std::string> bad;   // settings
-  std::vector<std::string> said;  // id, numbers, cause
-  std::vector<std::string> good;  // settings instead
+  std::vector<std::string> said;  // Id, numbers and cause in the message.
+  std::vector<std::string> good;  // Settings without the fault.
 };
 
 void PrintTo(const BadStart& one, std::ostream* out) { *out << one.name; }
@@ -116,7 +116,7 @@ INSTANTIATE_TEST_SUITE_P(
                  {"swap.paths=<DIR>/none", "swap.capacity=16MiB"},
                  {"[E_SWAP_PATH]", "swap path 0", "<DIR>/none", "missing", "No such file"},
                  kGoodSwap},
-        // sysfs: no user may make a file there, root neither.
+        // No user, not even root, can create a file in sysfs.
         BadStart{"SwapReadOnly",
                  {"swap.paths=/sys/kernel", "swap.capacity=16MiB"},
                  {"[E_SWAP_PATH]", "swap path 0", "/sys/kernel", "read-only"},
@@ -161,8 +161,7 @@ TEST_F(Startup, WithAnUnknownKeyInAFileNamesFileAndLine) {
   EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = {.world_size = 1}}));
 }
 
-// A job that needs more DRAM than the limit gets the terms of the sum; the limit that the hint
-// names is enough.
+// A job that needs more DRAM than the limit is refused with the terms of the sum. The limit that the hint names is enough.
 TEST_F(Startup, WithALimitBelowTheModelsMinimumNamesTheLimitThatIsEnough) {
   const testing::HealthyJobOptions large = {
       .socket = socket_,
@@ -192,7 +191,7 @@ TEST_F(Startup, WithALimitBelowTheModelsMinimumNamesTheLimitThatIsEnough) {
 // amount.
 testing::Prepare LockAtMost(uint64_t bytes) {
   return [bytes] {
-    (void)::prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0);  // gone with the exec
+    (void)::prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0);  // Takes effect at exec().
     const rlimit limit = {bytes, bytes};
     (void)::setrlimit(RLIMIT_MEMLOCK, &limit);
   };
@@ -210,7 +209,7 @@ TEST_F(Startup, OfAServiceThatMayNotLockItsMemoryNamesTheLineToAdd) {
   }
   EXPECT_TRUE(std::filesystem::is_empty(dir_.path() + "/swap")) << "left behind";
 
-  // Enough for a small job, too little for a larger one.
+  // The limit is enough for a small job, and too little for a larger one.
   ASSERT_OK_AND_ASSIGN(const auto daemon,
                        DaemonProcess::Start(socket_, {"memlock=required"}, LockAtMost(4 << 20)));
   ASSERT_OK_AND_ASSIGN(const auto healthy, HealthyJob::Attach({.socket = socket_}));
@@ -222,7 +221,7 @@ TEST_F(Startup, OfAServiceThatMayNotLockItsMemoryNamesTheLineToAdd) {
   EXPECT_OK(healthy->TrainOneMoreStep());
 }
 
-// The kernel's signal would end it without a word.
+// Without its own check, the daemon would be killed by the kernel's signal without a message.
 TEST_F(Startup, WhereFilesMayNotBeSoLargeNamesTheLimit) {
   dir_.Make("swap");
   for (const auto& [bytes, id, what] :
@@ -267,7 +266,7 @@ TEST_F(Startup, OnAnOldKernelTrainsWhereThatIsAskedFor) {
     ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
     EXPECT_STREQ(status->getIoEngine().cStr(), "threads");
   }
-  // The session that was left is noticed by its socket.
+  // The daemon notices by its socket that the first session has ended.
   ASSERT_OK_AND_ASSIGN(const auto healthy, HealthyJob::Attach({.socket = socket_}));
   EXPECT_OK(healthy->TrainOneMoreStep());
 }
@@ -339,7 +338,7 @@ class StartupWatchdog : public Startup {
     return reports;
   }
 
-  // Forgets the reports that have come.
+  // Discards the reports that have arrived.
   void DropReports() {
     char byte = 0;
     while (::recv(manager_.get(), &byte, 1, MSG_DONTWAIT) > 0) {
@@ -352,8 +351,8 @@ class StartupWatchdog : public Startup {
 
 TEST_F(StartupWatchdog, IsFedWhileBothThreadsWork) { EXPECT_EQ(Reports(3, 30'000), 3); }
 
-// The main thread feeds it, the loop and the control thread make the progress that it reports. Nobody
-// waits for the worker and the thread that makes arenas.
+// The main thread sends the reports, and the loop and the control thread make the progress that is reported. The worker and the
+// thread that makes arenas do not count.
 TEST_F(StartupWatchdog, IsNotFedWhileOneOfThemIsStuck) {
   ASSERT_EQ(Reports(1, 30'000), 1);
   int threads_needed = 0;
@@ -369,7 +368,7 @@ TEST_F(StartupWatchdog, IsNotFedWhileOneOfThemIsStuck) {
     ASSERT_EQ(::waitpid(thread, &status, __WALL), thread);
     ASSERT_TRUE(WIFSTOPPED(status));
     DropReports();
-    // A probe that was answered before the stop, and reports that were on their way.
+    // Up to a few reports may still come: for a probe answered before the stop, and reports in transit.
     const bool needed = Reports(10, 4'000) < 10;
     threads_needed += needed ? 1 : 0;
     ASSERT_EQ(::ptrace(PTRACE_DETACH, thread, nullptr, nullptr), 0);

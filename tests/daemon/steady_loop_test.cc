@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A step like the steps before it takes no memory on the daemon's loop thread: what a step needs was
-//         there before it.
-// Method  This program's operator new counts on the loop thread alone. Ranks as threads train with a daemon of
-//         this process. Room grows with the most that was ever under way at once, which takes the more steps the
-//         busier the machine is; so ranks train until 20 steps in a row took no memory. Where one in 20 takes
-//         some, whatever was under way, they never do.
+// Goal    A step like the earlier steps allocates no memory on the daemon's loop thread.
+// Method  This program's operator new counts allocations of the loop thread only. Ranks run as threads and train with a daemon
+//         in this process. Containers grow to the largest number of operations in flight, which takes more steps on a busy
+//         machine. So the ranks train until 20 consecutive steps have allocated nothing. If one step in 20 always allocates,
+//         the test fails.
 
 #include <pthread.h>
 
@@ -61,7 +60,7 @@ struct Case {
   size_t paths = 1;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   bool asks_norm = false;
-  bool keeps_jobs = false;  // a record follows each step
+  bool keeps_jobs = false;  // The daemon writes a record after each step.
   uint32_t param_groups = 2;
 };
 
@@ -92,7 +91,7 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
     config.block_elems = kBlockElems;
     config.workers = 2;
     config.lock = pinned_mem::LockPolicy::kBestEffort;
-    config.pidfd = PidfdPolicy::kBestEffort;  // its clients are this process
+    config.pidfd = PidfdPolicy::kBestEffort;  // The daemon's clients are threads of this process.
     for (size_t path = 0; path < GetParam().paths; ++path) {
       config.swap_paths.push_back(dir.Make("swap" + std::to_string(path)));
     }
@@ -108,7 +107,7 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
             .drop = [](const std::string&) {}};
   }
 
-  // A limit with which the job has on swap what the case says.
+  // Returns the DRAM limit with which the job has on swap what the case requires.
   static absl::StatusOr<uint64_t> DramBytes() {
     const testing::TempDir dir;
     ASSIGN_OR_RETURN(const auto daemon,
@@ -120,7 +119,7 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
     switch (GetParam().on_swap) {
       case OnSwap::kNothing:
         return all;
-      case OnSwap::kStates:  // half of them
+      case OnSwap::kStates:  // Half of the states.
         return all - plan->getStates() / 2;
       case OnSwap::kWeights:
         return all - plan->getStates() - plan->getWeights() / 4;

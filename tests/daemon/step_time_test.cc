@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The disk works under forward, backward and the next forward: a step takes little more than the longer
-//         of its compute and its transfers. A durable one takes little more than its bytes.
-// Method  The state machine in virtual time. The disk serves one transfer after the other at one rate, read or
-//         written; workers are fast, as they are beside a disk. A trainer computes with each group in turn, asks
-//         for the next one meanwhile, and delivers gradients evenly. Nothing depends on the machine.
+// Goal    The disk works during forward, backward and the next forward pass. A step takes little more time than the longer of
+//         its compute and its transfers. A durable step takes little more time than its bytes need.
+// Method  The state machine in virtual time. The disk serves one transfer after the other at one rate, reads and writes alike.
+//         Workers are fast compared with a disk. A trainer computes with each group in turn, fetches the next group meanwhile,
+//         and delivers gradients evenly. The result does not depend on the machine.
 
 #include <algorithm>
 #include <cstdint>
@@ -37,14 +37,14 @@ using protocol::DurabilityLevel;
 using protocol::ErrorId;
 using protocol::StepAnswer;
 
-constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // ErrorOf() of an unanswered command.
 constexpr uint32_t kGroups = 32;
 constexpr uint64_t kBlockElems = 8192;
 constexpr uint64_t kBlocksPerGroup = 8;
 constexpr uint64_t kArenaBytes = uint64_t{1} << 20;
 constexpr uint32_t kStepsBefore = 2;
 constexpr uint32_t kSteps = 2;
-constexpr double kDiskSeconds = 1;  // a step's transfers, one after the other
+constexpr double kDiskSeconds = 1;  // Time of a step's transfers, one after the other.
 
 std::shared_ptr<const protocol::Layout> Layers() {
   return MakeShardedLayout(
@@ -63,14 +63,14 @@ NodeState::Options OptionsOf(uint64_t dram_bytes) {
           .workers = 2};
 }
 
-// Gradients: all but those of some blocks.
+// kGradients: only some blocks have their gradients in DRAM.
 enum class OnSwap : uint8_t { kStates, kWeights, kGradients };
 
 struct Case {
   bool early = true;
   bool drain = true;
   OnSwap on_swap = OnSwap::kStates;
-  double resident_share = 0;  // of the states
+  double resident_share = 0;  // Share of the states in DRAM.
   protocol::Durability durability = {};
 
   AttachRequest Request() const {
@@ -93,7 +93,7 @@ NodeState::Options OptionsFor(const Case& what) {
                    new_weights + resident * (roomy.View().resident_bytes / blocks));
 }
 
-// Time passes where the trainer computes or waits.
+// Runs a trainer in virtual time. Time passes while the trainer computes or waits.
 class Timed : public ShardedJob {
  public:
   Timed(const Case& what, double compute_s)
@@ -105,9 +105,9 @@ class Timed : public ShardedJob {
     EXPECT_EQ(View().weights_on_swap_bytes > 0, what.on_swap != OnSwap::kStates);
     EXPECT_EQ(View().sums_on_swap_bytes > 0, what.on_swap == OnSwap::kGradients);
     if (what.drain) node_.set_answered_when(StepAnswer::kCommitted);
-    const uint64_t states = 2 * View().blocks * (kBlockElems * 10);  // read and written
+    const uint64_t states = 2 * View().blocks * (kBlockElems * 10);  // Bytes read and written.
     const uint64_t weights = layout_->weights_bytes();
-    // Weights on swap are read and written beside the states, and read twice for fetches.
+    // The disk reads and writes weights on swap in addition to the states, and reads them twice more for fetches.
     bytes_ = states + (what.on_swap != OnSwap::kStates ? 4 * weights : 0);
     rate_ = static_cast<double>(bytes_) / kDiskSeconds;
     bytes_ -= 2 * View().resident_blocks * (kBlockElems * 10);
@@ -167,7 +167,7 @@ class Timed : public ShardedJob {
   }
   static uint32_t GroupOf(uint32_t i) { return i < kGroups ? i : 2 * kGroups - 1 - i; }
 
-  // Gives every task that has begun the time of its end.
+  // Sets the end time of every task that has begun.
   void Schedule() {
     for (const auto& [task, action] : node_.model().running()) {
       if (ends_.contains(task)) continue;
@@ -226,7 +226,7 @@ class Timed : public ShardedJob {
   uint64_t bytes_ = 0;
   double rate_ = 0;
   double now_ = 0;
-  double disk_ = 0;  // when it is free
+  double disk_ = 0;  // Time at which the disk is free.
   std::vector<double> workers_ = {0, 0};
   std::map<TaskId, double> ends_;
   uint64_t moved_ = 0;
@@ -243,7 +243,7 @@ const char* NameOf(OnSwap what) {
 
 class StepTime : public ::testing::TestWithParam<OnSwap> {};
 
-// FOREBAY_ALL_CASES=1 prints what each of the two ways gains: docs/reports/benchmarks.md.
+// FOREBAY_ALL_CASES=1 prints the gain of early updates and of drained steps: docs/reports/benchmarks.md.
 TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
   const bool spills = GetParam() == OnSwap::kGradients;
   const bool prints_all = std::getenv("FOREBAY_ALL_CASES") != nullptr;
@@ -255,7 +255,8 @@ TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
       if (!is_whole && !prints_all) continue;
       for (const double compute_s : {0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0}) {
         const bool is_of_few = compute_s == 0.5 || compute_s == 1.0 || compute_s == 2.0;
-        if (spills && !is_of_few && !prints_all) continue;  // they take long
+        // Runs with gradients on swap take long.
+        if (spills && !is_of_few && !prints_all) continue;
         Timed timed({.early = early, .drain = drain, .on_swap = GetParam()}, compute_s);
         const double step_s = timed.Run();
         const double disk_s = spills ? timed.moved_s() : kDiskSeconds;
@@ -280,7 +281,7 @@ TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
   }
 }
 
-// The disk has the less to do, the more states are in DRAM.
+// The more states are in DRAM, the fewer bytes the disk transfers.
 TEST(StepTimeOfResidentStates, FollowsWhatIsLeftOnSwap) {
   const bool prints_all = std::getenv("FOREBAY_ALL_CASES") != nullptr;
   std::printf("%8s %6s %6s %10s %8s %8s %8s\n", "resident", "early", "drain", "compute_s", "step_s",
@@ -316,7 +317,8 @@ TEST(StepTimeOfDurableSteps, IsThatOfTheirBytes) {
   for (const double resident : {0.0, 0.5, 1.0}) {
     if (resident == 0.5 && !prints_all) continue;
     for (const double compute_s : {0.5, 2.0}) {
-      std::map<bool, double> memory_seconds;  // by whether a step drains under the next forward
+      // Seconds by whether a step drains under the next forward pass.
+      std::map<bool, double> memory_seconds;
       for (const bool drain : {false, true}) {
         memory_seconds[drain] =
             Timed({.drain = drain, .resident_share = resident}, compute_s).Run();

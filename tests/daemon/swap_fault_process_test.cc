@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A swapped block that is not the one that was written is an error that names path and
-//         offset, in the step that would have used it; the job is unusable, says so, and can be
-//         deleted; other jobs and the daemon go on. Any number of staging slots works. A step whose
-//         writes fail on one path uses the other; on all, it waits, status says why, others go on, and
-//         it completes. A disk that does not answer is named, and does not keep the daemon from
-//         stopping. A job that is being made says how far it is.
-// Method  The swap file of a running daemon is overwritten from outside between two steps; a library
-//         that is loaded into it makes its writes fail or hang.
+// Goal    A swapped block with other bytes than were written is an error that names path and offset, in the step that would
+//         have used it. The job becomes unusable, reports that, and can be deleted; the daemon and other jobs continue. Any
+//         number of staging slots works. If writes fail on one path, the step uses the other path. If they fail on all paths,
+//         the step waits until a write succeeds, the status gives the cause, and other jobs continue. A disk that does not
+//         answer is named, and does not prevent the daemon from stopping. The status shows the progress of a job's creation.
+// Method  The test overwrites the swap file of a running daemon between two steps. A library loaded into the daemon makes its
+//         writes fail or hang.
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -85,7 +84,7 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
   EXPECT_THAT(status->getJobs()[0].getFailed().cStr(), HasSubstr("E_CORRUPT"));
   EXPECT_EQ(status->getJobs()[0].getPublishedStep(), 2U);
   (void)session->Detach();
-  session.reset();  // its mapping of the weights counts until it is gone
+  session.reset();  // The weights count as the job's memory until the client's mapping ends.
   ASSERT_TRUE(
       testing::Eventually([&] { return (*admin->Status())->getJobs()[0].getSessions() == 0; }));
   EXPECT_OK(admin->DeleteJob("job"));
@@ -96,7 +95,7 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
   }
 }
 
-// More transfers at once than the volume has requests for: they wait for each other.
+// More transfers run at once than the volume has requests, so that some transfers wait for a request.
 TEST(SwapFault, MoreStagingSlotsThanSwapRequestsAreNoError) {
   const testing::TempDir dir;
   const std::string socket = dir.path() + "/s";
@@ -143,7 +142,7 @@ class FaultySwap : public ::testing::Test {
     return *status_;
   }
 
-  // "fail TEXT", "hang TEXT", or "work".
+  // Orders "fail TEXT", "hang TEXT" or "work" from the library in the daemon.
   void Order(const std::string& order) {
     dir_.Write("order.new", order);
     ASSERT_EQ(::rename((dir_.path() + "/order.new").c_str(), (dir_.path() + "/order").c_str()), 0);
@@ -233,7 +232,8 @@ TEST_F(FaultySwap, StatusSaysHowFarAJobIsThatIsBeingMade) {
   ASSERT_NO_FATAL_FAILURE(Start("dram.limit=6474KiB"));
   Order("hang swap_");
   std::thread trainer([this] { EXPECT_OK(Attach(socket_, "job")); });
-  const auto zeroes = [this] {  // its arenas are made, the zeros of its swap slots are not
+  // True after the job's arenas have been made. The zeroing of its swap slots hangs.
+  const auto zeroes = [this] {
     const auto jobs = Status().getJobs();
     return jobs.size() == 1 && jobs[0].getMadeBytes() > 0;
   };

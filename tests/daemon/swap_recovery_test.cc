@@ -163,7 +163,7 @@ TEST_F(SwapRecoveryTest, CommittedJobsComeBack) {
   const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
   ASSERT_OK(Commit(node));
   SwapSpaceOptions other = Options();
-  other.ledger_bytes_max = 3 * kLedgerBytes;  // of a volume that is made anew
+  other.ledger_bytes_max = 3 * kLedgerBytes;  // Applies to a new volume only.
   for (int opening = 0; opening < 3; ++opening) {
     ASSERT_OK(Open(other));
     ExpectEqual(swap_->recovered(), node);
@@ -217,8 +217,8 @@ TEST_F(SwapRecoveryTest, SlotsOfTheLedgerBeforeAreFree) {
   EXPECT_THAT(Write(SlotsOf(node)[0], bytes), HasCode(absl::StatusCode::kFailedPrecondition));
 }
 
-// The daemon dies between the two copies of a commit, each on its path: the other copy is still that of two commits
-// before.
+// The two copies of a commit are on different paths. The daemon dies between writing them, so that the other path still has the
+// copy of the commit two before.
 TEST_F(SwapRecoveryTest, SlotsOfAnOlderLedgerOfWhichOneCopyIsLeftAreFree) {
   const std::string second = b_ + "/forebay.swap";
   const DurableNode older = testing::MakeDurableNode(kSlotsBegin);
@@ -390,7 +390,7 @@ TEST_F(SwapRecoveryTest, AVolumeOfAnOlderProgramBelongsWhereItIsFoundFirst) {
   ExpectRefused(Options(), "was last used as " + moved.paths[0].path);
 }
 
-// Up to the last bytes, in which the place does not fit.
+// An older program's ledger fills its area, so that the volume's place does not fit into it.
 TEST_F(SwapRecoveryTest, AFullLedgerOfAnOlderProgramComesBack) {
   ASSERT_OK(Open(Options()));
   DurableNode node = testing::MakeDurableNode(kSlotsBegin);
@@ -428,7 +428,8 @@ TEST_F(SwapRecoveryTest, AVolumeWithoutJobsGoesWhereItsPathsGo) {
   ExpectEqual(swap_->recovered(), node);
 }
 
-// One path is the original's, one the copy's, each with commits of its own: no slot is read as another's.
+// A volume and its copy get different commits. A mixture of one path of the volume and one of the copy is refused, so that no
+// slot is read as a slot of the other.
 TEST_F(SwapRecoveryTest, PathsOfAVolumeAndOfItsCopyAreNotMixed) {
   ASSERT_OK(Open(Options()));
   ASSERT_OK(Commit(testing::MakeDurableNode(kSlotsBegin)));

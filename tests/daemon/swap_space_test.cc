@@ -28,7 +28,7 @@ namespace forebay::daemon {
 namespace {
 
 constexpr uint64_t kBlockBytes = 64 << 10;
-constexpr uint32_t kWindowBlocks = 4;  // in flight on a path that was not measured
+constexpr uint32_t kWindowBlocks = 4;  // Blocks in flight on a path without measured rates.
 
 class HoldingEngine final : public nvme::IoEngine {
  public:
@@ -94,7 +94,7 @@ class SwapSpaceTest : public ::testing::Test {
     while (swap_->in_flight() > 0) EndOne();
   }
 
-  // All read the one slot of the path into the one staging slot.
+  // Starts a read of the path's only slot into the only staging slot.
   void StartRead(TaskId task, JobId job, uint32_t path,
                  TransferQueue::Order order = TransferQueue::Order::kNormal) {
     std::vector<SwapDone> done;

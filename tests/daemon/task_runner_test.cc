@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Work in parts runs every part once, on workers; its outcome comes once, on the loop
-//         thread, after the last part, and sees what all of them wrote.
-// Method  Real workers; the test is the loop and waits for the wake-up descriptor.
+// Goal    Work in parts runs every part once, on workers. Its outcome is reported once, on the loop thread and after the last
+//         part, and sees the writes of all parts.
+// Method  Real workers. The test acts as the loop, and waits for the wake-up descriptor.
 
 #include "daemon/exec/task_runner.h"
 
@@ -28,7 +28,7 @@ class TaskRunnerTest : public ::testing::Test {
     runner_ = *std::move(runner);
   }
 
-  // The loop, until nothing is in flight; false where that takes too long.
+  // Runs the loop until no task is in flight. Returns false if that takes too long.
   bool RunUntilIdle() {
     while (runner_->in_flight() > 0) {
       pollfd wake{.fd = runner_->wake_fd(), .events = POLLIN, .revents = 0};
@@ -42,7 +42,8 @@ class TaskRunnerTest : public ::testing::Test {
 };
 
 TEST_F(TaskRunnerTest, EveryPartRunsOnceBeforeTheOutcome) {
-  for (const size_t parts : {1U, 2U, 3U, 100U}) {  // more than the queue of four holds
+  // 100 parts are more than the queue of four holds.
+  for (const size_t parts : {1U, 2U, 3U, 100U}) {
     std::vector<int> runs(parts, 0);
     int outcomes = 0;
     const auto loop = std::this_thread::get_id();

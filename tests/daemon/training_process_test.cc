@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A job trained through a real daemon has the bits of the scalar reference: fp32 and exact,
-//         all in DRAM and mostly on swap, with clipping, whatever the order in which ranks deliver,
-//         and across a killed rank.
+// Goal    A job trained through a real daemon has the bits of the scalar reference: formats fp32 and exact, all in DRAM and
+//         mostly on swap, with clipping, for every order in which ranks deliver, and after a killed rank.
 // Method  Two ranks, each a thread with its own connection, deliver gradients that the reference
 //         knows; after each step every byte of the weights, and at the end every byte of the states,
 //         is compared.
@@ -146,7 +145,8 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
     uint64_t written_bytes = 0;
     for (const auto path : status->getSwap()) written_bytes += path.getWrittenBytes();
     EXPECT_GT(written_bytes,
-              status->getJobs()[0].getStateWrittenBytes());  // the zeros of the start too
+              // Includes the zeros written at the start.
+              status->getJobs()[0].getStateWrittenBytes());
   } else {
     EXPECT_EQ(swapped, 0U);
   }
@@ -154,7 +154,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
             GetParam().announces && GetParam().max_grad_norm == 0);
   EXPECT_EQ(status->getJobs()[0].getDroppedUpdates() > 0,
             GetParam().announces && GetParam().max_grad_norm > 0);
-  if (GetParam().announces) return;  // the blocks of a step are updated before it begins too
+  if (GetParam().announces) return;  // The trace also has block updates from before the step.
   ASSERT_OK_AND_ASSIGN(const auto trace, admin->Trace("job"));
   std::vector<schema::TraceEvent::Reader> events;
   for (const auto event : trace->getEvents()) events.push_back(event);
@@ -165,7 +165,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
   EXPECT_EQ(std::ranges::count_if(events, lane_is("update")), status->getJobs()[0].getBlocks());
   EXPECT_EQ(std::ranges::count_if(events, lane_is("swap read")), swapped);
   EXPECT_EQ(std::ranges::count_if(events, lane_is("swap write")), swapped);
-  // One pass a group where all ranks have arrived, at most one for each rank.
+  // A group has one addition of gradients if all ranks have delivered, and at most one for each rank.
   const auto passes = std::ranges::count_if(events, lane_is("gradient"));
   EXPECT_GE(passes, shape.groups);
   EXPECT_LE(passes, shape.groups * shape.world_size);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Jobs share a path by bytes, whatever sizes they have and however many they queue; none starves; a
-//         window limits what is in flight; urgent transfers of a job go before its others.
-// Method  Orders computed by hand; random ones against each job's share, from printed seeds.
+// Goal    Jobs share a path by bytes, regardless of the sizes and the number of their queued transfers. No job starves. A
+//         window limits the transfers in flight. A job's urgent transfers precede its other transfers.
+// Method  Orders computed by hand. Random orders, from printed seeds, are compared with each job's share.
 
 #include "daemon/exec/transfer_queue.h"
 
@@ -21,7 +21,7 @@ namespace {
 constexpr uint64_t kQuantum = 100;
 constexpr TransferWindow kWide{.bytes = 1000000, .transfers = 1000};
 
-// Starts and ends one after the other.
+// Starts and ends all transfers, one after the other. Returns their order.
 std::vector<TaskId> Drain(TransferQueue& queue, std::map<TaskId, uint64_t> bytes) {
   std::vector<TaskId> order;
   while (const std::optional<TaskId> task = queue.Next()) {
@@ -123,7 +123,7 @@ TEST(TransferQueue, JobsThatAlwaysWaitShareThePathWhateverTheySend) {
     TaskId last = 0;
     for (int round = 0; round < 5000; ++round) {
       for (const auto& [job, bytes_max] : largest) {
-        // Job 1 queues many.
+        // Job 1 queues many more transfers than the other jobs.
         while (waiting[job] < (job == 1 ? 30U : 2U) * kQuantum) {
           const TransferQueue::Entry entry{
               .task = ++last, .job = job, .bytes = 1 + random() % bytes_max};

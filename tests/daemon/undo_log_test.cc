@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    An update that is killed anywhere, several times, and goes on from its undo log has every bit of one that was
-//         not, and counts what overflowed once.
-// Method  A process updates a block in shared memory, in DRAM or as it is staged, and ends somewhere in the middle: by SIGKILL
-//         from one of its threads, or at a store to some page; then the log is undone, and another process goes on, until one comes to the end. Formats and
-//         optimizers with every kind of plane, weights in the arena and behind the states. And by hand, between the stores.
+// Goal    An update that is killed at any point, several times, and continues from its undo log has the same bits as an update
+//         without kills, and counts each overflow once.
+// Method  A process updates a block in shared memory, in DRAM or as it is staged. It ends in the middle: by SIGKILL from one of
+//         its threads, or at a store to some page. Then the log is undone and another process continues, until one completes
+//         the update. The test covers formats and optimizers with every kind of plane, with weights in the arena and behind the
+//         states. A further test undoes the log between two stores.
 
 #include "daemon/exec/recovery/undo_log.h"
 
@@ -70,7 +71,7 @@ struct UndoCase {
   bool weights_in_block = false;
 };
 
-// Sums, states and weights, as some steps have left them.
+// A block with sums, states and weights as some steps have left them.
 class Killed : public ::testing::TestWithParam<UndoCase> {
  protected:
   Killed()
@@ -78,7 +79,7 @@ class Killed : public ::testing::TestWithParam<UndoCase> {
             protocol::StatePlanes(with().optimizer, with().format, with().dtype), kElems)),
         weights_bytes_(protocol::RoundUp(kElems * width(), protocol::kPageBytes)),
         block_bytes_(planes_bytes_ + (with().weights_in_block ? weights_bytes_ : 0)),
-        // Another block lies before it.
+        // The arena has another block in front of the tested block.
         arena_(2 * block_bytes_),
         weights_(weights_bytes_),
         sums_(kElems * width()),
@@ -109,7 +110,7 @@ class Killed : public ::testing::TestWithParam<UndoCase> {
                                action_.segments.back().scalars);
       begin += size;
     }
-    // A step that nobody kills: the moments are no zeros.
+    // Runs a step without kills first, so that the moments are not zero.
     Run(action_, nullptr);
     before_ = Bytes();
     Run(action_, nullptr);
@@ -184,15 +185,15 @@ class Killed : public ::testing::TestWithParam<UndoCase> {
     for (std::thread& worker : workers) worker.join();
     return JoinUpdate(found);
   }
-  // Elements of the first part that are done, as the log keeps them behind what is in hand.
+  // Returns the number of completed elements of the first part. The log stores it after the saved elements.
   uint64_t Done() const {
     const uint64_t index = kBlock * PartsOf(kElems);
     const std::byte* const at =
         undo_.all().data() + kWorkers * UndoAreaBytes(Spec()) + index * kUndoPartBytes;
     return *reinterpret_cast<const volatile uint64_t*>(at) >> 1 & 0xF'FFFF;
   }
-  // A process runs the update, and one of its threads kills it when so many are done; or it ends with the first store to
-  // a page, where one is given. True: it came to the end.
+  // Runs the update in a child process. One of its threads kills the child after `done` elements; if `page` is given, the child
+  // ends at its first store to that page instead. Returns true if the child completed the update.
   bool RunAndKill(uint64_t done, std::byte* page = nullptr) {
     const pid_t child = ::fork();
     if (child == 0) {
@@ -250,7 +251,8 @@ TEST_P(Killed, AnUpdateGoesOnWithEveryBit) {
       ASSERT_OK(Undo());
     }
     UndoLog log = Log();
-    const TaskDone done = Run(action_, &log);  // nothing is left to do
+    // The child has completed the update, so that this run changes no bytes.
+    const TaskDone done = Run(action_, &log);
     EXPECT_EQ(done.count, expected.count);
     EXPECT_EQ(done.checksum, expected.checksum);
     ASSERT_TRUE(Bytes() == after_) << "round " << round;
@@ -258,7 +260,7 @@ TEST_P(Killed, AnUpdateGoesOnWithEveryBit) {
   EXPECT_GT(in_middle, rounds / 2);
 }
 
-// A byte of what is in hand is changed, behind the store that says so and behind the last one.
+// Changes bytes of elements that Begin() has saved. Undo() restores the bytes, unless SetDone() was called for the elements.
 TEST_P(Killed, WhatIsInHandIsUndone) {
   constexpr uint64_t kFirst = 256;
   const std::array<UndoPlane, 2> planes = {
@@ -279,7 +281,7 @@ TEST_P(Killed, WhatIsInHandIsUndone) {
     ASSERT_OK(Undo());
     EXPECT_TRUE(Bytes() == before_) << "nothing was in hand";
     (void)part->Begin(kFirst, 200, planes);
-    // The second piece of 128, which has 72: its slot is behind the first one's.
+    // The second group of 128 elements has only 72 elements. Its slot follows the slot of the first group.
     const uint64_t slot_bytes = 64 + 256 + 128;
     std::byte* const slot = saved.slots + slot_bytes;
     const uint64_t overflows = 5;

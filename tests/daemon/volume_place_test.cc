@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A volume is in the same place where nothing but a device's name has changed; everything else that differs is
-//         named. What is not known differs from nothing.
-// Method  Made-up places; files, links and a device of this machine.
+// Goal    A volume is in the same place if only the name of a device has changed. Every other difference is named. Unknown
+//         values differ from nothing.
+// Method  Generated places, and files, links and a device of this machine.
 
 #include "daemon/exec/volume_place.h"
 
@@ -50,7 +50,7 @@ TEST(VolumePlace, IsTheSameWhereADiskHasAnotherName) {
   EXPECT_THAT(DescribeMove({.machine = kOtherMachine, .paths = {}}, now), IsEmpty());
 }
 
-// Then its name is all that is known.
+// A disk without an identity is recognized by its name only.
 TEST(VolumePlace, IsTheSameWhereADiskThatSaysNothingHasTheSameName) {
   VolumePlace now = MakePlace();
   now.paths[1].disk.clear();

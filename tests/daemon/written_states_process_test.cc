@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A job into which every state of another one was written is that job: the same bits in every format
-//         that keeps them, and after the same gradients too, in DRAM and on swap, and after the daemon that it was
-//         written into was killed, where the job's steps are durable.
-// Method  Real daemons. One job is trained; what clients read of it is written into a fresh one, in pieces, by one
-//         rank; both go on with the same gradients. int8, which rounds what it is given, is compared with a bound.
+// Goal    A job into which every state of another job was written is the same job. It has the same bits in every format that
+//         preserves them, also after the same further gradients, in DRAM and on swap. If steps are durable, this holds after a
+//         kill of the daemon too.
+// Method  Real daemons. One job is trained, and one rank writes the states that clients read from it into a new job, in pieces.
+//         Both jobs continue with the same gradients. int8 rounds written values and is compared with a bound.
 
 #include <bit>
 #include <chrono>
@@ -33,7 +33,8 @@ using testing::StateKind;
 using testing::TempDir;
 
 constexpr auto kTimeout = std::chrono::seconds(60);
-constexpr uint64_t kSteps = 3;  // of the job that is written into the other
+// Number of steps of the job whose states are written into the other job.
+constexpr uint64_t kSteps = 3;
 
 std::vector<StateKind> Formats() {
   return {{.name = "fp32_bf16", .dtype = DType::kBFloat16},
@@ -47,7 +48,7 @@ std::vector<StateKind> Formats() {
            .dtype = DType::kBFloat16}};
 }
 
-// All formats of AdamW, and all optimizers in float32.
+// Returns all formats of AdamW, and all optimizers in float32.
 std::vector<StateKind> Kinds() {
   std::vector<StateKind> kinds = testing::KindsOfAllOptimizers({{.name = "fp32"}});
   for (const StateKind& kind : Formats()) kinds.push_back(kind);
@@ -66,7 +67,7 @@ class WrittenStates : public ::testing::TestWithParam<StateKind> {
     return {.socket = job.socket, .job = job.job, .run = "run", .layout = job.layout};
   }
 
-  // Every state of every trainable parameter, in pieces that begin where scales do.
+  // Writes every state of every trainable parameter, in pieces that begin where scales begin.
   absl::Status Write(const LogicalState& from, const LogicalJob& job) const {
     ASSIGN_OR_RETURN(const auto session, client::Attachment::Attach(OptionsOf(job)));
     const protocol::Layout& layout = session->layout();
@@ -78,7 +79,7 @@ class WrittenStates : public ::testing::TestWithParam<StateKind> {
         const std::vector<uint32_t>& bits = from.at(absl::StrCat(name, "/", state));
         std::vector<float> values(bits.size());
         for (size_t i = 0; i < bits.size(); ++i) values[i] = std::bit_cast<float>(bits[i]);
-        constexpr size_t kPiece = 40 * 128;  // more than a block has
+        constexpr size_t kPiece = 40 * 128;  // More elements than a block has.
         for (size_t begin = 0; begin < values.size(); begin += kPiece) {
           const auto piece =
               std::span(values).subspan(begin, std::min(kPiece, values.size() - begin));
@@ -91,7 +92,7 @@ class WrittenStates : public ::testing::TestWithParam<StateKind> {
     return session->Detach();
   }
 
-  // The gradients of the steps behind kSteps.
+  // Trains two steps from `first` on, with the gradients of steps kSteps + 1 and kSteps + 2.
   absl::Status GoOn(const LogicalJob& job, uint64_t first) const {
     return testing::Train(
         job, {.first = first, .end = first + 2, .gradient_of = [first](uint32_t, uint64_t t) {
@@ -121,7 +122,7 @@ class WrittenStates : public ::testing::TestWithParam<StateKind> {
         const size_t end = std::min(begin + 128, bits.size());
         float largest = 0;
         for (size_t i = begin; i < end; ++i) largest = std::max(largest, std::fabs(value(bits, i)));
-        // Half a code of the group's scale.
+        // Half a quantization step of the group's scale.
         const float bound = 0.51F * largest / (is_square ? 255 : 127);
         for (size_t i = begin; i < end; ++i) {
           ASSERT_NEAR(value(found.at(name), i), value(bits, i), bound) << name << " " << i;
@@ -163,12 +164,13 @@ TEST_P(WrittenStates, AreTheOthersInDram) {
 
 TEST_P(WrittenStates, AreTheOthersOnSwap) {
   ASSERT_OK_AND_ASSIGN(daemon_, testing::StartWithSwap(dir_, Job("original"), 1));
-  const LogicalJob copy = Job("original");  // of itself, as it was
+  // The job's earlier states are written back into the job itself.
+  const LogicalJob copy = Job("original");
   ASSERT_OK(testing::Train(copy, {.first = 1, .end = kSteps + 1}));
   ASSERT_OK_AND_ASSIGN(const LogicalState state, testing::ReadLogicalState(copy));
   ASSERT_OK(GoOn(copy, kSteps + 1));
   ASSERT_OK_AND_ASSIGN(const LogicalState later, testing::ReadLogicalState(copy));
-  // Back to what it was, and on again.
+  // Write the earlier states into the job, and train on.
   ASSERT_OK(Write(state, copy));
   ASSERT_OK_AND_ASSIGN(const LogicalState written, testing::ReadLogicalState(copy));
   ExpectSame(state, written);
@@ -196,7 +198,7 @@ TEST_P(WrittenStatesOfDurableJobs, SurviveTheDaemon) {
   ASSERT_OK(testing::Train(job, {.first = kSteps + 1, .end = kSteps + 3}));
   ASSERT_OK(Write(state, job));
   ASSERT_OK_AND_ASSIGN(const LogicalState written, testing::ReadLogicalState(job));
-  // A step without a gradient changes nothing, and makes durable what there is.
+  // A step without a gradient changes no state, and makes the written states durable.
   ASSERT_OK(testing::Train(job, {.first = kSteps + 3,
                                  .end = kSteps + 4,
                                  .gradient_of = [](uint32_t, uint64_t) { return 0; }}));

@@ -16,7 +16,7 @@ LOADER = [
     pathlib.Path("/usr/lib/ISOLINUX/isolinux.bin"),
     pathlib.Path("/usr/lib/syslinux/modules/bios/ldlinux.c32"),
 ]
-NEEDED = {  # a file or a program: its package
+NEEDED = {  # file or program: Debian package that has it
     "bochs-bin": "bochs",
     "/usr/lib/x86_64-linux-gnu/bochs/plugins/libbx_term_gui.so": "bochs-term",
     str(SHARE / "BIOS-bochs-latest"): "bochs",
@@ -120,7 +120,7 @@ def wait_on_terminal(command, limit_s, **variables):
             for readable in select.select(terminals, [], [], 1)[0]:
                 try:
                     said = (said + os.read(readable, 1 << 16))[-1000:]
-                except OSError:  # closed at the other end
+                except OSError:  # the other end has closed
                     terminals.remove(readable)
             screen = re.search(rb'connected to screen "(/dev/pts/\d+)"', said)
             if screen is not None:
@@ -141,7 +141,7 @@ def boot(kernel, built, folder, gtest_filter, limit_s):
     serial, settings, commands = folder / "serial", folder / "bochsrc", folder / "commands"
     serial.unlink(missing_ok=True)
     settings.write_text(SETTINGS.format(share=SHARE, folder=folder), encoding="utf-8")
-    commands.write_text("c\n", encoding="utf-8")  # Debian's Bochs stops in a debugger first
+    commands.write_text("c\n", encoding="utf-8")  # continue: Debian's Bochs starts in a debugger
     wait_on_terminal(
         ["bochs-bin", "-q", "-f", settings, "-rc", commands],
         limit_s,

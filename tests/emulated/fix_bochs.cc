@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Preloaded into Bochs 2.7, whose conversion to binary16 (VCVTPS2PH) rounds every tie up: a jump to
-// the conversion of this processor takes its place.
+// Preloaded into Bochs 2.7, whose conversion to binary16 (VCVTPS2PH) rounds every tie up. Replaces it with a jump to the
+// conversion of the host's processor.
 
 #include <dlfcn.h>
 #include <immintrin.h>
@@ -22,7 +22,7 @@ uint16_t ToNearest(uint32_t float_bits, void* /*status*/) {
 
 [[gnu::constructor]] void Fix() {
   void* const wrong = dlsym(RTLD_DEFAULT, "_Z18float32_to_float16jR14float_status_t");
-  if (wrong == nullptr) return;  // a shell or another program in between
+  if (wrong == nullptr) return;  // a shell or another program without the function
   constexpr uintptr_t kPageBytes = 4096;
   const uintptr_t page = reinterpret_cast<uintptr_t>(wrong) / kPageBytes * kPageBytes;
   uint8_t jump[12] = {0x48, 0xB8, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xE0};  // mov rax, to; jmp rax

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first process of the emulated machine: runs the tests, says how they ended, switches off.
+// First process of the emulated machine: runs the tests, reports their exit status, switches the machine off.
 
 #include <sys/mount.h>
 #include <sys/reboot.h>
@@ -15,7 +15,7 @@ int main() {
   (void)mount("proc", "/proc", "proc", 0, nullptr);
   (void)mount("sysfs", "/sys", "sysfs", 0, nullptr);
   (void)mount("tmpfs", "/tmp", "tmpfs", 0, nullptr);
-  const char* const request = getenv("FILTER");  // words of the kernel's command line
+  const char* const request = getenv("FILTER");  // variable from the kernel's command line
   const std::string filter = std::string("--gtest_filter=") + (request != nullptr ? request : "*");
   int status = -1;
   if (const pid_t child = fork(); child == 0) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every communicator keeps the contract of gpu/communicator.h: the right bytes in the right order,
-//         errors on all ranks instead of waiting.
-// Method  Ranks as threads; NCCL over drivers that do nothing before they must, or in random orders, and
-//         itself where there are GPUs, with as many ranks. Elements are small whole numbers, of which every
-//         sum is exact in every type and order; so results are compared bit by bit.
+// Goal    Every communicator meets the contract of gpu/communicator.h: the right bytes in the right order, and errors on all
+//         ranks instead of endless waits.
+// Method  Ranks are threads. NCCL runs over fake drivers that delay all work or run it in random orders; the real NCCL runs if
+//         there are GPUs, with one rank per GPU. Elements are small integers, so that every sum is exact in every type and
+//         order; results are compared bit by bit.
 
 #include <algorithm>
 #include <cstring>
@@ -53,12 +53,12 @@ struct Options {
 
 struct CommunicatorCase {
   std::string name;
-  std::function<void()> start;  // before the ranks of a test
+  std::function<void()> start;  // runs before the ranks start
   std::function<absl::StatusOr<Rank>(const Options&, const Exchange&)> make;
   uint32_t ranks_max = UINT32_MAX;
 };
 
-// The host's collectives and those of the tests' driver always run; NCCL refuses two ranks on one GPU.
+// The host's collectives and the fake NCCL always run. The real NCCL needs one GPU per rank.
 constexpr const char* kOneGpu = "this machine has one GPU, and NCCL wants one for each rank";
 
 void PrintTo(const CommunicatorCase& one, std::ostream* out) { *out << one.name; }
@@ -91,7 +91,7 @@ absl::StatusOr<Rank> MakeFakeNccl(const Options& options, const Exchange& exchan
   return MakeNccl(options, exchange, {.soname = FakeCuda::Library()}, FakeNccl::Library());
 }
 
-// NCCL wants a GPU for each rank.
+// Makes a rank of the real NCCL on the GPU with the rank's number.
 absl::StatusOr<Rank> MakeNcclOnGpus(const Options& options, const Exchange& exchange) {
   return MakeNccl(options, exchange, {.ordinal = static_cast<int>(options.rank)},
                   FakeNccl::RealLibrary());
@@ -133,7 +133,7 @@ Bytes Encode(DType dtype, const std::vector<float>& values) {
   return bytes;
 }
 
-// At most 4 ranks bring at most 7 each: a sum of at most 28 and a mean in quarters, exact in 8 bits.
+// At most 4 ranks contribute at most 7 each: sums up to 28 and means in quarters are exact in 8 bits.
 float ElementOf(uint32_t rank, size_t i) { return static_cast<float>((i * (rank + 1) + rank) % 8); }
 
 class CommunicatorContract : public ::testing::TestWithParam<CommunicatorCase> {
@@ -162,7 +162,7 @@ class CommunicatorContract : public ::testing::TestWithParam<CommunicatorCase> {
     for (const absl::Status& status : RunRanks(size, run)) EXPECT_OK(status);
   }
 
-  // Copies `bytes` into new memory of the device.
+  // Copies `bytes` into new device memory.
   static absl::StatusOr<DeviceMemory> ToDevice(Rank& rank, const Bytes& bytes) {
     ASSIGN_OR_RETURN(auto memory, rank.stream->Allocate(bytes.size()));
     RETURN_IF_ERROR(rank.stream->Copy(memory.bytes(), bytes));
@@ -376,7 +376,7 @@ TEST_P(CommunicatorContract, AnAbortEndsTheOthersToo) {
 INSTANTIATE_TEST_SUITE_P(Communicators, CommunicatorContract, ::testing::ValuesIn(Communicators()),
                          [](const auto& parameter) { return parameter.param.name; });
 
-// Behaviour that only HostCommunicator has.
+// Tests of behaviour that only HostCommunicator has.
 
 TEST(HostCommunicatorTest, RanksAtDifferentCollectivesAreAnErrorThatNamesThem) {
   ThreadExchange exchange(2);
@@ -400,7 +400,7 @@ TEST(HostCommunicatorTest, SumsAreTakenInFloat32InTheOrderOfRanks) {
   const float large = 0x1p24F;
   for (const absl::Status& status : OnRanks(3, [&](uint32_t number) -> absl::Status {
          ASSIGN_OR_RETURN(Rank rank, MakeHost({.rank = number, .size = 3}, exchange.Of(number)));
-         // (2^24 + 1) - 2^24 is 0 in this order, and 1 in others.
+         // (2^24 + 1) - 2^24 is 0 in the order of ranks, and 1 in other orders.
          float value = std::array<float, 3>{large, 1.0F, -large}[number];
          RETURN_IF_ERROR(rank.communicator->AllReduce(*rank.stream,
                                                       std::as_writable_bytes(std::span(&value, 1)),

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A machine without CUDA, or with too old a driver, gets one clear line; memory is registered as
-//         the device takes it; every call of the driver that fails is an error with its name, and nothing
-//         is left behind or used wrongly.
-// Method  A driver with the real symbols. Faults are enumerated: call 0 fails, call 1, ... until none does;
-//         so do copies on the device.
+// Goal    A machine without CUDA, or with too old a driver, gets one clear message. Memory is registered as the device allows.
+//         Every failing driver call becomes an error with the call's name, without leaks or misuse.
+// Method  A fake driver with the real symbols. Faults are enumerated: call 0 fails, then call 1, ... until no call fails;
+//         copies on the device fail likewise.
 
 #include "gpu/cuda_device.h"
 
@@ -173,7 +172,7 @@ TEST(CudaRegistration, OfReadOnlyMemoryNeedsTheDevicesHelp) {
       << "the fake takes what CUDA does not";
 }
 
-// All that a session does with a device; the first error.
+// Uses a device in every way that a session does. Returns the first error.
 absl::Status UseAll(Bytes& result) {
   ASSIGN_OR_RETURN(const auto device, Create());
   const HostPages from(3 * kPieceBytes);
@@ -190,7 +189,7 @@ absl::Status UseAll(Bytes& result) {
   absl::Status status = borrowed->Copy(to.bytes(), memory.bytes());
   const auto done = copied->Done();
   status.Update(done.status());
-  // Memory goes once its copies have ended, as a session's does.
+  // Device memory is freed after its copies have ended, as in a session.
   status.Update(stream->Synchronize());
   status.Update(borrowed->Synchronize());
   result.assign(to.bytes().begin(), to.bytes().end());
@@ -207,13 +206,13 @@ TEST(CudaFault, EveryCallThatFailsIsAnErrorWithItsName) {
     has_failed = FakeCuda::calls() > failing;
     ASSERT_LT(failing, 1000U);
     if (status.ok()) {
-      // A failed call that frees or unregisters something reports no error.
+      // A failed call that frees or unregisters memory reports no error.
       EXPECT_EQ(result, ::forebay::testing::Pattern(3 * kPieceBytes, 1));
       continue;
     }
     const ErrorId id = protocol::IdOf(status);
     EXPECT_TRUE(id == ErrorId::kDevice || id == ErrorId::kUnsupported) << status;
-    if (failing == 0) continue;  // the version, without which it is no driver
+    if (failing == 0) continue;  // the version call: its failure means unsupported
     EXPECT_THAT(MessageOf(status), HasSubstr("CUDA_ERROR_UNKNOWN")) << failing;
   }
   EXPECT_GT(failing, 60U);

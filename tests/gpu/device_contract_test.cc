@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every device keeps the contract of gpu/device.h, so that what stands above it can be
-//         tested on any.
-// Method  One set of cases, run on the host, on CUDA over a driver that does nothing before it must,
-//         over one that works in random legal orders, and on a GPU where there is one.
+// Goal    Every device meets the contract of gpu/device.h, so that its users can be tested on any device.
+// Method  One set of cases runs on the host, on CUDA over a fake driver that delays all work, on one that works in random legal
+//         orders, and on a GPU if there is one.
 
 #include <algorithm>
 #include <array>
@@ -57,7 +56,7 @@ std::vector<DeviceCase> Devices() {
   return all;
 }
 
-// Memory that the device knows.
+// Host memory that is registered with the device.
 class Pinned {
  public:
   Pinned(Device& device, size_t size_bytes)
@@ -166,12 +165,11 @@ TEST_P(DeviceContract, AnEventThatIsLookedAtIsDoneSomeTime) {
 }
 
 TEST_P(DeviceContract, ATimedEventKnowsWhenTheWorkBeforeItEnded) {
-  // Largest difference between a GPU's clock and the call that compares it with the host's, if other processes take the
-  // processor in between.
+  // Maximum error of a device time: another process may take the CPU while the clocks of GPU and host are compared.
   constexpr uint64_t kSlackNs = 100'000'000;
   const Pinned from(*device_, Pattern(100, 1));
   const Pinned to(*device_, 100);
-  // The first that finds out what time the device has.
+  // The first call also determines the device's clock.
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (!stream_->RecordTimed().ok()) ASSERT_LT(std::chrono::steady_clock::now(), deadline);
   for (int round = 0; round < 3; ++round) {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The gpu room's declarations of CUDA, NCCL and NVTX are those of NVIDIA's headers.
-# Method  The headers of the packages that torch brings, or of the toolkit; the compiler compares. A copy with
-#         a wrong number and one with a wrong parameter have to fail.
+# Goal    The declarations of CUDA, NCCL and NVTX in gpu/ match NVIDIA's headers.
+# Method  Uses the headers of torch's packages, or of the toolkit; the compiler compares. A copy with a wrong number and one
+#         with a wrong parameter must fail.
 
 import pathlib
 import shutil
@@ -14,7 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = pathlib.Path(sysconfig.get_path("purelib")) / "nvidia"
 TOOLKITS = (pathlib.Path("/usr/local/cuda/include"), pathlib.Path("/usr/include"))
 ROOM = "gpu/internal"
-CHECKS = {"cuda": "cuda.h", "nccl": "nccl.h", "nvtx": "nvtx3/nvToolsExt.h"}  # by the prefix of the files
+# NVIDIA's header by the prefix of our files.
+CHECKS = {"cuda": "cuda.h", "nccl": "nccl.h", "nvtx": "nvtx3/nvToolsExt.h"}
 
 
 def folder_of(header):

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Ranks in processes of their own share their collectives' memory; one that is killed is an error of
-//         the others within the time limit, and nothing is left of them.
-// Method  fork(2); the exchange goes over a page that they share.
+// Goal    Ranks in separate processes share the memory of their collectives. If a rank is killed, the other ranks fail within
+//         the time limit, and no resource remains.
+// Method  fork(2); ranks exchange messages through a shared page.
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -52,7 +52,7 @@ class HostCommunicatorProcess : public ::testing::Test {
   }
   ~HostCommunicatorProcess() override { ::munmap(page_, sizeof(Page)); }
 
-  // A process that runs collectives and exits with what `run` returns.
+  // Starts a process that creates a communicator, calls `run` and exits with its result.
   template <typename Run>
   void Start(uint32_t rank, const Run& run) {
     pids_[rank] = ::fork();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A machine without NCCL, or with an older one, gets one clear line on every rank; each call of NCCL
-//         that fails is an error with its name; nothing is left behind.
-// Method  A library with the real symbols over a driver that does nothing before it must. Faults are
-//         enumerated: call 0 fails, call 1, ... until none does.
+// Goal    A machine without NCCL, or with too old a version, gets one clear message on every rank. Each failing NCCL call
+//         becomes an error with the call's name. No resource is leaked.
+// Method  A fake library with the real symbols, over a fake driver that delays all work. Faults are enumerated: call 0 fails,
+//         then call 1, ... until no call fails.
 
 #include "gpu/nccl_communicator.h"
 
@@ -48,7 +48,7 @@ class NcclCommunicatorTest : public ::testing::Test {
                                      .soname = library},
                                     std::move(device), exchange);
   }
-  // Collectives of one rank alone; the first error.
+  // Runs every collective with a single rank. Returns the first error.
   static absl::Status UseAll() {
     ASSIGN_OR_RETURN(const auto device, CudaDevice::Create({.soname = FakeCuda::Library()}));
     ASSIGN_OR_RETURN(const auto stream, device->MakeStream());
@@ -110,7 +110,7 @@ TEST_F(NcclCommunicatorTest, EveryCallThatFailsIsAnErrorWithItsName) {
     const absl::Status status = UseAll();
     has_failed = FakeNccl::calls() > failing;
     EXPECT_THAT(FakeCuda::mistakes(), IsEmpty()) << failing;
-    if (status.ok()) continue;  // what ends it reports nothing
+    if (status.ok()) continue;  // failed destructor calls report nothing
     const bool is_version = failing == 0;
     EXPECT_THAT(status, HasError(is_version ? ErrorId::kUnsupported : ErrorId::kDevice)) << failing;
     if (!is_version) {

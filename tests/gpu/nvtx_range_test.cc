@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A tool whose library is opened hears of each range, with its name and in its order.
-// Method  A library that attaches as NVTX says and writes down what it hears.
+// Goal    An attached NVTX tool sees each range, with its name and in order.
+// Method  A tool library that attaches as NVTX specifies and logs the ranges.
 
 #include "gpu/nvtx_range.h"
 

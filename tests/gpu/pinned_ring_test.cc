@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Copies through the ring bring the right bytes, whatever happens to the source afterwards and
-//         however late the device is; a full ring makes nobody wait in it.
-// Method  CUDA over a driver that does nothing before it must.
+// Goal    Copies through the ring deliver the right bytes, even if the source changes afterwards or the device is late. A full
+//         ring does not block the caller.
+// Method  CUDA over a fake driver that delays all work.
 
 #include "gpu/pinned_ring.h"
 
@@ -35,7 +35,7 @@ class PinnedRingTest : public ::testing::Test {
     ring_ = PinnedRing::Create(*device_).value();
   }
 
-  // Begins to copy all of `from`, which may change as soon as this has returned.
+  // Starts to copy all of `from`. The caller may change `from` after the return.
   void Copy(std::span<std::byte> to, std::span<const std::byte> from) {
     size_t begun = 0;
     for (int looks = 0; begun < from.size(); ++looks) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The checksum is XXH3-64 of the identity and the digests of the pages, with the same value
-//         from every instruction set and in every order of the pages, and every bit of both counts.
+// Goal    The checksum is XXH3-64 of the identity and the pages' digests. Every instruction set and every order of the pages
+//         gives the same value. Every bit of identity and pages changes it.
 // Method  The packaged library's one-shot calls as they are documented; every size around the block
 //         borders of XXH3, pages and batches of pages; then each byte of a small input changed.
 
@@ -37,7 +37,7 @@ const unsigned char* Raw(const std::byte* bytes) {
   return reinterpret_cast<const unsigned char*>(bytes);
 }
 
-// The definition, by way of the packaged library.
+// The definition, computed with the packaged library.
 uint64_t Oracle(const Identity& identity, const Bytes& bytes) {
   Bytes joined(identity.begin(), identity.end());
   for (size_t begin = 0; begin < bytes.size(); begin += kPageBytes) {
@@ -83,7 +83,7 @@ TEST(Checksum, IsXxh3OfIdentityThenDigestsInEveryInstructionSet) {
 }
 
 TEST(Checksum, HasTheseValues) {
-  // They may change with the version of the disk format alone: they are on disks.
+  // These values are on disks: they may change only with the version of the disk format.
   EXPECT_EQ(Checksum(Identity{}, {}), 0xA057271C9071C99Du);
   Bytes word(7);
   std::memcpy(word.data(), "forebay", word.size());

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    io_uring is chosen wherever it works, threads elsewhere with the reason, and a choice
-//         that was forced is kept or refused.
+// Goal    io_uring is chosen if it works, else threads, with the reason. A forced choice is used or refused, never replaced.
 // Method  A probe of the test's own ring is compared with the choice; then a child process forbids
 //         itself io_uring_setup with a seccomp filter and chooses again.
 

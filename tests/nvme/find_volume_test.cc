@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Paths with a durable ledger are known from those without, whatever else is wrong with them: a ledger that
-//         may be there is never taken for none, and paths that are not its whole volume are named.
+// Goal    Paths with a durable ledger are distinguished from paths without one, despite any damage. A possible ledger is never
+//         reported as absent. Paths that are not the whole volume are named.
 // Method  Volumes on real files, in which something is committed or nothing; labels and records are damaged in every
 //         combination, files removed, swapped, cut and added.
 
@@ -217,7 +217,7 @@ TEST_F(FindVolumeTest, FilesOfTwoVolumesAreNotOne) {
 
 TEST_F(FindVolumeTest, WhatAClientWroteIsNoRecord) {
   Make({0, 1, 2}, /*commits=*/1);
-  // At the head of the last path there is data.
+  // Data at the head of the last path looks like a record.
   internal::PageBuffer page(kPage);
   internal::Record record{.volume = {}, .sequence = 9};
   internal::EncodePage(record, page.bytes());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every IoEngine keeps the same contract: io_uring, threads, and the simulated disk that
-//         stands for them in all other tests.
+// Goal    Every IoEngine meets the same contract: io_uring, threads, and the simulated disk that replaces them in all other
+//         tests.
 // Method  The same cases on all three. Files are real (O_DIRECT, in the build tree) but for the
 //         simulated one. Nothing sleeps to wait: Wait() has a deadline far above any delay.
 
@@ -129,7 +129,8 @@ class IoEngineContract : public ::testing::TestWithParam<Kind> {
     return engine_->Submit({.kind = IoKind::kWrite,
                             .file = file,
                             .offset_bytes = offset_bytes,
-                            .data = const_cast<std::byte*>(bytes.data()),  // read through it alone
+                            // The engine only reads these bytes.
+                            .data = const_cast<std::byte*>(bytes.data()),
                             .size_bytes = bytes.size(),
                             .token = token});
   }
@@ -137,7 +138,7 @@ class IoEngineContract : public ::testing::TestWithParam<Kind> {
     return engine_->Submit({.kind = IoKind::kFlush, .file = file, .token = token});
   }
 
-  // Waits until `count` completions are there, then once more for what must not be there.
+  // Waits until `count` completions have arrived, then polls once more for unexpected ones.
   std::vector<Completion> WaitFor(size_t count) {
     std::vector<Completion> all;
     const auto end = std::chrono::steady_clock::now() + kDeadline;
@@ -189,7 +190,7 @@ TEST_P(IoEngineContract, WhatIsWrittenIsReadBack) {
 }
 
 TEST_P(IoEngineContract, ManyTransfersEndOnceEach) {
-  constexpr size_t kPieces = 200;  // above the depth, so that some queue
+  constexpr size_t kPieces = 200;  // above the depth: some requests queue
   const Bytes written = Pattern(kPieces * 4096, /*seed=*/2);
   Bytes read(written.size());
   for (size_t i = 0; i < kPieces; ++i) {
@@ -234,7 +235,7 @@ TEST_P(IoEngineContract, ReadsAcrossTheEndAreShort) {
 }
 
 TEST_P(IoEngineContract, AFullBacklogRefusesAndThenGoesOn) {
-  Bytes all(IoEngine::kBacklogMax * 4096);  // a page each: they run at the same time
+  Bytes all(IoEngine::kBacklogMax * 4096);  // requests of one page that run concurrently
   const auto page = [&all](uint32_t i) { return std::span(all).subspan(i * size_t{4096}, 4096); };
   for (uint32_t i = 0; i < IoEngine::kBacklogMax; ++i) {
     ASSERT_OK(SubmitRead(file_, 0, page(i), i));
@@ -352,7 +353,7 @@ TEST_P(IoEngineContract, TheSameEventFdMayBeWatchedAgain) {
   ASSERT_OK(engine_->WatchEventFd(event.get(), 15));
   EXPECT_THAT(WaitFor(1), ElementsAre(Event(15, 6)));
   engine_->UnwatchEventFd(event.get());
-  engine_->UnwatchEventFd(event.get());  // unknown by now: ignored
+  engine_->UnwatchEventFd(event.get());  // the file is already unknown: ignored
 }
 
 TEST_P(IoEngineContract, OnlyEventFdsAreWatchedAndOnlyOnce) {
@@ -374,7 +375,7 @@ TEST_P(IoEngineContract, AnEventOfAnotherThreadEndsTheSleep) {
     Completion one;
     absl::StatusOr<size_t> filled = 0u;
     for (int tries = 0; tries < 10 && filled.ok() && *filled == 0; ++tries) {
-      filled = engine_->Wait(IoEngine::kForever, {&one, 1});  // 0 after a signal
+      filled = engine_->Wait(IoEngine::kForever, {&one, 1});  // 0 if a signal interrupted it
     }
     other.join();
     ASSERT_OK(filled);
@@ -386,7 +387,7 @@ TEST_P(IoEngineContract, AnEventOfAnotherThreadEndsTheSleep) {
 TEST_P(IoEngineContract, AnEngineMadeHereWorksOnAnotherThread) {
   const Bytes written = Pattern(8192, /*seed=*/3);
   Bytes read(8192);
-  engine_->RegisterBuffer(read);  // before the first use: still on the thread that made it
+  engine_->RegisterBuffer(read);  // must precede first use, on this thread
   protocol::UniqueFd event = EventFd(EFD_NONBLOCK);
   std::thread reactor([&] {
     ASSERT_OK(engine_->WatchEventFd(event.get(), 17));
@@ -416,7 +417,7 @@ TEST_P(IoEngineContract, RegisteredBuffersCarryTheSameBytes) {
   ASSERT_OK(SubmitWrite(file_, 0, span, 1));
   EXPECT_EQ(WaitFor(1).size(), 1u);
   std::fill(buffer.begin(), buffer.end(), std::byte{0});
-  // One piece of it, the whole of it, and after it has been taken back.
+  // Reads into a part of the buffer, into the whole buffer, and after its registration has ended.
   ASSERT_OK(SubmitRead(file_, 4096, span.subspan(4096, 4096), 2));
   EXPECT_EQ(WaitFor(1).size(), 1u);
   EXPECT_TRUE(std::equal(buffer.begin() + 4096, buffer.begin() + 8192, copy.begin() + 4096));
@@ -436,7 +437,7 @@ TEST_P(IoEngineContract, TooManyFilesAreRefused) {
   }
   EXPECT_THAT(engine_->RegisterFile(fd), HasCode(absl::StatusCode::kResourceExhausted));
   engine_->UnregisterFile(FileIndex{5});
-  engine_->UnregisterFile(FileIndex{5});  // ignored, as is the next one
+  engine_->UnregisterFile(FileIndex{5});  // unknown files are ignored
   engine_->UnregisterFile(FileIndex{9999});
   Bytes bytes(4096);
   EXPECT_THAT(SubmitRead(FileIndex{5}, 0, bytes, 1), HasCode(absl::StatusCode::kInvalidArgument));
@@ -446,8 +447,8 @@ TEST_P(IoEngineContract, TooManyFilesAreRefused) {
   EXPECT_EQ(WaitFor(1).size(), 1u);
 }
 
-// From now on the calling thread's io_uring_enter fails with EAGAIN, as where the kernel is short of
-// memory, unless it also waits for completions.
+// Makes io_uring_enter of the calling thread fail with EAGAIN unless it also waits for completions, as if the kernel were short
+// of memory.
 bool RefuseSubmissions() {
   sock_filter filter[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
@@ -489,7 +490,7 @@ TEST(UringEngineFault, AFullQueueThatTheKernelRefusesIsSentLater) {
   EXPECT_EQ(seen.size(), kWatches);
 }
 
-// Ends every request of the engine's ring with ECANCELED, as the kernel may by itself.
+// Cancels all requests of the engine's ring with ECANCELED, as the kernel may.
 bool CancelAllRequests() {
   int ring = -1;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A probe of swap paths ends within its time, however slow they are, and gives the rates that they have.
+// Goal    A probe of swap paths ends within its time limit, however slow the paths are, and returns their true rates.
 // Method  A disk in virtual time that moves no bytes: it serves the requests of a path one after the other. The swap
 //         files are real, but reserved alone.
 
@@ -37,7 +37,7 @@ constexpr std::chrono::seconds kLimit(8);
 constexpr double kMb = 1e6;
 constexpr double kFirstBytes = 256 << 10;
 
-// Bytes per second, and seconds that each request takes in addition. Other requests continue during these seconds.
+// Rates in bytes per second, and a latency in seconds of each request. Latencies of requests overlap.
 struct DiskSpeed {
   double read = 0;
   double write = 0;
@@ -48,7 +48,7 @@ class TimedDisk final : public IoEngine {
  public:
   explicit TimedDisk(DiskSpeed speed) : speed_(speed) {}
 
-  // From this time on the disk has this speed.
+  // Sets the speed of the disk from `time` on.
   void ChangeAt(TimePoint time, DiskSpeed speed) {
     change_at_ = time;
     changed_ = speed;
@@ -109,7 +109,7 @@ class TimedDisk final : public IoEngine {
   TimePoint last_submitted_;
   uint64_t bytes_ = 0;
   std::array<TimePoint, kFilesMax> free_at_{};
-  std::deque<UnderWay> under_way_;  // of one path at a time: in the order in which they end
+  std::deque<UnderWay> under_way_;  // requests of one path, in order of completion
 };
 
 class PathProbe : public ::testing::Test {
@@ -143,7 +143,7 @@ TEST_F(PathProbe, EndsInItsTimeWithTheRatesOfAPathThatIsFastOrSlow) {
         const DiskSpeed speed{.read = read * kMb, .write = read * write_share * kMb};
         TimedDisk disk(speed);
         const auto rates = Probe(disk, paths);
-        // The first request of a path is begun before anything is known of it.
+        // A path's first request starts before its speed is known.
         const double first_seconds = kFirstBytes / speed.write;
         const bool fits = first_seconds <= 8.0 / static_cast<double>(paths);
         EXPECT_LE(SecondsOf(disk), fits ? 8.0 : 8.0 + first_seconds);
@@ -176,7 +176,7 @@ TEST_F(PathProbe, ManyRequestsAtOnceAreTriedWhereOneWaitsLong) {
   }
 }
 
-// Whatever was under way then ends; nothing is begun after the limit.
+// Requests in flight at the limit end later; no request starts after the limit.
 TEST_F(PathProbe, OfAPathThatBecomesSlowBeginsNothingAfterItsTime) {
   for (const double change_seconds : {0.01, 0.5, 2.0, 5.0, 7.0}) {
     SCOPED_TRACE(change_seconds);

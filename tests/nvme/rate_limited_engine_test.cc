@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Transfers of a file end no faster than its rate, one queue a file, without credit for idle time and
-//         without polling; bytes, errors, events and flushes are those of the engine below. (Its contract
-//         is in io_engine_test.cc.)
-// Method  A clock of the test's, which moves when the engine below is asked to sleep; simulated disks.
+// Goal    Transfers of a file end no faster than its rate, in one queue per file, without credit for idle time and without
+//         polling. Bytes, errors, events and flushes are those of the wrapped engine. (io_engine_test.cc tests the contract.)
+// Method  A clock of the test, which advances when the wrapped engine is asked to sleep; simulated disks.
 
 #include "nvme/io/rate_limited_engine.h"
 
@@ -43,7 +42,7 @@ constexpr uint64_t kPage = 4096;
 constexpr uint64_t kPathBytes = 64 * kPage;
 constexpr nanoseconds kNow(0);
 
-// Two simulated paths; a sleep without completions moves the clock.
+// Two simulated paths. Wait() advances the clock by its timeout if there is no completion.
 class SleepingDisk final : public IoEngine {
  public:
   explicit SleepingDisk(TimePoint& now) : now_(now) {}
@@ -115,7 +114,7 @@ class RateLimited : public ::testing::Test {
   TimePoint now_{};
   SleepingDisk* below_ = nullptr;
   std::unique_ptr<RateLimitedEngine> engine_;
-  std::vector<std::unique_ptr<SwapFile>> files_;  // of the disk in it
+  std::vector<std::unique_ptr<SwapFile>> files_;  // files on the disk of `below_`
   std::array<FileIndex, 2> index_{};
   alignas(4096) std::array<std::byte, 64 * kPage> memory_{};
 };

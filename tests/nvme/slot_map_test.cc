@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The free space of the paths gives exactly as many slots as it promises, spread over the
-//         paths by weight, and becomes whole again when slots are freed.
+// Goal    The free space of the paths yields exactly as many slots as promised, distributed over the paths by weight. Freed
+//         slots merge into contiguous space again.
 // Method  Values computed by hand; random allocations against the promise, from printed seeds.
 
 #include "nvme/slot_map.h"

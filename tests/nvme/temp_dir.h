@@ -12,7 +12,7 @@
 
 namespace forebay::nvme {
 
-// Removed with everything in it when it dies.
+// A new directory. The destructor removes the directory and its contents.
 class TempDir {
  public:
   TempDir() {
@@ -30,7 +30,7 @@ class TempDir {
 
   const std::string& path() const { return path_; }
 
-  // A new directory in it.
+  // Makes a directory inside this one. Returns its path.
   std::string Make(const std::string& name) const {
     std::filesystem::create_directory(path_ + "/" + name);
     return path_ + "/" + name;
@@ -40,12 +40,12 @@ class TempDir {
   std::string path_;
 };
 
-// How many descriptors this process has open, without those of /proc and /sys: threads that begin read their
-// limits there, at any time.
+// Number of open descriptors of this process, without those in /proc and /sys: starting threads read limits from such files at
+// any time.
 inline size_t OpenDescriptors() {
   size_t count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // closed since it was listed
+    std::error_code gone;  // the descriptor was closed since it was listed
     const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
     if (!gone && !target.starts_with("/proc/") && !target.starts_with("/sys/")) ++count;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A transfer that the disk never ends is an error with path, offset and seconds after its deadline;
-//         other slots and paths are served meanwhile; a path that is silent refuses at once, and is used
-//         again when it answers; what the disk does late harms nothing.
+// Goal    A transfer that the disk never ends fails after its deadline with path, offset and seconds. Other slots and paths are
+//         served meanwhile. A silent path refuses requests at once, and is used again once it answers. Late transfers of the
+//         disk do no harm.
 // Method  An engine in which transfers hang until the test ends them, above simulated disks; the clock is
 //         the test's.
 
@@ -59,7 +59,7 @@ class VolumeDeadlineFault : public ::testing::Test {
     }
   }
 
-  // Transfers that begin from now on never end.
+  // Makes all transfers that begin from now on hang.
   void Hang() { engine_.SetFault({.count = IoFault::kForEver, .hangs = true}); }
   void Work() { engine_.ClearFault(); }
 
@@ -73,13 +73,13 @@ class VolumeDeadlineFault : public ::testing::Test {
     return finished;
   }
 
-  // Passes the deadline in two checks.
+  // Advances the clock past the deadline in two checks.
   std::vector<Finished> PassDeadline() {
     EXPECT_THAT(CheckAt(now_ + kDeadlineNs - kSecondNs), IsEmpty());
     return CheckAt(now_ + kSecondNs);
   }
 
-  // Finishes all requests that end without a wait.
+  // Finishes all requests that have ended. Does not wait.
   std::vector<Finished> Drain() {
     std::array<Completion, 8> completions;
     std::vector<Finished> finished;
@@ -151,7 +151,7 @@ TEST_F(VolumeDeadlineFault, AShortTransferOfWhatWasGivenUpIsNotGoneOnWith) {
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
 }
 
-// A process that slept (a debugger, a suspended machine) looks at completions before it gives up.
+// A process that was stopped (by a debugger, or a suspended machine) reads completions before it gives a request up.
 TEST_F(VolumeDeadlineFault, ATimeInWhichNobodyLookedIsNotTheDisks) {
   ASSERT_NO_FATAL_FAILURE(Open());
   Bytes bytes(kBlockBytes);
@@ -180,7 +180,7 @@ TEST_F(VolumeDeadlineFault, OnlyWhatMayBeGivenUpIs) {
   EXPECT_OK(FinishOne(*volume_, engine_, 8)) << "commits are waited for";
 }
 
-// The late write of old bytes comes after the slot has been used again, or would.
+// The disk executes the late write of old bytes after other bytes may have been written to the slot.
 TEST_F(VolumeDeadlineFault, AWriteThatWasGivenUpKeepsItsSlotUntilItHasEnded) {
   for (const bool keeps : {true, false}) {
     SCOPED_TRACE(keeps);
@@ -237,7 +237,7 @@ TEST_F(VolumeDeadlineFault, APathSilentToReadsRefusesThemAtOnceButForOne) {
   EXPECT_OK(ReadAndCompare(slots_[0][3], ContentOf(3, 1))) << "it answers again";
 }
 
-// A job whose writes can wait lives only if its reads are served.
+// A job that can delay its writes survives only if its reads are served.
 TEST_F(VolumeDeadlineFault, APathSilentToWritesRefusesThemAndServesReads) {
   ASSERT_NO_FATAL_FAILURE(Open());
   Hang();
@@ -262,7 +262,7 @@ TEST_F(VolumeDeadlineFault, APathSilentToWritesRefusesThemAndServesReads) {
   EXPECT_OK(WriteNow(*volume_, engine_, slots_[0][6], newer)) << "it answers again";
 }
 
-// One request that a drive has lost does not close the path.
+// A single lost request does not close the path.
 TEST_F(VolumeDeadlineFault, APathThatAnswersServesOthersBesideRequestsThatWereGivenUp) {
   ASSERT_NO_FATAL_FAILURE(Open());
   std::vector<Bytes> bytes(Volume::kGivenUpMax + 1, Bytes(kBlockBytes));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Three blocks on two paths are at the old step or at the new one, together, after any
-//         power cut and any failing or short transfer; and one lost, torn or misdirected write is
-//         that, or an error that names path, offset and identity. Never a mix, never silence.
+// Goal    Three blocks on two paths are together at the old step or at the new step, after any power cut and any failing or
+//         short transfer. A lost, torn or misdirected write is noticed: the read returns the right bytes, or an error that
+//         names path, offset and identity. Steps never mix, and no fault is silent.
 // Method  Faults are enumerated: before or at operation 0, 1, 2, ... of the steps, until they end
 //         without meeting the fault; the number of cut points must be the disk's own count. The
 //         disk is simulated: its cache is lost, kept, reordered or torn by sector at a cut.
@@ -40,7 +40,7 @@ using ::testing::HasSubstr;
 
 constexpr uint32_t kBlocks = 3;
 constexpr uint64_t kPathBytes = 128 << 10;
-constexpr uint64_t kOperationsMax = 500;  // far above what the steps need
+constexpr uint64_t kOperationsMax = 500;  // far above the operations of a test
 
 struct Fate {
   CutFate kind;
@@ -64,7 +64,7 @@ VolumeOptions Options(const SimulatedDisk& disk, OpenMode mode) {
   return options;
 }
 
-// Two paths and an engine that fails on request.
+// A volume on two simulated paths, over an engine that fails on request.
 struct World {
   World() : disk({.paths = 2, .capacity_bytes = kPathBytes}), faults(disk) {}
 
@@ -72,7 +72,7 @@ struct World {
     return Volume::OpenForTest(Options(disk, mode), protections, faults, disk);
   }
 
-  // A new volume with its blocks durable at step 1.
+  // Makes a new volume whose blocks are durable at step 1.
   absl::Status MakeAtStepOne() {
     ASSIGN_OR_RETURN(volume, Open(OpenMode::kReclaim));
     store = std::make_unique<BlockStore>(*volume, faults, kBlocks);
@@ -101,8 +101,8 @@ struct World {
   std::unique_ptr<BlockStore> store;
 };
 
-// The step that all blocks have after reopening; 0 for a volume without blocks. Fails the test on a
-// mix, an error, or bytes that are not what they claim to be.
+// Reopens the volume. Returns the step of all its blocks, 0 for a volume without blocks. Fails the test on a mix of steps, an
+// error, or wrong bytes.
 uint32_t StepAfterReopening(World& world) {
   const absl::Status opened = world.Reopen(OpenMode::kRecover);
   EXPECT_OK(opened);
@@ -122,7 +122,7 @@ uint32_t StepAfterReopening(World& world) {
   return step;
 }
 
-// Commits steps 2 to `last`, until one fails. Returns the last acknowledged step; 1 if none was.
+// Commits steps 2 to `last`, until a commit fails. Returns the last acknowledged step, 1 if none was.
 uint32_t CommitStepsTo(uint32_t last, BlockStore& store) {
   for (uint32_t step = 2; step <= last; ++step) {
     if (!store.CommitStep(step).ok()) return step - 1;
@@ -130,7 +130,8 @@ uint32_t CommitStepsTo(uint32_t last, BlockStore& store) {
   return last;
 }
 
-// Cuts before each operation of steps 2 to 4; how many cut points there were.
+// Cuts the power before each operation of steps 2 to 4, one cut per run. Expects as many cut points as the disk counts
+// operations.
 void CutEverywhere(Fate fate, ExecutionOrder order) {
   constexpr uint32_t kLast = 4;
   uint64_t operations = 0;
@@ -158,7 +159,7 @@ void CutEverywhere(Fate fate, ExecutionOrder order) {
     const uint32_t step = StepAfterReopening(world);
     EXPECT_GE(step, acknowledged);
     EXPECT_LE(step, acknowledged + 1);
-    // The reopened volume takes a further commit.
+    // The reopened volume accepts another commit.
     ASSERT_OK(world.store->CommitStep(9));
     world.disk.CutPowerNow();
   }
@@ -182,9 +183,9 @@ TEST(VolumeFault, AVolumeIsEmptyOrAtItsFirstStepAtEveryPowerCutWhileItIsMade) {
       SCOPED_TRACE(::testing::Message() << "power cut before operation " << cut << ", fate "
                                         << static_cast<int>(fate.kind) << " seed " << fate.seed);
       World world;
-      // An older volume lies there, as after a change of mind: its step must never come back.
+      // The paths hold an older volume with a commit; a new volume replaces it.
       ASSERT_OK(world.MakeAtStepOne());
-      ASSERT_OK(world.store->Commit());  // both record places are in use
+      ASSERT_OK(world.store->Commit());  // uses the second record place too
       world.Close();
       world.disk.set_cut_fate(fate.kind, fate.seed + 1000 * cut);
       world.disk.CutPowerBefore(cut);
@@ -206,13 +207,14 @@ TEST(VolumeFault, AVolumeIsEmptyOrAtItsFirstStepAtEveryPowerCutWhileItIsMade) {
       if (!recovered.ok()) {
         EXPECT_THAT(recovered, HasError(protocol::ErrorId::kSwapPath));
       } else if (world.volume->durable_sequence() > 0) {
-        EXPECT_EQ(world.volume->durable_sequence(), 2u);  // the old one: nothing was acknowledged
+        // The old volume: no commit of the new one was acknowledged.
+        EXPECT_EQ(world.volume->durable_sequence(), 2u);
       }
     }
   }
 }
 
-// One fault at each operation of step 2; then the power is cut or not, and the volume reopened.
+// Injects one fault at each operation of step 2, with and without a power cut afterwards, and reopens the volume.
 void FaultEverywhere(IoFault fault, const char* what) {
   for (const bool cut : {false, true}) {
     bool fired = true;
@@ -305,7 +307,7 @@ TEST(VolumeFault, ReadsMeetFailingAndShortTransfersWithTheRightBytesOrAnError) {
   }
 }
 
-// After any one failure the same volume, without a restart, gets the step through.
+// After a failure at any operation, the same open volume commits the step on the next attempt.
 TEST(VolumeFault, AfterAFailureTheStepCanBeCommittedAgain) {
   for (const uint64_t count : {1u, 3u, 9u}) {
     bool fired = true;
@@ -330,8 +332,7 @@ TEST(VolumeFault, AfterAFailureTheStepCanBeCommittedAgain) {
   }
 }
 
-// A commit that failed may be durable all the same: then neither its slots nor the older ones are
-// free.
+// A failed commit may still be durable: neither its slots nor the slots of the older commit are free.
 TEST(VolumeFault, AfterACommitOfUnknownOutcomeNoSlotItMayNameIsOverwritten) {
   constexpr uint64_t kLedgerWrites = kBlocks + 2;  // blocks, flushes
   for (uint64_t operation = kLedgerWrites; operation < kLedgerWrites + 6; ++operation) {
@@ -359,7 +360,7 @@ TEST(VolumeFault, AfterACommitOfUnknownOutcomeNoSlotItMayNameIsOverwritten) {
   }
 }
 
-// The simulated error is like a real fsync error: the kernel dropped the pages, and the next fsync succeeds.
+// The simulated error acts like a real fsync error: the kernel drops the pages, and the next fsync succeeds.
 TEST(VolumeFault, WhatAFailedFlushDroppedIsWrittenAgainBeforeACommitSucceeds) {
   int failures = 0;
   for (uint64_t operation = 0; operation < 20; ++operation) {
@@ -371,7 +372,7 @@ TEST(VolumeFault, WhatAFailedFlushDroppedIsWrittenAgainBeforeACommitSucceeds) {
       ++failures;
       const VolumeStats stats = world.volume->stats();
       EXPECT_TRUE(stats.paths[0].flush_failed || stats.paths[1].flush_failed);
-      if (operation < kBlocks + 2) {  // a flush of data: its blocks are in doubt
+      if (operation < kBlocks + 2) {  // a data flush failed: its blocks are doubted
         EXPECT_GT(world.volume->Doubted().size(), 0u);
         EXPECT_THAT(world.store->Commit(),
                     ::forebay::testing::HasCode(absl::StatusCode::kFailedPrecondition));
@@ -386,8 +387,8 @@ TEST(VolumeFault, WhatAFailedFlushDroppedIsWrittenAgainBeforeACommitSucceeds) {
   EXPECT_EQ(failures, 4) << "two flushes each of data and of the ledger";
 }
 
-// A step with one write that lies about its success; then a power cut and a reopening. Returns
-// whether the fault hit a write.
+// Writes a step in which one write falsely reports success, cuts the power and reopens the volume. Returns true if the fault
+// hit a write.
 bool LyingWrite(WriteFault fault, uint64_t operation, bool commit) {
   World world;
   EXPECT_OK(world.MakeAtStepOne());
@@ -455,7 +456,7 @@ TEST(VolumeFault, OneMisdirectedWriteIsAnErrorOrWithoutEffect) {
   EXPECT_EQ(writes, kBlocks + 2 + 2) << "blocks, two ledgers, two records";
 }
 
-// The faults above with a protection off: nothing notices them.
+// Without checksums a lost write goes unnoticed.
 TEST(VolumeFault, WithoutChecksumsALostWriteIsSilent) {
   for (const bool verified : {true, false}) {
     World world;
@@ -494,7 +495,7 @@ TEST(VolumeFault, WithoutPinnedSlotsAPowerCutLeavesAMix) {
   }
 }
 
-// The ledger before the newest stays whole: its slots are pinned as long as it may be needed.
+// The previous ledger stays intact: its slots are pinned as long as recovery may need it.
 TEST(VolumeFault, ADamagedNewestLedgerLeavesTheOneBefore) {
   World world;
   ASSERT_OK(world.MakeAtStepOne());
@@ -507,7 +508,7 @@ TEST(VolumeFault, ADamagedNewestLedgerLeavesTheOneBefore) {
   world.disk.RestorePower();
   ASSERT_EQ(StepAfterReopening(world), 3u);
   world.Close();
-  // Sequences 1 and 3 lie in area 0: pages 3 of the head, and 5 pages before the end of the tail.
+  // The ledgers of sequences 1 and 3 lie in area 0: page 3 of the head, and 5 pages before the end of the tail.
   const Bytes junk = ::forebay::testing::Pattern(4096, /*seed=*/5);
   world.disk.Overwrite(0, 3 * 4096, junk);
   world.disk.Overwrite(1, kPathBytes - 5 * 4096, junk);
@@ -516,7 +517,7 @@ TEST(VolumeFault, ADamagedNewestLedgerLeavesTheOneBefore) {
   EXPECT_EQ(world.volume->recovery().damaged_ledgers, 2u);
 }
 
-// If both copies of a record are lost, it is unknown whether that record was the newest.
+// If both copies of a record are damaged, recovery cannot know whether that record was the newest.
 TEST(VolumeFault, ARecordWithoutAWholeCopyMayHaveBeenTheNewest) {
   for (const uint64_t record : {uint64_t{0}, uint64_t{1}}) {
     for (const bool zeros : {false, true}) {
@@ -533,7 +534,7 @@ TEST(VolumeFault, ARecordWithoutAWholeCopyMayHaveBeenTheNewest) {
       EXPECT_EQ(world.volume->recovery().damaged_records, 1u);
       world.Close();
       world.disk.Overwrite(1, kPathBytes - (3 - record) * 4096, junk);
-      // Sequences 1 and 3 have record 0.
+      // Record 0 holds sequences 1 and 3, record 1 sequence 2.
       EXPECT_EQ(StepAfterReopening(world), record == 0 ? 2u : 3u);
       EXPECT_TRUE(world.volume->recovery().fell_back);
       EXPECT_EQ(world.volume->recovery().damaged_records, 2u);

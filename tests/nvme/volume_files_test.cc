@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    On the machine's own file system a volume is O_DIRECT, reserved, private and locked; and
-//         a path that cannot be swap is refused with its index and numbers, before anything starts.
+// Goal    On the machine's own file system a volume is O_DIRECT, reserved, private and locked. A path that cannot hold swap is
+//         refused with its index and numbers, before any work starts.
 // Method  Real directories in the build tree, both engines, a second process for the lock. What a
 //         machine cannot show (no tmpfs, no loop device) is skipped with its reason.
 
@@ -63,7 +63,8 @@ class VolumeFiles : public ::testing::TestWithParam<EngineChoice> {
 
   void TearDown() override {
     if (IsSkipped()) return;
-    EXPECT_LE(OpenDescriptors(), descriptors_before_);  // threads that start may have some
+    // descriptors_before_ may include descriptors of starting threads.
+    EXPECT_LE(OpenDescriptors(), descriptors_before_);
   }
 
   VolumeOptions Options(const std::vector<std::string>& paths) const {
@@ -88,7 +89,7 @@ class VolumeFiles : public ::testing::TestWithParam<EngineChoice> {
   size_t descriptors_before_ = 0;
 };
 
-// Flags of this process's descriptors whose name starts with `name`.
+// Open flags of this process's descriptors whose file name starts with `name`.
 std::vector<int> FlagsOf(const std::string& name) {
   std::vector<int> flags;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -100,7 +101,7 @@ std::vector<int> FlagsOf(const std::string& name) {
   return flags;
 }
 
-// A counter of /proc/self/io.
+// Value of a counter in /proc/self/io.
 uint64_t KernelCounter(const std::string& wanted) {
   std::ifstream counters("/proc/self/io");
   std::string name;
@@ -135,7 +136,7 @@ TEST_P(VolumeFiles, CountBytesAsTheKernelDoes) {
   }
   EXPECT_EQ(read_bytes, 8 * kBigBytes);
   EXPECT_GE(written_bytes, 3 * 8 * kBigBytes);
-  // The kernel also counts what it reads of this program itself and of the directories: little.
+  // The kernel also counts reads of this program's file and of directories; they are few.
   const auto near_kernel = [](uint64_t ours) {
     return ::testing::AllOf(::testing::Ge(ours), ::testing::Le(ours + ours / 100 + (1 << 20)));
   };
@@ -267,7 +268,7 @@ TEST_P(VolumeFiles, ATooSmallDiskIsRefusedWithNeededAndFreeBytes) {
   EXPECT_THAT(volume.status().message(), HasSubstr("(free "));
   EXPECT_TRUE(std::filesystem::is_empty(a_));
   EXPECT_TRUE(std::filesystem::is_empty(b_));
-  // Two paths that fit alone, but share a file system.
+  // Each of the two paths fits alone, but both share one file system.
   struct statfs system {};
   ASSERT_EQ(statfs(a_.c_str(), &system), 0);
   const uint64_t free_bytes =
@@ -293,7 +294,7 @@ TEST_P(VolumeFiles, ARefusalLeavesAnOlderFileAsItWas) {
 }
 
 TEST_P(VolumeFiles, AFullDeviceIsAnErrorOfTheRequest) {
-  // The file is shorter than its capacity says, as after a truncation by somebody else.
+  // The file is shorter than its capacity, as after a truncation by another program.
   ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
   BlockStore store(*volume, engine(), 1);
   ASSERT_OK(store.CommitStep(1));
@@ -333,7 +334,7 @@ VolumeOptions OnePath(const TempDir& directory) {
   return options;
 }
 
-// No engine is alive at the fork: a child has none of its threads.
+// Forks while no engine exists: a child would lack the engine's threads.
 TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
   TempDir directory;
   const VolumeOptions options = OnePath(directory);
@@ -354,7 +355,7 @@ TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
     const auto volume = Volume::Open(options, *chosen->engine);
     char byte = volume.ok() ? 'y' : 'n';
     if (write(ready_write.get(), &byte, 1) != 1) _exit(3);
-    // Ends when the parent closes its end.
+    // The child ends when the parent closes its end of the pipe.
     if (read(end_read.get(), &byte, 1) < 0) _exit(4);
     _exit(0);
   }
@@ -378,7 +379,7 @@ TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
   EXPECT_OK(Volume::Open(second, *chosen.engine));
 }
 
-// A second descriptor of the open file, which has the lock, is what io_uring is elsewhere, until its ring is looked at.
+// A duplicate descriptor holds the file's lock, as io_uring may until its ring is polled.
 TEST(VolumeLock, IsFreeAtOnceWhereAVolumeIsClosed) {
   TempDir directory;
   const VolumeOptions options = OnePath(directory);
@@ -399,8 +400,7 @@ TEST(VolumeLock, IsFreeAtOnceWhereAVolumeIsClosed) {
   EXPECT_EQ(flock(next.get(), LOCK_EX | LOCK_NB), 0);
 }
 
-// A locked open file stands for a process that was killed while the disk works for it: the process has ended, its open file has
-// not.
+// A locked open file acts like a process that was killed during a transfer: the process has ended, but its file is still open.
 TEST(VolumeLock, WaitsUntilTransfersOfADeadProcessHaveEnded) {
   TempDir directory;
   const VolumeOptions options = OnePath(directory);

@@ -41,7 +41,7 @@ using ::testing::IsEmpty;
 
 constexpr uint64_t kPathBytes = 1 << 20;
 constexpr uint64_t kLedgerBytes = 4096;
-// Bytes of metadata on two paths: a label at each end; two records and two ledgers at the head and at the tail.
+// Metadata bytes on two paths: a label at each end of a path; two records and two ledgers at the head and at the tail.
 constexpr uint64_t kMetaBytes = (4 + 2 * (2 + 2)) * 4096;
 
 class VolumeTest : public ::testing::Test {
@@ -146,7 +146,7 @@ TEST_F(VolumeTest, ASlotIsReadOrWrittenButNotBoth) {
 
 TEST_F(VolumeTest, ReadsPagesOfASlotWhichCannotBeWrittenMeanwhile) {
   Open(Options(1));
-  const std::vector<Slot> slots = SomeSlots(2);  // the second is behind the first
+  const std::vector<Slot> slots = SomeSlots(2);  // the second slot follows the first
   const Bytes content = ContentOf(0, 1);
   ASSERT_OK(WriteNow(*volume_, disk_, slots[0], content));
   ASSERT_OK(WriteNow(*volume_, disk_, slots[1], ContentOf(1, 1)));
@@ -179,7 +179,7 @@ TEST_F(VolumeTest, ZeroesEverySlotWithDeepQueuesOnAllPaths) {
   }
   constexpr uint64_t kSlots = 30;
   const std::vector<Slot> slots = SomeSlots(kSlots);
-  const Bytes zeros(4096);  // three pieces a slot
+  const Bytes zeros(4096);  // three pieces per slot
   ASSERT_OK(volume_->Zero(slots, zeros, /*token=*/4));
   EXPECT_EQ(volume_->requests_in_flight(), 1u);
   EXPECT_THAT(volume_->Write(slots[0], Bytes(4096), 5),
@@ -200,7 +200,7 @@ TEST_F(VolumeTest, ZeroesEverySlotWithDeepQueuesOnAllPaths) {
   }
   EXPECT_EQ(zeroed, kSlots * kBlockBytes);
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
-  // Two calls of Zero() at a time share the queues. Each call ends once.
+  // Two concurrent calls of Zero() share the queues. Each call ends exactly once.
   ASSERT_OK(volume_->Zero(std::span(slots).first(15), zeros, /*token=*/6));
   const Bytes more_zeros(8192);
   ASSERT_OK(volume_->Zero(std::span(slots).subspan(15), more_zeros, /*token=*/7));
@@ -247,7 +247,7 @@ TEST_F(VolumeTest, NeverOverwritesADurableSlotBetweenCommits) {
   Open(Options(2));
   MakeStore(1);
   ASSERT_OK(store_->CommitStep(1));
-  // In the life that committed it, and in one that recovered it.
+  // life 1: the volume that committed the step; life 2: the volume that recovered it.
   for (uint32_t life = 1; life <= 2; ++life) {
     for (uint32_t step = 2; step < 6; ++step) {
       ASSERT_OK(store_->WriteStep(step));
@@ -278,7 +278,7 @@ TEST_F(VolumeTest, SlotsOfTheLastTwoCommitsArePinned) {
   EXPECT_THAT(volume_->Zero({{slots[0]}}, Bytes(4096), 9), refused);
   ASSERT_OK(CommitNow(*volume_, disk_, {}, {{slots[1]}}));
   EXPECT_THAT(volume_->Write(slots[0], content, 9), refused) << "the ledger before the newest";
-  // A slot named by the pending commit is pinned from its start; others are not.
+  // A slot that the pending commit names is pinned from the commit's start; other slots are not.
   ASSERT_OK(volume_->CommitLedger({}, {{slots[2]}}, 70));
   EXPECT_THAT(volume_->CommitLedger({}, {{slots[3]}}, 71), refused) << "one at a time";
   EXPECT_THAT(volume_->Write(slots[2], content, 9), refused);
@@ -378,7 +378,7 @@ TEST_F(VolumeTest, BothEndsMustBeDamagedToLoseADurableLedger) {
   Open(Options(2));
   MakeStore(1);
   for (uint32_t step = 1; step <= 2; ++step) ASSERT_OK(store_->CommitStep(step));
-  // Head: label, records, ledgers on path 0; then the tail on path 1 too.
+  // Damages the head of path 0 (label, records, ledgers), then also the tail of path 1.
   const Bytes junk = ::forebay::testing::Pattern(5 * 4096, /*seed=*/77);
   store_.reset();
   volume_.reset();
@@ -419,7 +419,7 @@ TEST_F(VolumeTest, TooManyRequestsAreRefusedUntilSomeHaveFinished) {
   for (uint32_t i = 0; i < Volume::kRequestsMax; ++i) ASSERT_OK(volume_->Read(slots[0], bytes, 5));
   EXPECT_THAT(volume_->Read(slots[0], bytes, 5), HasCode(absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(volume_->requests_in_flight(), Volume::kRequestsMax);
-  // Commits and zeroing have room of their own.
+  // Zeroing and commits succeed although kRequestsMax requests are in flight.
   const Bytes zeros(4096);
   ASSERT_OK(volume_->Zero({{slots[1]}}, zeros, /*token=*/6));
   ASSERT_OK(CommitNow(*volume_, disk_, {}, {{slots[0]}}));

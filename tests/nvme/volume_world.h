@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A volume on simulated disks, driven to the end of each call: what the volume's tests share.
+// A volume on simulated disks, and helpers that finish each call. Shared by the volume's tests.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace forebay::nvme {
 
 inline constexpr size_t kBlockBytes = 3 * 4096;  // several sectors and pages
 
-// The content of a block at a step: what the daemon would write, and whose it is.
+// Contents of a block at a step, and their identity, as the daemon would write them.
 inline testing::Bytes ContentOf(uint32_t block, uint32_t step) {
   return testing::Pattern(kBlockBytes, /*seed=*/1000 * step + block);
 }
@@ -40,7 +40,7 @@ inline Identity IdentityOf(uint32_t block, uint32_t step) {
   return identity;
 }
 
-// Calls the engine until `token` has finished; its status.
+// Polls the engine until request `token` has finished. Returns its status.
 inline absl::Status FinishOne(Volume& volume, IoEngine& engine, uint64_t token) {
   constexpr int kWaitsMax = 100000;
   std::array<Completion, 8> completions;
@@ -79,18 +79,18 @@ inline absl::Status ZeroNow(Volume& volume, IoEngine& engine, std::span<const Sl
   return FinishOne(volume, engine, 4);
 }
 
-// Result of a block's read: the block's step or the error, and whether the bytes are those of that step.
+// Result of reading a block: the block's step or the error. bytes_right is true if the bytes are those of that step.
 struct BlockState {
   absl::Status status;
   uint32_t step = 0;
   bool bytes_right = false;
 };
 
-// Blocks in the slots of a volume, as a daemon that makes steps durable keeps them: a step is
-// written to free slots and published in one go; the ledger is this table.
+// Blocks in the slots of a volume, stored like a daemon's durable steps: a step is written to free slots and published at once.
+// The ledger is this table.
 class BlockStore {
  public:
-  // Slots that the last two commits name, that a commit of unknown outcome names, and one to write.
+  // Slots for the last two commits, for a commit of unknown outcome, and for the next write.
   static constexpr uint32_t kSlotsPerBlock = 4;
 
   struct Entry {
@@ -100,7 +100,7 @@ class BlockStore {
     uint64_t checksum = 0;
   };
 
-  // A new store, or the one of the recovered ledger.
+  // Creates a new store, or restores it from the recovered ledger.
   BlockStore(Volume& volume, IoEngine& engine, uint32_t blocks)
       : volume_(volume), engine_(engine), map_(volume.free_slots()) {
     entries_.resize(volume.ledger().size() / sizeof(Entry));
@@ -120,7 +120,7 @@ class BlockStore {
   const std::vector<Slot>& slots() const { return slots_; }
   std::vector<Entry>& entries() { return entries_; }
 
-  // A slot that nothing needs.
+  // A slot that no ledger needs.
   std::optional<Slot> FreeSlot() const {
     for (const Slot& slot : slots_) {
       const auto uses = [&slot](const Entry& entry) {
@@ -134,8 +134,8 @@ class BlockStore {
     return std::nullopt;
   }
 
-  // Writes all blocks of a step at the same time and publishes them when all are written. Blocks
-  // that have the step already are left alone, those in doubt are written again.
+  // Writes all blocks of a step concurrently, and publishes them once all are written. Skips blocks that already have the step.
+  // Writes doubted blocks again.
   absl::Status WriteStep(uint32_t step) {
     constexpr uint64_t kFirstToken = 100;
     constexpr int kWaitsMax = 100000;
@@ -206,8 +206,7 @@ class BlockStore {
     return state;
   }
 
-  // Every step to the same slots, with the pins switched off: for the test that shows what they are
-  // for.
+  // Writes every step to the same slots, without pins: for the test that shows what pins prevent.
   bool overwrites_in_place = false;
 
  private:

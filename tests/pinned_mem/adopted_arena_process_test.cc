@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    An arena outlives the process that made it: the next one finds every byte, a client that has
-//         it mapped sees what the next one writes, and the pages are freed when that client ends.
-// Method  A child makes the arena, passes its descriptors through a socket and ends: by _exit() after the
-//         arena's end, or killed in the middle. Another child maps it as a client does and is asked for
-//         bytes. Every child runs under a deadline.
+// Goal    An arena survives the process that made it. The next process finds every byte, a client that maps the arena sees
+//         later writes of the next process, and the pages are freed when that client ends.
+// Method  A child makes the arena, sends its descriptors through a socket and ends: by _exit() after the arena's end, or killed
+//         before. Another child maps the arena as a client does and reports bytes on request. Every child runs under a
+//         deadline.
 
 #include <signal.h>
 #include <sys/mman.h>
@@ -45,7 +45,7 @@ class AdoptedArenaProcess : public ::forebay::testing::DescriptorsAsBefore {};
 
 enum class Ends { kAfterTheArena, kKilled };
 
-// The two descriptors of a message: the one that is kept, and a client's.
+// Two descriptors in one message: the retained one and the client's.
 using Pair = std::array<int, 2>;
 
 bool Send(int socket, const Pair& fds) {
@@ -65,7 +65,7 @@ bool Send(int socket, const Pair& fds) {
   return ::sendmsg(socket, &message, 0) == 1;
 }
 
-// {-1, -1} where the sender has ended without a word.
+// Receives two descriptors. Returns {-1, -1} if the sender has ended without a message.
 Pair Receive(int socket) {
   char byte = 0;
   iovec data{.iov_base = &byte, .iov_len = 1};
@@ -82,7 +82,7 @@ Pair Receive(int socket) {
   return fds;
 }
 
-// Runs in the first process: makes the arena, writes it, hands its descriptors over and ends.
+// Runs in the first process: makes the arena, writes it, sends its descriptors and ends.
 int MakeAndEnd(int socket, const ArenaOptions& options, Ends ends) {
   if (!BecomeNobody()) return 10;
   auto arena = PinnedArena::Create(options);
@@ -103,7 +103,7 @@ struct Kept {
   UniqueFd client;
 };
 
-// Returns the descriptors of an arena whose process has ended.
+// Makes an arena in a child and waits for the child's end. Returns the arena's descriptors.
 Kept FromAnEndedProcess(const ArenaOptions& options, Ends ends) {
   std::array<int, 2> sockets{};
   EXPECT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets.data()), 0);
@@ -120,7 +120,7 @@ Kept FromAnEndedProcess(const ArenaOptions& options, Ends ends) {
   return {.fd = UniqueFd(fds[0]), .client = UniqueFd(fds[1])};
 }
 
-// A process that has the arena mapped, no descriptor of it, and says what it reads.
+// A process that maps the arena, holds no descriptor of it, and reports the bytes that it reads.
 class Client {
  public:
   explicit Client(const Kept& kept) {
@@ -128,7 +128,8 @@ class Client {
     child_ = fork();
     if (child_ == 0) _exit(Answer(kept));
     close(sockets_[1]);
-    EXPECT_EQ(ByteAt(0), static_cast<int>(Pattern(1, /*seed=*/1)[0]));  // it has mapped it
+    // The child has mapped the arena.
+    EXPECT_EQ(ByteAt(0), static_cast<int>(Pattern(1, /*seed=*/1)[0]));
   }
   ~Client() { End(); }
 
@@ -140,7 +141,7 @@ class Client {
 
   void End() {
     if (child_ < 0) return;
-    (void)shutdown(sockets_[0], SHUT_RDWR);  // other children have this descriptor too
+    (void)shutdown(sockets_[0], SHUT_RDWR);  // other children hold this descriptor too
     close(sockets_[0]);
     EXPECT_EQ(WaitFor(std::exchange(child_, -1)), 0);
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    An arena that is adopted has the bytes, pages and lock of the one before, and behaves as that
-//         did; what is not that arena, or has lost a page, is refused and not changed.
-// Method  Keep the pages of an arena over its end, adopt them from the descriptor that was kept, and
-//         ask the kernel. Change one thing at a time for the refusals.
+// Goal    An adopted arena has the bytes, pages and lock of the previous arena, and behaves like it. A descriptor of other
+//         memory, or of an arena that has lost a page, is refused and not changed.
+// Method  Retain an arena's pages beyond its end, adopt them from the retained descriptor, and query the kernel. For the
+//         refusals change one thing at a time.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -43,7 +43,7 @@ uint64_t AllocatedBytes(const UniqueFd& fd) {
   return static_cast<uint64_t>(info.st_blocks) * 512;
 }
 
-// Ends the arena and leaves its pages to the descriptor that it returns.
+// Ends the arena. Returns a descriptor that retains the arena's pages.
 UniqueFd Keep(std::unique_ptr<PinnedArena> arena) {
   auto fd = arena->DuplicateFd();
   EXPECT_TRUE(fd.ok()) << fd.status();
@@ -88,7 +88,7 @@ TEST_F(AdoptedArena, HasTheBytesPagesNodesAndLockOfTheOneBefore) {
       EXPECT_EQ(adopted->numa_nodes(), nodes);
       EXPECT_EQ(adopted->locked(), locked);
       EXPECT_EQ(reinterpret_cast<uintptr_t>(adopted->bytes().data()) % (2 * kMib), 0u);
-      // 0: a kernel that does not say.
+      // 0 if the kernel does not report huge pages.
       EXPECT_THAT(adopted->huge_bytes(), ::testing::AnyOf(huge_bytes, 0));
       std::printf("[ pages ] %.0f MiB on 2 MiB pages, before %.0f\n",
                   static_cast<double>(adopted->huge_bytes()) / static_cast<double>(kMib),
@@ -108,12 +108,12 @@ TEST_F(AdoptedArena, HasEveryPageMapped) {
                                      sizeof(uint64_t));
   const auto size = static_cast<ssize_t>(pages.size() * sizeof(uint64_t));
   ASSERT_EQ(pread(pagemap.get(), pages.data(), static_cast<size_t>(size), at), size);
-  // proc(5): bit 63, the page is in this process's page table.
+  // Bit 63 (proc(5)): the page is in this process's page table.
   EXPECT_TRUE(std::ranges::all_of(pages, [](uint64_t page) { return page >> 63 == 1; }));
 }
 
 TEST_F(AdoptedArena, GetsAndLosesPartsAsBefore) {
-  const uint64_t part_bytes = 3 * kMib + kPage;  // no border on a huge page
+  const uint64_t part_bytes = 3 * kMib + kPage;  // no boundary on a huge page
   ArenaOptions options = OptionsFor(16 * kMib, Access::kPrivate);
   const ArenaPart first = {.offset_bytes = 0, .size_bytes = part_bytes};
   const ArenaPart middle = {.offset_bytes = part_bytes, .size_bytes = part_bytes};
@@ -166,7 +166,7 @@ TEST_F(AdoptedArena, FreesItsPagesAtItsEndOrKeepsThem) {
   EXPECT_EQ(AllocatedBytes(fd), 4 * kMib);
 }
 
-// The end that an arena has where nothing was said: the switch of Keep() is what saves the bytes.
+// An arena that ends by default frees its pages; only SetAtEnd() in Keep() retains them.
 TEST_F(AdoptedArena, IsRefusedWhereThePagesWereNotKept) {
   const ArenaOptions options = OptionsFor(4 * kMib, Access::kPrivate);
   auto made = MakeArena(options);
@@ -179,7 +179,7 @@ TEST_F(AdoptedArena, IsRefusedWhereThePagesWereNotKept) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("lost memory at offset 0"));
 }
 
-// fcntl(2) F_SETLEASE, with and without a client.
+// Detects users by fcntl(2) F_SETLEASE, with and without a client.
 TEST_F(AdoptedArena, IsFreedWhenNobodyHasItOpenOrMapped) {
   const ArenaOptions options = OptionsFor(4 * kMib, Access::kServed);
   auto made = MakeArena(options);
@@ -188,7 +188,7 @@ TEST_F(AdoptedArena, IsFreedWhenNobodyHasItOpenOrMapped) {
   auto client = made->ClientFd();
   ASSERT_TRUE(client.ok()) << client.status();
   UniqueFd kept = Keep(std::move(made));
-  const UniqueFd store = Duplicate(kept);  // somebody still holds it: no user
+  const UniqueFd store = Duplicate(kept);  // a duplicate does not count as a user
   const auto adopted = Adopt(options, std::move(kept));
   ASSERT_NE(adopted, nullptr);
 
@@ -210,7 +210,7 @@ TEST_F(AdoptedArena, IsFreedWhenNobodyHasItOpenOrMapped) {
   EXPECT_FALSE(adopted->FreeIfUnused());
 }
 
-// Why the descriptor is a duplicate of the first description: another one counts as a user.
+// The adopted descriptor must be a duplicate of the arena's open file: a second open counts as a user.
 TEST_F(AdoptedArena, FromAnotherDescriptionWouldNeverBeUnused) {
   if (geteuid() != 0) GTEST_SKIP() << "needs root to open a segment of mode 0400 for writing";
   const ArenaOptions options = OptionsFor(kMib, Access::kServed);
@@ -240,7 +240,7 @@ TEST_F(AdoptedArena, WithAHoleInAPartIsRefusedAndGetsNoZeros) {
     EXPECT_THAT(message, HasSubstr("8384512 bytes have some, 8388608 should"));
     EXPECT_EQ(AllocatedBytes(kept), 8 * kMib - kPage) << "the refusal gave the hole memory";
 
-    // A page beyond the parts is nobody's: it may be a hole.
+    // A page outside the parts belongs to no part: it may be a hole.
     ArenaOptions others = options;
     others.parts.emplace();
     if (hole > 0) others.parts->push_back({.offset_bytes = 0, .size_bytes = hole});

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The limit of a control group is the lowest one from the group up to the top, for both
-//         versions, in and out of containers; the estimate of free memory is sane.
-// Method  Files in a temporary folder that look like /proc/self/cgroup, /proc/self/mountinfo and the
-//         hierarchies; the true files once.
+// Goal    The limit of a control group is the lowest limit from the group up to the root, for both versions, in and out of
+//         containers. The estimate of free memory is plausible.
+// Method  Files in a temporary folder in the format of /proc/self/cgroup, /proc/self/mountinfo and the hierarchies; the real
+//         files once.
 
 #include "pinned_mem/memory_limit.h"
 
@@ -37,7 +37,7 @@ class CgroupMemoryTest : public ::testing::Test {
     std::filesystem::create_directories(path.parent_path());
     std::ofstream(path) << text;
   }
-  // A mount of the hierarchy's part from `root` on.
+  // Mounts the part of the hierarchy below `root`.
   void MountVersion2(const std::string& root = "/") {
     Write("mounts", "31 30 0:26 / / rw - ext4 /dev/root rw\n32 31 0:27 " + root + " " +
                         (folder_ / "v2").string() + " rw,nosuid shared:9 - cgroup2 cgroup2 rw\n");
@@ -110,10 +110,10 @@ TEST_F(CgroupMemoryTest, AContainerThatSeesOnlyItsPartOfTheHierarchyIsUnderstood
   EXPECT_EQ(Read().limit_bytes, 300 * kMiB);
   Write("v2/memory.max", std::to_string(200 * kMiB));
   EXPECT_EQ(Read().limit_bytes, 200 * kMiB);
-  // A group beside the visible part.
+  // The group is outside the visible part.
   Write("membership", "0::/../other\n");
   EXPECT_EQ(Read().limit_bytes, 200 * kMiB);
-  // A group whose name begins like the mount's root.
+  // The group's name begins like the mount's root, but is another.
   Write("membership", "0::/docker/47110\n");
   Write("v20/memory.max", "1");
   EXPECT_EQ(Read().limit_bytes, 200 * kMiB);
@@ -131,7 +131,7 @@ TEST(MemoryLimit, AvailableIsMoreThanNothingAndLessThanTheMachineHas) {
   EXPECT_LE(AvailableBytes(), total_bytes);
 }
 
-// In a child without the capability, which would make all of it true.
+// Runs in a child without CAP_IPC_LOCK: with it, every lock is allowed.
 TEST(MayLock, IsWhetherTheLimitHasRoom) {
   const pid_t child = ::fork();
   if (child == 0) {

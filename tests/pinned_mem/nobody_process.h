@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Children of a test that are another user than root.
+// Runs parts of a test in a child process as user nobody instead of root.
 #pragma once
 
 #include <sys/wait.h>
@@ -10,7 +10,7 @@
 namespace forebay::testing {
 
 inline constexpr unsigned kNobody = 65534;
-inline constexpr unsigned kDeadlineSeconds = 20;  // SIGALRM ends a child that hangs
+inline constexpr unsigned kDeadlineSeconds = 20;  // SIGALRM ends a hanging child
 
 // Becomes the user nobody if the process runs as root. Returns false on failure.
 inline bool BecomeNobody() {
@@ -18,7 +18,7 @@ inline bool BecomeNobody() {
   return setresgid(kNobody, kNobody, kNobody) == 0 && setresuid(kNobody, kNobody, kNobody) == 0;
 }
 
-// The exit status of a child, or -signal.
+// Waits for a child. Returns its exit status, or -signal.
 inline int WaitFor(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
@@ -26,7 +26,7 @@ inline int WaitFor(pid_t child) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-// Runs `body` in a child that is nobody, and returns what it returns, or -signal.
+// Runs `body` in a child process as user nobody. Returns what `body` returns, or -signal.
 template <class Body>
 int AsNobody(Body body) {
   const pid_t child = fork();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    An arena is placed on the nodes of the CPUs that work on it: states stripe by stripe in
-//         proportion to the workers, everything else interleaved; nothing on node 0 by default.
-// Method  Machines that hwloc makes from a text; no system call.
+// Goal    An arena is placed on the NUMA nodes of the CPUs that work on it: states in stripes in proportion to the workers,
+//         everything else interleaved. No arena is on node 0 by default.
+// Method  Machines that hwloc creates from a text; no system calls.
 
 #include "pinned_mem/numa_placement.h"
 
@@ -26,7 +26,7 @@ NumaTopology Machine(const std::string& text) {
   return topology.ok() ? *topology : NumaTopology{};
 }
 
-// Returns `threads[n]` threads for each node n. Each thread has all CPUs of its node.
+// Makes `threads[n]` threads for each NUMA node n. Each thread may run on all CPUs of its node.
 Workers ThreadsOf(const NumaTopology& machine, const std::vector<size_t>& threads) {
   Workers workers;
   for (size_t n = 0; n < threads.size(); ++n) {

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Checks from another user's process: a served segment cannot be opened for writing. A low RLIMIT_MEMLOCK refuses a
-//         service and leaves a private daemon unlocked.
-// Method  Fork children that become uid and gid 65534 (nobody) where the test runs as root: root's
-//         own privileges would hide both. A child reports through its exit status; it runs under a
-//         deadline.
+// Goal    Another user's process cannot open a served segment for writing. A low RLIMIT_MEMLOCK refuses a service and leaves a
+//         private daemon unlocked.
+// Method  Fork children that become uid and gid 65534 (nobody) if the test runs as root, whose privileges would hide both. A
+//         child reports through its exit status and runs under a deadline.
 
 #include <fcntl.h>
 #include <signal.h>
@@ -34,7 +33,7 @@ using ::forebay::testing::WaitFor;
 
 class PinnedArenaProcess : public ::forebay::testing::DescriptorsAsBefore {};
 
-// 0 where the descriptor can be opened again for writing; the errno otherwise.
+// Opens the descriptor again for writing. Returns 0 on success, else the errno.
 int ReopenForWriting(int fd) {
   const std::string path = "/proc/self/fd/" + std::to_string(fd);
   const int again = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -56,7 +55,7 @@ TEST_F(PinnedArenaProcess, WithTheModeSwitchedOffAnotherUserCan) {
   ASSERT_NE(arena, nullptr);
   const auto fd = arena->ClientFd();
   ASSERT_TRUE(fd.ok());
-  ASSERT_EQ(fchmod(fd->get(), 0666), 0);  // a memfd's mode as the kernel makes it
+  ASSERT_EQ(fchmod(fd->get(), 0666), 0);  // mode that the kernel gives a memfd
   EXPECT_EQ(AsNobody([&] { return ReopenForWriting(fd->get()); }), 0);
 }
 
@@ -93,7 +92,7 @@ TEST_F(PinnedArenaProcess, ALowLimitOnLockedMemoryLeavesAPrivateDaemonUnlocked) 
   EXPECT_EQ(result, 0);
 }
 
-// prctl(2): without the dump flag /proc/self/fd belongs to root, and the daemon runs so.
+// Acts like the daemon, which cannot be dumped: its /proc/self/fd belongs to root (prctl(2)).
 TEST_F(PinnedArenaProcess, AProcessThatCannotBeDumpedStillMakesReadOnlyDescriptors) {
   const int result = AsNobody([] {
     if (prctl(PR_SET_DUMPABLE, 0) != 0) return 10;
@@ -104,7 +103,7 @@ TEST_F(PinnedArenaProcess, AProcessThatCannotBeDumpedStillMakesReadOnlyDescripto
   EXPECT_EQ(result, 0);
 }
 
-// Runs `body` in a child that waits for the pipe to be written before it ends.
+// A child that holds the inherited descriptors open until the destructor writes to the pipe.
 class HeldChild {
  public:
   HeldChild() {

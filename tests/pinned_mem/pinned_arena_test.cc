@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    An arena is exactly its size, zero, populated and aligned; its ranges come back; its
-//         seals bar what they must, and the same attacks succeed on a segment without them.
-// Method  Make arenas of odd sizes, ask the kernel (st_blocks, mincore), then attack
-//         them with the system calls that a client could use on its descriptor.
+// Goal    An arena is exactly its size, zero, populated and aligned. Freed ranges can be allocated again. Its seals block
+//         attacks that succeed on a segment without seals.
+// Method  Make arenas of odd sizes, query the kernel (st_blocks, mincore), then attack them with the system calls that a client
+//         could use on its descriptor.
 
 #include "pinned_mem/pinned_arena.h"
 
@@ -36,7 +36,7 @@ using ::testing::HasSubstr;
 class PinnedArenaTest : public ::forebay::testing::DescriptorsAsBefore {};
 class PinnedArenaSeals : public ::forebay::testing::DescriptorsAsBefore {};
 
-// 0, or the errno of one attack on a descriptor of a segment of two pages or more.
+// Attacks on a descriptor of a segment of two pages or more. Each returns 0 on success, else the errno.
 struct Attack {
   static int MapWritable(int fd) {
     void* const map = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -112,7 +112,7 @@ TEST_F(PinnedArenaTest, IsInterleavedPieceByPiece) {
 
 TEST_F(PinnedArenaTest, PartsGetAndLoseTheirMemoryAndNoPageMore) {
   ArenaOptions options = OptionsFor(16 * kMib, Access::kPrivate);
-  const uint64_t part_bytes = 3 * kMib + kPage;  // no border on a huge page
+  const uint64_t part_bytes = 3 * kMib + kPage;  // no boundary on a huge page
   options.parts = {{.offset_bytes = 0, .size_bytes = 2 * part_bytes}};
   options.populated_bytes = std::make_shared<std::atomic<uint64_t>>(0);
   const auto arena = MakeArena(options);
@@ -137,7 +137,7 @@ TEST_F(PinnedArenaTest, PartsGetAndLoseTheirMemoryAndNoPageMore) {
 }
 
 TEST_F(PinnedArenaTest, AnArenaWithoutPartsHasNoMemoryYet) {
-  constexpr uint64_t kBytes = uint64_t{1} << 38;  // ThreadSanitizer has addresses for 1.5 TiB
+  constexpr uint64_t kBytes = uint64_t{1} << 38;  // ThreadSanitizer has 1.5 TiB of addresses
   ArenaOptions options = OptionsFor(kBytes, Access::kPrivate);
   options.parts.emplace();
   const auto arena = MakeArena(options);
@@ -147,7 +147,7 @@ TEST_F(PinnedArenaTest, AnArenaWithoutPartsHasNoMemoryYet) {
   EXPECT_EQ(arena->allocated_bytes(), kMib);
 }
 
-// The field of /proc/self/smaps for the mapping that starts at `begin`, in bytes.
+// Bytes in a field of /proc/self/smaps for the mapping that starts at `begin`.
 uint64_t SmapsBytes(const void* begin, const std::string& field) {
   std::ifstream smaps("/proc/self/smaps");
   const std::string start = [begin] {
@@ -208,7 +208,7 @@ TEST_F(PinnedArenaTest, RangesGiveTheirBytesBackWhenTheyDie) {
     EXPECT_EQ(IdOf(arena->Allocate(1).status()), ErrorId::kLimit);
 
     PinnedArena::Range moved = *std::move(second);
-    moved = *std::move(first);  // the seven pages die here, once
+    moved = *std::move(first);  // frees the seven pages of `second`, once
     EXPECT_EQ(arena->free_bytes(), 7 * kPage);
     EXPECT_EQ(moved.offset_bytes(), 0u);
   }
@@ -243,7 +243,7 @@ TEST_F(PinnedArenaTest, WrongOptionsAreRefusedByName) {
   EXPECT_EQ(refusal([](ArenaOptions& o) { o.name = std::string(201, 'x'); }), ErrorId::kRange);
 }
 
-// The same attacks as below on a memfd that nobody sealed: each succeeds, so each test can fail.
+// Runs the attacks below on an unsealed memfd. Each succeeds, which proves that the attacks work.
 TEST_F(PinnedArenaSeals, WithoutThemEveryAttackSucceeds) {
   const UniqueFd fd(memfd_create("bare", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(ftruncate(fd.get(), 4 * kPage), 0);
@@ -325,7 +325,7 @@ TEST_F(PinnedArenaSeals, AServedArenaCanBeMappedWritableByWhomItsOwnerLets) {
   EXPECT_EQ(Attack::Shrink(fd->get()), EPERM);
   EXPECT_EQ(Attack::Grow(fd->get()), EPERM);
   EXPECT_EQ(Attack::AddSeal(fd->get()), EPERM);
-  // Access for all other clients is unchanged.
+  // The access of all other clients is unchanged.
   struct stat info = {};
   ASSERT_EQ(fstat(fd->get(), &info), 0);
   EXPECT_EQ(info.st_mode & 07777, 0400u);
@@ -412,7 +412,7 @@ TEST_F(PinnedArenaTest, IsNotFreedWhileAReaderHasItOpenOrMapped) {
   EXPECT_EQ(arena->allocated_bytes(), 0U);
 }
 
-// open(2) O_PATH: the descriptor reads nothing, but keeps the file.
+// A descriptor of open(2) O_PATH cannot read and does not retain the pages.
 TEST_F(PinnedArenaTest, ADescriptorWithoutAccessKeepsNoPages) {
   const auto arena = MakeArena(OptionsFor(4 * kMib, Access::kServed));
   ASSERT_NE(arena, nullptr);

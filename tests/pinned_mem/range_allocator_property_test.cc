@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Ranges never overlap, none is lost, and what is free is found: best fit, always one run.
-// Method  Drive the allocator with seeded random takes and releases beside an oracle that keeps one
-//         flag a page; compare offsets, free counts and runs after each operation.
+// Goal    Ranges never overlap, no range is lost, and free space is found: best fit, always one contiguous run.
+// Method  Run seeded random allocations and frees on the allocator and on an oracle with one flag per page; compare offsets,
+//         free counts and runs after each operation.
 
 #include <random>
 #include <vector>
@@ -18,7 +18,7 @@ class Oracle {
 
   struct Runs {
     uint64_t longest = 0;
-    std::optional<uint64_t> best;  // shortest that is long enough, lowest among equals
+    std::optional<uint64_t> best;  // shortest sufficient run, lowest among equals
   };
 
   Runs FreeRuns(uint64_t wanted) const {

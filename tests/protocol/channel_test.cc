@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A channel delivers every command and every completion once and in order, refuses what is
-//         over its limit, and never sleeps through a message: the ring and its fake alike.
-// Method  One contract, run on both; the last case with both ends as threads that sleep in poll().
+// Goal    A channel delivers every command and every completion once and in order, refuses messages over its limit, and never
+//         sleeps through a message. Both the ring and its fake do.
+// Method  Run one contract on both; in the last case both ends are threads that sleep in poll().
 
 #include "protocol/channel.h"
 
@@ -126,7 +126,7 @@ TEST_P(ChannelContract, TellsOfItsCloseAfterTheLastCompletionAndWakesASleeper) {
 TEST_P(ChannelContract, NeverSleepsThroughAMessageBetweenThreads) {
   constexpr uint64_t kMessages = 20'000;
   constexpr int kDeadlineMs = 60'000;
-  // Sleeps until something may be there; false at the deadline, which no message may reach.
+  // Sleeps until a message may have arrived. Returns false at the deadline, which means that a message was missed.
   const auto sleep = [](auto& end) {
     if (!*end.PrepareSleep()) return true;
     pollfd fd{.fd = end.wait_fd(), .events = POLLIN, .revents = 0};
@@ -144,14 +144,14 @@ TEST_P(ChannelContract, NeverSleepsThroughAMessageBetweenThreads) {
         ASSERT_OK(ends_.server->Send(Answered((*command)->tag)));
       } else {
         ASSERT_TRUE(sleep(*ends_.server)) << "after " << answered;
-        // Drains the descriptor, as the loop's IoEngine does.
+        // Reads the doorbell descriptor, as the IoEngine of the daemon's loop does.
         (void)!::read(ends_.server->wait_fd(), &drained, sizeof(drained));
       }
     }
   });
   uint64_t sent = 0;
   for (uint64_t received = 0; received < kMessages;) {
-    // Bursts of changing length, so that both ends sleep now and then.
+    // Sends bursts of changing length, so that both ends sleep at times.
     const uint64_t burst = 1 + sent % 7;
     for (uint64_t i = 0; i < burst && sent < kMessages; ++i) {
       const auto fits = ends_.client->Send(Tagged(sent));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    CopyChanged copies as memcpy does, whatever the size, and writes the pages that differ alone.
-// Method  Random changes of buffers whose sizes are not whole pages; what it says it wrote is counted beside it.
+// Goal    CopyChanged() copies like memcpy for every size, and writes only the pages that differ.
+// Method  Change random bytes of buffers whose sizes are not whole pages; compare the bytes that CopyChanged() reports as
+//         written with a count of the changed pages.
 
 #include "protocol/copy_changed.h"
 
@@ -22,7 +23,8 @@ TEST(CopyChanged, CopiesAsMemcpyDoesAndWritesThePagesThatDifferAlone) {
   std::mt19937_64 random(1);
   for (const size_t bytes : {0UL, 1UL, kPageBytes - 1, kPageBytes, 9 * kPageBytes + 5}) {
     std::vector<std::byte> from(bytes, std::byte{7});
-    std::vector<std::byte> to(bytes + kPageBytes, std::byte{9});  // what is behind stays
+    // The page past the copied bytes must keep its contents.
+    std::vector<std::byte> to(bytes + kPageBytes, std::byte{9});
     EXPECT_EQ(CopyChanged(from, to), bytes);
     for (int round = 0; round < 20 && bytes > 0; ++round) {
       std::set<size_t> pages;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A level of durability has one text, which gives it back; every other text is refused, and the
-//         message repeats it.
-// Method  All levels at the borders of their numbers; a list of texts that look like one.
+// Goal    Each durability level has one text, which parses to the level. Every other text is refused with a message that
+//         contains it.
+// Method  All levels at the limits of their numbers; a list of invalid texts that resemble a level.
 
 #include "protocol/durability.h"
 

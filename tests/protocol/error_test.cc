@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Every error keeps its id, code and hint through a Status, a message of the control plane
-//         and the terminal; sizes read back as they were written.
+// Goal    Every error has the same id, code and hint after it was sent through a Status, a control-plane message or the
+//         terminal. Sizes parse to the value that was formatted.
 // Method  The whole table, and a list of sizes.
 
 #include "protocol/error.h"
@@ -61,7 +61,7 @@ TEST(Outcome, CarriesIdMessageAndHint) {
   auto outcome = message.initRoot<schema::Outcome>();
   SetOutcome(absl::OkStatus(), outcome);
   EXPECT_OK(StatusOf(outcome.asReader()));
-  outcome.setError(60'000);  // of a newer peer
+  outcome.setError(60'000);  // an error id of a newer peer
   EXPECT_EQ(IdOf(StatusOf(outcome.asReader())), ErrorId::kInternal);
 }
 

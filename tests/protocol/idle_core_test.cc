@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The kernel's count of runnable threads is read as it is written.
-// Method  Lines of /proc/loadavg, and others.
+// Goal    The count of runnable threads is parsed as the kernel writes it.
+// Method  Lines of /proc/loadavg, and invalid lines.
 
 #include "protocol/os/idle_core.h"
 

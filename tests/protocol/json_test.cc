@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A message reads as JSON: every field by name, numbers exact, any bytes in a text.
-// Method  The extremes of each kind in messages of the schema, against the text itself.
+// Goal    A message becomes JSON with every field by name, exact numbers, and any bytes in a text.
+// Method  Compare messages that hold the extremes of each type with the expected JSON text.
 
 #include "protocol/json.h"
 
@@ -24,7 +24,7 @@ TEST(Json, NamesEachFieldAndKeepsIntegersExact) {
   nodes.set(0, 0);
   nodes.set(1, UINT32_MAX);
   arena.setSizeBytes(UINT64_MAX);
-  arena.setAllocatedBytes((uint64_t{1} << 53) + 1);  // no double holds it
+  arena.setAllocatedBytes((uint64_t{1} << 53) + 1);  // not representable in a double
   arena.setLocked(true);
   EXPECT_EQ(JsonOf(arena.asReader()),
             "{\n"
@@ -71,7 +71,7 @@ TEST(Json, EscapesTextAndReplacesWhatIsNoUtf8) {
   capnp::MallocMessageBuilder message;
   auto jobs = message.initRoot<schema::JobStatus>().initGroups(4);
   jobs.set(0, "a \"quoted\" \\ back\nslash\x7f");
-  jobs.set(1, "\xC3\xA9\xF0\x9F\x98\x80");  // é and an emoji: a surrogate pair
+  jobs.set(1, "\xC3\xA9\xF0\x9F\x98\x80");  // é, and an emoji that JSON writes as a surrogate pair
   jobs.set(2, "cut \xF0\x9F");
   jobs.set(3, "\xED\xA0\x80 half a pair");
   EXPECT_EQ(JsonOf(jobs.asReader()),

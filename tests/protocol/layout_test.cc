@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A layout's offsets are what they say; every broken rule is refused by name; bytes from
-//         anybody decode to a layout or an error, and what was encoded comes back equal.
+// Goal    A layout's offsets are as documented, and every broken rule is refused by name. Untrusted bytes decode to a layout or
+//         an error, and an encoded layout decodes to an equal one.
 // Method  Small layouts by hand; every truncation and 20,000 seeded mutations of an encoded one.
 
 #include "protocol/layout.h"
@@ -159,7 +159,7 @@ TEST(Layout, ShowsTheBeginOfALongGroupNameInWholeCharacters) {
   EXPECT_EQ(layout.PartitionName(1), spec.group_names[1]);
 }
 
-// Python lists frozen parameters last in their group, so it also moves others.
+// Python lists frozen parameters last in their group, so freezing one moves others.
 TEST(Layout, NamesAParameterThatIsFrozenOnOneSideAlone) {
   LayoutSpec other = Small();
   other.params[0].trainable = false;
@@ -180,7 +180,7 @@ TEST(Layout, NamesTheFirstDifference) {
   EXPECT_NE(Layout::Difference(Small(), other), "");
 }
 
-// Two owners: three rows and two of a.weight, a.bias of owner 1, b.weight in halves.
+// Layout of two owners: three and two rows of a.weight, a.bias at owner 1, half of b.weight each.
 LayoutSpec Sharded() {
   LayoutSpec spec = Small();
   spec.params[0].shape = {5, 3};
@@ -224,8 +224,8 @@ TEST(Layout, CountsTheBytesOfGradientsApartFromThoseOfWeights) {
       EXPECT_EQ(layout.partition_bytes(partition), 2 * elems[partition]);
       EXPECT_EQ(layout.gradient_bytes(partition), (wide ? 4 : 2) * elems[partition]);
     }
-    // 100 elements of float32 in whole cache lines, of a partition, not of a group: its masters may
-    // travel too.
+    // 100 float32 elements, rounded up to cache lines: the largest partition, not the largest group. A partition's masters may
+    // be sent too.
     EXPECT_EQ(layout.largest_gradient_bytes(), 448U);
     EXPECT_EQ(layout.weights_bytes(), 4 * 4096U) << "of weights alone";
   }
@@ -331,7 +331,7 @@ TEST(Formats, HaveANameAndServeTheTypesThatTheySay) {
   EXPECT_THAT(FormatFromName("int4"), HasError(ErrorId::kOption));
 }
 
-// The table of what a state costs: weights aside, of 1280 elements.
+// Bytes of the optimizer states of 1280 elements, without weights.
 TEST(Formats, TakeTheBytesOfTheTable) {
   const auto bytes = [](Format format, DType dtype) {
     return StateBytes(Optimizer::kAdamW, format, dtype, 1280);

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A list of partitions is accepted exactly where it keeps the rules: boxes within their
-//         parameters, no element twice in a replica, every element in replica 0.
-// Method  Random boxes over small parameters, judged by a table with one entry an element; cuts of
-//         matrices into rows and columns, which must be accepted; each rule broken by hand, with
-//         numbers that would wrap around.
+// Goal    A list of partitions is accepted if and only if it obeys the rules: boxes are inside their parameters, no element
+//         occurs twice in a replica, every element occurs in replica 0.
+// Method  Random boxes over small parameters, judged by a table with one entry per element; cuts of matrices into rows and
+//         columns, which must be accepted; each rule broken by hand, also with numbers that would overflow.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +24,7 @@ using testing::HasError;
 
 constexpr uint64_t kSeed = 20261121;
 
-// Whether every element is in exactly one box, by counting.
+// Counts elements. Returns true if each one is in exactly one box.
 bool CoversOnce(uint64_t elems, const std::vector<PartitionSpec>& partitions) {
   std::vector<int> count(elems, 0);
   for (const PartitionSpec& partition : partitions) {
@@ -42,7 +41,7 @@ bool CoversOnce(uint64_t elems, const std::vector<PartitionSpec>& partitions) {
   return std::all_of(count.begin(), count.end(), [](int n) { return n == 1; });
 }
 
-// Deals boxes of parameter 0 to owners, in the order that the rules ask for.
+// Distributes boxes of parameter 0 to owners, in the order that the rules require.
 std::vector<PartitionSpec> Deal(std::vector<BoxSpec> boxes, uint32_t owners) {
   std::vector<PartitionSpec> partitions(owners);
   for (size_t i = 0; i < boxes.size(); ++i) partitions[i % owners].boxes.push_back(boxes[i]);
@@ -67,7 +66,7 @@ TEST(Partitions, AreAcceptedExactlyWhereEachElementIsThereOnce) {
   for (int round = 0; round < 300'000; ++round) {
     const uint64_t elems = 1 + below(8);
     std::vector<BoxSpec> boxes;
-    uint64_t left = elems;  // so that the sizes add up, and much is accepted
+    uint64_t left = elems;  // box sizes add up to elems, so that many lists are accepted
     while (left > 0) {
       BoxSpec box{.param = 0,
                   .first_elem = below(elems),
@@ -100,7 +99,7 @@ TEST(Partitions, OfAMatrixInRowsAndColumnsAreAccepted) {
     }
   }
   EXPECT_OK(CheckPartitions(params, 1, Deal(boxes, 3)));
-  boxes[5].run_elems = 126;  // reaches into its neighbour
+  boxes[5].run_elems = 126;  // overlaps the next box
   EXPECT_THAT(CheckPartitions(params, 1, Deal(boxes, 3)), HasError(ErrorId::kLayout));
 }
 
@@ -142,7 +141,7 @@ TEST(Partitions, AreRefusedWhereARuleIsBroken) {
   }
 }
 
-// A client that names boxes of many strides gets an error, not a second of the control thread each.
+// Boxes of many strides give a client an error, and do not occupy the control thread for seconds.
 TEST(Partitions, ThatWouldTakeTooLongToCompareAreRefused) {
   constexpr uint64_t kElems = uint64_t{1} << 32;
   const std::vector<BoxedParam> params = {{"w", 0, kElems}};

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The descriptor of a peer stands for the process that connected, never for another that got
-//         its number: where that process has ended there is none. A descriptor finds what /proc shows
-//         of its process.
-// Method  A child connects and ends, with the kernel's own descriptor and with the number alone. A
-//         child is stopped, goes on, and is killed.
+// Goal    A peer's descriptor refers to the process that connected, never to another process that received its pid later. A
+//         peer that has ended has no descriptor. A descriptor finds the data of its process in /proc.
+// Method  A child connects and ends, with the kernel's peer descriptor and with the pid alone. A child is stopped, continued
+//         and killed.
 
 #include "protocol/os/pidfd.h"
 
@@ -46,7 +45,7 @@ TEST_P(Peer, ThatHasEndedHasNone) {
   UniqueFd theirs(ends[1]);
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
   theirs.Reset();
-  // The number of a live process in place of the dead one's: as where it was given out again.
+  // Passes the pid of a live process instead of the ended one, as if the pid had been reused.
   if (GetParam() == PeerPidfdSource::kPidOnly) {
     EXPECT_FALSE(PeerPidfd(ours.get(), ::getpid(), GetParam()).valid());
   }
@@ -59,7 +58,7 @@ INSTANTIATE_TEST_SUITE_P(Both, Peer,
                            return one.param == PeerPidfdSource::kKernel ? "Kernel" : "PidOnly";
                          });
 
-// A child that waits for a signal, in a process group of its own.
+// A child that waits for a signal, in a new process group.
 class ShownProcess : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -77,7 +76,7 @@ class ShownProcess : public ::testing::Test {
     ::kill(child_, SIGKILL);
     ::waitpid(child_, nullptr, 0);
   }
-  // Sends a signal and waits until the kernel reports what it has done.
+  // Sends a signal and waits until the kernel reports its effect.
   void Signal(int number, int event) const {
     ASSERT_EQ(::kill(child_, number), 0);
     siginfo_t info{};
@@ -109,7 +108,7 @@ TEST_F(ShownProcess, DoesNotRunWhileItIsStopped) {
 }
 
 TEST_F(ShownProcess, IsNoneOnceItHasEnded) {
-  Signal(SIGKILL, WEXITED);  // nobody has reaped it yet
+  Signal(SIGKILL, WEXITED);  // the child is not reaped yet
   EXPECT_FALSE(ReadProcess(pidfd_.get()).has_value());
   ASSERT_EQ(::waitpid(child_, nullptr, 0), child_);
   child_ = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    No index that a peer can write makes an end of the ring read or write outside of its
-//         entries, wait permanently or take an entry twice; another header is refused.
-// Method  Every kind of impossible index against both ends. The last case shows what an end without
-//         the check does: it takes entries that were never written.
+// Goal    No index that a peer can write makes an end of the ring access memory outside its entries, wait permanently or take
+//         an entry twice. An invalid header is refused.
+// Method  Pass every kind of impossible index to both ends. The last case shows an end without the check: it takes entries that
+//         were never written.
 
 #include "protocol/ring.h"
 
@@ -70,7 +70,7 @@ TEST_F(RingConsumerTest, BelievesNoTailThatGoesBackwards) {
 TEST_F(RingConsumerTest, TakesNoNoticeOfItsOwnIndexInSharedMemory) {
   auto consumer = Commands();
   ring_->command_tail.index = 1;
-  ring_->command_head.index = 77;  // the peer can write this line too
+  ring_->command_head.index = 77;  // the peer can write this index too
   ASSERT_TRUE((*consumer.Pop()).has_value());
   EXPECT_EQ(ring_->command_head.index, 1U);
   EXPECT_FALSE((*consumer.Pop()).has_value());
@@ -125,7 +125,7 @@ TEST_F(RingServerTest, RefusesMoreCommandsThanItHasRoomToAnswer) {
     ASSERT_TRUE((*server->Receive()).has_value());
     ASSERT_OK(server->Send({}));
   }
-  ring_->command_tail.index = kRingEntries + 1;  // not one completion was taken out
+  ring_->command_tail.index = kRingEntries + 1;  // no completion has been taken
   EXPECT_THAT(server->Receive(), HasError(ErrorId::kRing));
 }
 

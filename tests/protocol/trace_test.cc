@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The daemon reads a client's notes of a step whole or not at all. A client that lies can show nothing but text.
-// Method  Both ends on memory of this process; a writer beside a reader; fields set to what no client
-//         of ours writes.
+// Goal    The daemon reads a client's trace records of a step completely or not at all. A lying client can make it show text
+//         only.
+// Method  Both ends on memory of this process; a writer concurrent with a reader; fields set to values that our client never
+//         writes.
 
 #include "protocol/trace.h"
 
@@ -84,7 +85,7 @@ TEST_F(TraceTest, WhatNoClientOfOursWritesIsTextOrNothing) {
   ASSERT_THAT(records, SizeIs(kTraceRecords - 1));
   EXPECT_EQ(NameOf(records[0]), std::string(kTraceNameBytes, '?'));
   EXPECT_EQ(records[0].end_ns, 5U);
-  memory_->commits = UINT64_MAX - 1;  // the other half
+  memory_->commits = UINT64_MAX - 1;  // selects the other half
   EXPECT_THAT(ReadTrace(*memory_, 1), IsEmpty());
 }
 
@@ -93,7 +94,7 @@ TEST_F(TraceTest, AReaderNeverSeesTwoSteps) {
   constexpr uint64_t kRecordsSeen = 1000;
   std::atomic<uint64_t> committed = 0;
   std::atomic<bool> stopping = false;
-  // Goes on until the reader has seen enough: a reader that starts late, or is held up, sees nothing of 20,000 steps.
+  // Writes until the reader has seen enough records: a delayed reader might see none in 20,000 steps.
   std::thread writer([&] {
     for (uint64_t step = 1; step <= kSteps || !stopping; ++step) {
       for (uint64_t i = 0; i < 20; ++i) writer_.Add({.name = "x", .bytes = step});

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Messages and their data arrive whole, whatever their size; memory is read with its key alone; a peer that has
-//         gone is an error of the endpoint, and what was under way ends.
-// Method  Two workers in this process, over TCP on loopback: other transports that notice a peer's end are hardware.
+// Goal    Messages and their data arrive complete at every size. Memory can be read with its key. Transfers in flight end when
+//         their endpoint is destroyed.
+// Method  Two workers in this process, over TCP on loopback. The other transports that detect a peer's end need hardware.
 
 #include "protocol/ucx/ucx_worker.h"
 

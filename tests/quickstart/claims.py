@@ -21,11 +21,11 @@ RUNS = (
 SMOKE_RUNS = RUNS[:4]
 USUAL_RUNS = ("plain", "forebay", "killed", "roomy", "infinity")
 PARAMS_LEAST = 60_000_000
-STEADY_FROM = 3  # the first step that the trace can steer
+STEADY_FROM = 3  # first step that a trace of the job can steer
 SWAP_SHARE_LEAST = 0.60
 DRAM_SLACK_BYTES = 64 * MIB
 LOSS_STEPS, LOSS_RELATIVE = 20, 1e-3
-MOMENT_BYTES = 8  # of one parameter in fp32: docs/ARCHITECTURE.md, Bytes
+MOMENT_BYTES = 8  # both moments of a parameter in fp32: docs/ARCHITECTURE.md, Bytes
 # Bytes of a parameter of the deep model: bf16 weights, float32 gradients, states in format `exact`.
 DEEP_WEIGHTS, DEEP_GRADIENT, DEEP_STATES = 2, 4, 10
 DEEP_BYTES = DEEP_WEIGHTS + DEEP_GRADIENT + DEEP_STATES
@@ -40,7 +40,7 @@ MOMENTS = {
     "sgd_nesterov": 1,
     "lamb": 2,
 }
-NARROW = {"exact": 4, "bf16": 2, "int8": 1 + 4 / 128}  # bytes of a moment; beside it a remainder
+NARROW = {"exact": 4, "bf16": 2, "int8": 1 + 4 / 128}  # bytes of a moment, without the remainder
 SUMMARY_KEYS = (
     "steps ranks params format seed loss_first loss_last heldout_loss_first heldout_loss_last plain_loss_first "
     "plain_loss_last loss_max_rel_diff state_bytes swap_state_share dram_limit_bytes dram_peak_bytes grad_arena_bytes "
@@ -91,7 +91,7 @@ class Claims:
         """`check` returns (holds, seen); what it raises is what was seen."""
         try:
             holds, seen = check()
-        except Exception as error:  # noqa: BLE001: whatever evidence is missing
+        except Exception as error:  # noqa: BLE001: any error means missing evidence
             holds, seen = False, f"cannot be checked: {type(error).__name__}: {error}"
         self.check(name, holds, seen)
 
@@ -205,7 +205,7 @@ class Evidence:
 
     def swap_share(self):
         """Share of the moments on swap: the first blocks are resident and whole, only the last of all is short."""
-        # More than two moments make blocks smaller: staging slots fit two.
+        # With more than two moments blocks have fewer elements, because a staging slot holds two moments of a full block.
         if MOMENTS[self.args.optimizer] > 2:
             return 1 - self.job["resident_blocks"] / self.job["blocks"]
         return 1 - self.job["resident_blocks"] * self.args.block_elems / self.job["params"]
@@ -538,7 +538,7 @@ def _check_kill(claims, e, s):
         return (
             e.daemon_kill["ranks_status"] != 0
             and e.daemon_kill["step"] - 1 <= answered
-            # One more where the kill came between the step and its answer.
+            # The ranks resume one step later if the daemon was killed after the step was durable and before its answer.
             and all(answered <= step <= answered + 1 for step in resumed)
             and len(set(resumed)) == 1,
             f"the daemon died in step {answered + 1}, the ranks with it; both went on from durable step {resumed[0]}",

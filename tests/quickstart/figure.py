@@ -22,9 +22,9 @@ import claims as claims_of
 
 ROOT = claims_of.ROOT
 MIB = claims_of.MIB
-WIDTH = 800  # of the SVG, in its units; a page shows it about that wide
-COLUMNS = 3  # of the list of claims
-ROW = 20  # height of one of its rows
+WIDTH = 800  # width of the SVG in its units; a page shows the SVG about that wide
+COLUMNS = 3  # columns of the list of claims
+ROW = 20  # height of a row in the list of claims
 # Class: what it colors, its color on a light page and on a dark one. The contrast is at least 4.5 for text, 3 for the rest.
 COLORS = {
     "ink": ("fill", "#1f2328", "#e6edf3"),
@@ -49,7 +49,7 @@ SHAPES = """
     .killed { stroke-width: 4; stroke-linecap: round; stroke-dasharray: 0 9 }
     .limit { stroke-width: 2.5 } .kill { stroke-width: 1.5; stroke-dasharray: 3 3 } .holds, .fails { stroke-width: 2 }"""
 RUNS = {"plain": "plain torch", "forebay": "Forebay", "killed": "Forebay, a rank and the daemon killed"}
-UNITS = {"MiB": MIB, "M": 1e6, "%": 0.01, "": 1}  # of a number that is shown
+UNITS = {"MiB": MIB, "M": 1e6, "%": 0.01, "": 1}  # factors of the units of shown numbers
 LOSS_KEYS = {"plain": "plain_loss", "forebay": "loss", "killed": None}  # summary.json ends them with _first and _last
 
 
@@ -146,7 +146,8 @@ def loss_panel(summary, runs, top):
             f'<polyline class="{name}" data-series="{name}" data-values="{values}"{x.data("x")}{y.data("y")} '
             f'points="{path}"><title>{escape(RUNS[name])}</title></polyline>'
         )
-    # The rank dies first: its label ends at its line, the daemon's begins there, if there is room.
+    # The rank is killed before the daemon. If the space suffices, the rank's label ends at the rank's line, and the daemon's
+    # label begins at the daemon's line.
     for key, words, before in (
         ("killed_at_step", "SIGKILL of a rank in step ", x.at(summary["killed_at_step"]) > left + 190),
         ("daemon_killed_at_step", "SIGKILL of the daemon in step ", x.at(summary["daemon_killed_at_step"]) > right - 210),
@@ -289,7 +290,7 @@ def read_report(folder):
         raise FigureError(words) from error
 
 
-# Figures of a run that --check demands.
+# Names of the numbers that --check requires in the figure.
 SHOWN = {
     *("params", "ranks", "steps", "format", "seed", "loss_first", "loss_last", "plain_loss_first", "plain_loss_last"),
     *("loss_max_rel_diff", "killed_at_step", "daemon_killed_at_step", "params_sha256", "uninterrupted_params_sha256"),
@@ -301,7 +302,7 @@ BARS = {
     *("swap_read_bytes_per_param_step", "swap_write_bytes_per_param_step"),
 }
 MARKS = {"dram_limit_bytes", "swap_state_share"}
-HALF_PLACE = 0.0051  # coordinates have two places
+HALF_PLACE = 0.0051  # coordinates have two decimal places
 
 
 def shows(shown, value, unit):

@@ -19,7 +19,7 @@ import pytest
 RUN = pathlib.Path(__file__).parent / "recorded_run"
 COMMITTED = claims_of.ROOT / "docs/reports/report.svg"
 SVG = "{http://www.w3.org/2000/svg}"
-PAGES = ("#ffffff", "#0d1117")  # a light page, a dark one
+PAGES = ("#ffffff", "#0d1117")  # background of a light page and of a dark one
 TEXT_CONTRAST_MIN, CONTRAST_MIN = 4.5, 3  # WCAG 2.1, 1.4.3 and 1.4.11
 FONT_PIXELS_MIN = 12
 

@@ -30,16 +30,16 @@ import service as service_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RANKS = 2
-DRAM_MIB = 700  # of fp32: below the 12 bytes a parameter that parameters and moments take
-RESIDENT_SHARE = 0.12  # of the states, in that much
-HALVED_MIB = 48  # what gradient arenas and overflow take less of with 16-bit parameters
+DRAM_MIB = 700  # limit of the fp32 run, below its 12 bytes a parameter of parameters and moments
+RESIDENT_SHARE = 0.12  # share of the states that is resident with DRAM_MIB
+HALVED_MIB = 48  # MiB that 16-bit parameters save in gradient arenas and overflow
 SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
 KEPT_SWAP_SIZE = "4GiB"  # durable steps: each block and the weights in three slots, one more
-# Blocks a quarter of the usual size: as much staging holds four times as many, and the disk of a
-# small machine always has reads to do beside the writes.
+# Blocks have a quarter of the default size. The staging buffer then holds four times as many blocks, and the disk of a small
+# machine always has reads to do while it writes.
 BLOCK_ELEMS = 1 << 18
 SETTINGS = [f"update.block_elems={BLOCK_ELEMS}", "swap.staging=64MiB"]
-EXACT_STEPS = 5  # of the bfloat16 run, which is small
+EXACT_STEPS = 5  # steps of the small bfloat16 run
 SMALL = ["--width=256", "--layers=4", "--heads=4"]
 SHARDED_STEPS = 20
 SHARDED_DRAM_MIB = 128  # some blocks of the states are on swap
@@ -47,7 +47,7 @@ SHARDED_DRAM_MIB = 128  # some blocks of the states are on swap
 DEEP_STEPS = 10
 DEEP = ["--layers=20", "--width=512", "--heads=8"]
 DEEP_SMALL = ["--layers=20", "--width=256", "--heads=4"]
-DEEP_SHARE = 8  # its weights, gradients and states over the limit
+DEEP_SHARE = 8  # ratio of the deep model's weights, gradients and states to its DRAM limit
 DEEP_BLOCK_ELEMS = 1 << 17
 DEEP_SETTINGS = [f"update.block_elems={DEEP_BLOCK_ELEMS}", "swap.staging=10MiB"]
 # torchrun otherwise lets started-again ranks read the addresses of those that died, and gloo waits
@@ -91,7 +91,7 @@ def parse_args():
     return args
 
 
-# Each training, and its rough minutes on two cores: of 100 steps where --steps counts, else of its own.
+# Title of each training and its approximate minutes on two cores. The minutes of plain, forebay and killed are for 100 steps.
 TRAININGS = {
     "plain": ("torch alone", 2),
     "forebay": ("Forebay, most states on swap", 2),
@@ -156,7 +156,7 @@ class Run:
 
 
 def torchrun(run, args, *flags, script="tools/train_gpt.py"):
-    # A machine may have no address of its own name: ranks would wait for one for minutes.
+    # If a machine cannot resolve its own name, ranks wait for minutes. The numeric address avoids this.
     module = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
     ranks = ["--max-restarts=1", script, f"--steps={args.steps}"]
     ranks += ["--seq=64"] if args.smoke else []

@@ -320,7 +320,7 @@ def section(title, make):
     """A section whose evidence is missing says so instead of breaking the page."""
     try:
         body = make()
-    except Exception as error:  # noqa: BLE001: whatever a run did not leave
+    except Exception as error:  # noqa: BLE001: a run may lack any evidence
         body = f'<p class="fail">Not shown: {escape(type(error).__name__)}: {escape(error)}</p>'
     return f"<section><h2>{title}</h2>{body}</section>"
 

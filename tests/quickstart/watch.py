@@ -34,7 +34,7 @@ def descriptors(pid):
         try:
             yield number, os.readlink(f"/proc/{pid}/fd/{number}")
         except OSError:
-            continue  # closed meanwhile
+            continue  # the descriptor was closed
 
 
 def dram_bytes(pid):
@@ -78,7 +78,7 @@ class Watch:
         self.dram = 0
         self.grad_arena_bytes = 0
         self.samples = []
-        self.kept_trace = []  # of a step that was updated under compute
+        self.kept_trace = []  # trace of a step whose updates ran during compute
         self.over = threading.Event()
         self.threads = [
             threading.Thread(target=run, daemon=True) for run in (self._memory, self._status)
@@ -91,7 +91,7 @@ class Watch:
             try:
                 self.dram = dram_bytes(self.pid)
             except OSError:
-                return  # the daemon has gone: the command finds out by itself
+                return  # the daemon has ended; the command reports that
             self.dram_peak = max(self.dram_peak, self.dram)
 
     def _status(self):

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A daemon with a job that does everything right, beside which a test does something wrong.
+// A daemon and a well-behaved job, while a test misbehaves as another client of the daemon.
 #pragma once
 
 #include <memory>
@@ -16,11 +16,11 @@
 
 namespace forebay::testing {
 
-// In the end the daemon lives, its jobs train on to the bits that are expected, and it stops in good
-// order.
+// Fixture that starts a daemon and a healthy job. TearDown() expects that the daemon is alive, that the healthy job and the
+// jobs of ready_jobs_ train one more step to the expected bits, and that the daemon exits with status 0.
 class AttackedDaemon : public ::testing::Test {
  protected:
-  // `prepare`: see DaemonProcess::Start.
+  // `prepare` runs in the daemon's process: see DaemonProcess::Start.
   explicit AttackedDaemon(Prepare prepare = {}) : prepare_(std::move(prepare)) {}
 
   static constexpr JobShape kShape = {.world_size = 1, .groups = 2, .group_elems = 1000};
@@ -49,9 +49,10 @@ class AttackedDaemon : public ::testing::Test {
   const std::string socket_ = dir_.path() + "/s";
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<HealthyJob> healthy_;
-  std::vector<std::string> ready_jobs_;  // of kShape, with the parameters of HealthyJob
-  std::vector<std::string> logged_;      // must be in the daemon's log
-  std::string log_;                      // after TearDown()
+  // Names of jobs of shape kShape, with HealthyJob's parameters.
+  std::vector<std::string> ready_jobs_;
+  std::vector<std::string> logged_;  // texts that the daemon's log must contain
+  std::string log_;                  // the daemon's log, set by TearDown()
 };
 
 }  // namespace forebay::testing

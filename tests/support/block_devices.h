@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block devices of the machine that a test runs on. Containers have none as a rule, and only root can make one.
+// Block devices for tests. Containers usually have none, and only root can make one.
 #pragma once
 
 #include <fcntl.h>
@@ -20,7 +20,8 @@
 
 namespace forebay::testing {
 
-// One of /dev, for what asks a device's name and numbers and reads nothing; empty: there is none.
+// Path of some block device in /dev, for tests that query its name and numbers and read no data. Empty if /dev has no block
+// device.
 inline std::string AnyBlockDevice() {
   std::string device;
   for (const auto& entry : std::filesystem::directory_iterator("/dev")) {
@@ -30,10 +31,11 @@ inline std::string AnyBlockDevice() {
   return device;
 }
 
-// A loop device over a file (man 4 loop). Nothing may have it open any more at its end.
+// A loop device over a file (man 4 loop). No process may have the device open when the destructor runs.
 class LoopDevice {
  public:
-  // Null where the kernel or this user has none: `backing` is made then too.
+  // Makes a loop device over the new file `backing`. Returns null, but also makes the file, if the kernel or this user has no
+  // loop devices.
   static std::unique_ptr<LoopDevice> Make(const std::string& backing, uint64_t bytes) {
     const protocol::UniqueFd file(
         ::open(backing.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, S_IRUSR | S_IWUSR));
@@ -47,7 +49,7 @@ class LoopDevice {
       device->fd_.Reset(::open(device->path_.c_str(), O_RDWR | O_CLOEXEC));
       if (!device->fd_.valid()) break;
       if (::ioctl(device->fd_.get(), LOOP_SET_FD, file.get()) == 0) return device;
-      const bool is_taken = errno == EBUSY;  // by another test meanwhile
+      const bool is_taken = errno == EBUSY;  // another test took the device
       device->fd_.Reset();
       if (!is_taken) break;
     }

@@ -54,7 +54,7 @@ void* operator new(size_t size_bytes) {
 void* operator new(size_t size_bytes, std::align_val_t align) {
   return forebay::testing::Allocate(size_bytes, static_cast<size_t>(align));
 }
-// A sanitizer has its own of this, whose memory must not come to the functions below.
+// Sanitizers define this operator too; their memory must not reach the delete operators below.
 void* operator new(size_t size_bytes, const std::nothrow_t&) noexcept {
   return forebay::testing::Allocate(size_bytes, alignof(std::max_align_t));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators new and delete of a program, which count; for tests that a step takes no memory. Has its program's operators:
-// it is a source of the test, not of a library.
+// Operators new and delete that count allocations, for tests that a step allocates no memory. They replace the operators of the
+// whole program: compile counted_heap.cc into the test, not into a library.
 #pragma once
 
 #include <barrier>
@@ -15,7 +15,7 @@ namespace forebay::testing {
 // Threads  Any.
 class CountedHeap {
  public:
-  // Until Stop() calls of operator new are counted of which `is_counted` says so, on their thread.
+  // Starts to count calls of operator new. A call counts if `is_counted`, called on the allocating thread, returns true.
   static void Start(bool (*is_counted)());
   static void Stop();
   static uint64_t allocations();
@@ -24,8 +24,9 @@ class CountedHeap {
 inline constexpr uint64_t kStepsAlike = 20;
 inline constexpr uint64_t kStepsMax = 1000;
 
-// A rank's training: `step(t)` with t from 1 on, until kStepsAlike steps in a row took no memory, or kStepsMax; returns how
-// many in a row did. All ranks see the same count, because nobody begins a step before everybody has read it.
+// Trains one rank: calls `step(t)` for t = 1, 2, ... until kStepsAlike consecutive steps allocated no memory, at most kStepsMax
+// steps. Returns how many consecutive steps at the end allocated none. All ranks read the same count: a barrier holds the next
+// step until every rank has read it.
 absl::StatusOr<uint64_t> TrainUntilSteady(std::barrier<>& ranks,
                                           const std::function<absl::Status(uint64_t t)>& step);
 

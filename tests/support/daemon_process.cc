@@ -58,7 +58,7 @@ Child Spawn(const std::vector<std::string>& arguments, const Prepare& prepare = 
   return {pid, protocol::UniqueFd(ends[0])};
 }
 
-// Reads until `wanted` is there, the pipe ends or the deadline has passed.
+// Reads from the pipe into `seen` until it contains `wanted`, the pipe ends or the deadline has passed.
 bool ReadUntil(int fd, const std::string& wanted, std::string& seen) {
   const auto deadline = Clock::now() + kDeadline;
   while (wanted.empty() || seen.find(wanted) == std::string::npos) {
@@ -134,10 +134,10 @@ void RunningProgram::Kill() {
 
 absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
     const std::string& socket, const std::vector<std::string>& settings, const Prepare& prepare) {
-  // Clients of one test are one run, also where they are processes of their own.
+  // All clients of one test belong to one run, even clients in other processes.
   ::setenv("FOREBAY_RUN", "test", 0);
   std::vector<std::string> arguments = {FOREBAYD_PATH};
-  // Workers take a part of dram.limit: on every machine the same.
+  // Worker memory is a part of dram.limit: a fixed number makes it equal on every machine.
   std::vector<std::string> all = {"socket.path=" + socket, "memlock=best_effort",
                                   "update.workers=2", "swap.probe=never", "dram.limit=1GiB"};
   if (std::ranges::find(settings, kDefaultDramLimit) != settings.end()) all.pop_back();
@@ -179,7 +179,7 @@ int DaemonProcess::OpenFds() const {
 }
 
 bool DaemonProcess::IsAlive() const {
-  siginfo_t info{};  // WNOWAIT: its status stays to be taken
+  siginfo_t info{};  // WNOWAIT: leaves the exit status for Stop()
   return pid_ > 0 &&
          ::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
          info.si_pid == 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A real forebayd in a directory of its own.
+// A real forebayd process with its own directory.
 #pragma once
 
 #include <sys/types.h>
@@ -24,20 +24,20 @@ class TempDir {
   ~TempDir();
 
   const std::string& path() const { return path_; }
-  std::string Make(const std::string& name) const;                            // a directory in it
-  std::string Write(const std::string& name, const std::string& text) const;  // a file in it
+  std::string Make(const std::string& name) const;  // makes a directory in this one
+  std::string Write(const std::string& name, const std::string& text) const;  // writes a file
 
  private:
   std::string path_;
 };
 
 struct Ended {
-  int exit_code = -1;  // -1: by a signal
+  int exit_code = -1;  // -1 if a signal ended the program
   int signal = 0;
-  std::string errors;  // what it wrote to stderr
+  std::string errors;  // stderr of the program
 };
 
-// Runs a program to its end; kills it after 60 s.
+// Runs a program until it ends. Kills it after 60 s.
 Ended RunProgram(const std::vector<std::string>& arguments);
 
 // A program that runs until it is killed.
@@ -53,8 +53,8 @@ class RunningProgram {
   ~RunningProgram() { Kill(); }
 
   pid_t pid() const { return pid_; }
-  const std::string& errors() const { return seen_; }  // so far
-  Ended Wait();                                        // for its end
+  const std::string& errors() const { return seen_; }  // stderr read so far
+  Ended Wait();                                        // waits for the program's end
   void Kill();                                         // SIGKILL
 
  private:
@@ -71,13 +71,13 @@ using Prepare = std::function<void()>;
 // Threads  One.
 class DaemonProcess {
  public:
-  // Pass this among the settings to start the daemon without a dram.limit.
+  // Setting that starts the daemon without a dram.limit.
   static constexpr char kDefaultDramLimit[] = "dram.limit=default";
 
-  // `settings` are key=value. memlock is best_effort and dram.limit 1GiB unless they say otherwise.
-  // `prepare` runs in the new process before the program does.
+  // Starts a daemon with `settings` (key=value). Defaults: memlock best_effort, dram.limit 1GiB. `prepare` runs in the new
+  // process before exec.
   //
-  // Errors  kInternal  it ended before it was ready; its exit status and stderr.
+  // Errors  kInternal  the daemon ended before it was ready; the message has its exit status and stderr.
   static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(
       const std::string& socket, const std::vector<std::string>& settings = {},
       const Prepare& prepare = {});
@@ -87,18 +87,18 @@ class DaemonProcess {
   ~DaemonProcess();  // SIGKILL
 
   pid_t pid() const { return pid_; }
-  Ended Stop();  // SIGTERM, then its end
+  Ended Stop();  // sends SIGTERM and waits for the end
   void Kill();   // SIGKILL
 
   int OpenFds() const;   // entries of /proc/PID/fd
-  bool IsAlive() const;  // has not ended
+  bool IsAlive() const;  // the process has not ended
 
  private:
   DaemonProcess() = default;
 
   pid_t pid_ = -1;
   protocol::UniqueFd errors_;
-  std::string seen_;  // of its stderr
+  std::string seen_;  // stderr read so far
 };
 
 // Calls `done` until it is true or 30 s have passed; yields the CPU in between.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A daemon on threads of this process, roomy and with one worker.
+// A daemon on threads of this process, with 512 MiB of DRAM and one worker.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ inline absl::StatusOr<std::unique_ptr<daemon::Daemon>> StartDaemonThread(
   config.dram_limit_bytes = 512 << 20;
   config.workers = 1;
   config.lock = pinned_mem::LockPolicy::kBestEffort;
-  config.pidfd = daemon::PidfdPolicy::kBestEffort;  // its clients are this process
+  config.pidfd = daemon::PidfdPolicy::kBestEffort;  // daemon and clients share this process
   return daemon::Daemon::Start(config);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Durable jobs of every kind, made up, with slots of their own.
+// Made-up durable jobs of every kind. Each job has its own slots.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ inline std::shared_ptr<const protocol::Layout> MakeDurableLayout(protocol::Layou
   return std::make_shared<const protocol::Layout>(*std::move(layout));
 }
 
-// Gives a job with id, layout and sizes slots from `offset_bytes` on, taking turns on two paths, and values
-// for the rest; every third block was never written.
+// Fills a job that has an id, a layout and sizes. Slots begin at `offset_bytes` and alternate between two paths. Every third
+// block counts as never written.
 inline void FillDurableJob(uint64_t& offset_bytes, daemon::DurableJob& job) {
   const auto slot = [&] {
     const nvme::Slot next{.path = static_cast<uint32_t>(offset_bytes / job.slot_bytes % 2),
@@ -57,7 +57,7 @@ inline void FillDurableJob(uint64_t& offset_bytes, daemon::DurableJob& job) {
   }
   job.param_updates.assign(job.layout->params().size(), job.step - 1);
   job.trace.push_back(0);
-  std::vector<std::vector<std::byte>> by_rank(3);  // of rank 1: nothing
+  std::vector<std::vector<std::byte>> by_rank(3);  // rank 1 has no extra state
   by_rank[0].assign(1000, static_cast<std::byte>(job.id));
   by_rank[2].assign(7, static_cast<std::byte>(job.id + 1));
   job.extra_states =
@@ -81,7 +81,7 @@ inline std::vector<protocol::ParamSpec> ParamsOf(const std::vector<DurableParam>
   return specs;
 }
 
-// Two owners, whose first partitions hold columns of one parameter; a frozen one.
+// Layout of two owners whose first partitions hold columns of the same parameter. Another parameter is frozen.
 inline protocol::LayoutSpec ShardedDurableSpec() {
   protocol::LayoutSpec spec;
   spec.dtype = protocol::DType::kBFloat16;
@@ -98,8 +98,8 @@ inline protocol::LayoutSpec ShardedDurableSpec() {
   return spec;
 }
 
-// A shared job, a shared one with frozen parameters (LoRA), a sharded one, and one whose weights are on swap, but
-// for a partition, frozen ones among them. `begin_bytes`: where slots begin, on both of two paths.
+// Makes four jobs: a shared one, a shared one with frozen parameters (LoRA), a sharded one, and one whose weights are on swap
+// except for one partition. Slots begin at `begin_bytes` on both paths.
 inline daemon::DurableNode MakeDurableNode(uint64_t begin_bytes) {
   protocol::LayoutSpec shared;
   shared.params = ParamsOf({{{300, 7}, 0}, {{513}, 1}});

@@ -35,7 +35,7 @@ void Wait(nvme::Volume& volume, nvme::IoEngine& engine) {
   FOREBAY_CHECK(finished[0].status.ok());
 }
 
-// A job to which a step was never made durable: its layout and sizes.
+// Copy of a job without durable steps: only its layout and sizes.
 DurableJob Unwritten(const DurableJob& job) {
   DurableJob fresh = job;
   const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
@@ -104,7 +104,7 @@ DurableBytes DurableRun::WriteEntry(nvme::Volume& volume, nvme::IoEngine& engine
                                     const DurableJob& job, uint32_t entry, size_t commit) {
   Entry& of = entries_[static_cast<size_t>(&job - jobs_.data())][entry];
   const nvme::Slot slot = of.slots[of.writes++ % kSlotsPerEntry];
-  DurableJob named = job;  // that its content is asked of
+  DurableJob named = job;  // copy that names the new entry
   const auto blocks = static_cast<uint32_t>(job.blocks.size());
   DurableBytes made{.slot = slot, .written_step = job.step};
   if (entry < blocks) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A run of made-up durable jobs on a real volume, with everything that it ever wrote there.
+// Made-up durable jobs that commit to a real volume. Records every block version and the volume's files after each commit.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,8 @@ class DurableRun {
   static constexpr size_t kPaths = 2;
   static constexpr size_t kCommits = 5;
 
-  // Makes the volume on two directories and commits to it, so that slots are used again and some blocks stay
-  // unwritten. Equal seeds give equal bytes, the nonce and the ids of the volume aside.
+  // Makes the volume on two directories and commits to it. Later commits reuse slots, and some blocks stay unwritten. Equal
+  // seeds give equal bytes, except the nonce and the volume's ids.
   static std::unique_ptr<DurableRun> Write(const std::vector<std::string>& dirs, uint64_t seed,
                                            nvme::IoEngine& engine);
 
@@ -44,8 +44,7 @@ class DurableRun {
   const daemon::DurableNode& node(size_t commit) const { return commits_.at(commit).node; }
   const std::vector<FileBytes>& files(size_t commit) const { return commits_.at(commit).files; }
   const std::vector<FileBytes>& files() const { return commits_.back().files; }
-  // The versions of each slot's block, by the commit that wrote them, oldest first. Bytes of the slot behind the block are left
-  // out.
+  // Contents of each slot's block by the commit that wrote them, oldest first. Slot bytes beyond the block are omitted.
   const std::map<nvme::Slot, std::map<size_t, Bytes>>& history() const { return history_; }
   // The block that a slot holds after a commit that names the slot.
   const Bytes& Held(const nvme::Slot& slot, size_t commit) const;
@@ -56,7 +55,7 @@ class DurableRun {
     std::vector<FileBytes> files;
   };
   struct Entry {
-    std::vector<nvme::Slot> slots;  // it takes turns on them
+    std::vector<nvme::Slot> slots;  // successive writes rotate through these slots
     size_t writes = 0;
   };
 

@@ -30,9 +30,9 @@ struct Fake {
   bool server_sleeps ABSL_GUARDED_BY(mutex) = false;
   bool client_sleeps ABSL_GUARDED_BY(mutex) = false;
   uint64_t sent ABSL_GUARDED_BY(mutex) = 0;      // commands
-  uint64_t taken ABSL_GUARDED_BY(mutex) = 0;     // commands, by the server
+  uint64_t taken ABSL_GUARDED_BY(mutex) = 0;     // commands that the server has received
   uint64_t answered ABSL_GUARDED_BY(mutex) = 0;  // completions sent
-  uint64_t received ABSL_GUARDED_BY(mutex) = 0;  // completions, by the client
+  uint64_t received ABSL_GUARDED_BY(mutex) = 0;  // completions that the client has received
   protocol::ChannelState state ABSL_GUARDED_BY(mutex) = protocol::ChannelState::kOpen;
 };
 

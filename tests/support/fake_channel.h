@@ -13,13 +13,13 @@ namespace forebay::testing {
 struct ChannelEnds {
   std::unique_ptr<protocol::ClientChannel> client;
   std::unique_ptr<protocol::ServerChannel> server;
-  std::shared_ptr<void> memory;  // what both ends stand on
+  std::shared_ptr<void> memory;  // memory that both ends use
 };
 
-// Threads  Each end on a thread of its own.
+// Threads  Each end is used by one thread.
 absl::StatusOr<ChannelEnds> MakeFakeChannel();
 
-// The real one, on private memory.
+// The ends of a real ring channel, in private memory.
 absl::StatusOr<ChannelEnds> MakeRingChannel();
 
 }  // namespace forebay::testing

@@ -32,7 +32,7 @@ std::vector<CUcontext>& ContextStack() {
 
 namespace {
 
-// Marks its bytes as freed when it dies.
+// Memory of the device. The destructor marks the bytes as freed.
 class Allocated {
  public:
   Allocated(std::shared_ptr<State> state, std::span<std::byte> bytes)
@@ -50,7 +50,7 @@ class Allocated {
   std::span<std::byte> bytes_;
 };
 
-// Calls `act` with the state, locked.
+// Calls `act` with the driver's state under its lock.
 template <typename Act>
 auto Locked(const Act& act) {
   const std::shared_ptr<State> state = Now();

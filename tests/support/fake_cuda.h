@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA driver without a GPU: a shared object with the real symbols. Nothing happens before it must: work
-// runs when its stream is synchronised, when an event behind it has been looked at a few times, or, with a
-// seed, in any order that streams and events allow. Memory of the device is the host's, full of poison
-// until it is written and again once it is freed. It is stricter than the hardware: what CUDA leaves
-// undefined is an error or a mistake that mistakes() names. Every call can fail.
+// A CUDA driver without a GPU: a shared object with the real symbols. Work is delayed: it runs once its stream is synchronised
+// or a later event was queried a few times, or, with a seed, in any order that streams and events allow. Device memory is host
+// memory, filled with poison before the first write and after the free. The fake is stricter than hardware: use that CUDA
+// leaves undefined is an error or a mistake that mistakes() lists. Every call can fail.
 #pragma once
 
 #include <cstddef>
@@ -26,17 +25,18 @@ class FakeCuda {
   struct Options {
     int devices = 1;
     int version = 12040;
-    size_t memory_bytes = size_t{1} << 30;  // of a device
+    size_t memory_bytes = size_t{1} << 30;  // memory of one device
     bool registers_read_only = true;
     bool has_memory_pools = true;
-    int looks_until_done = 10;           // queries of an event
-    bool is_late_with_pageable = false;  // copies of unregistered memory run late; in CUDA at once
+    int looks_until_done = 10;           // queries until an event is done
+    bool is_late_with_pageable = false;  // copies of unregistered memory run late, unlike CUDA's
     bool is_default_stream_late = true;
-    std::optional<uint64_t> seed = {};  // of the order of work; none: as late as possible
+    // Seeds the order of work; nullopt: work runs as late as possible.
+    std::optional<uint64_t> seed = {};
     // If set, work runs as early as possible. Bit i makes the i-th created stream late: its work runs only as far as other work
     // waits for it.
     std::optional<uint64_t> late_streams = {};
-    size_t register_bytes_max = SIZE_MAX;  // that one call registers
+    size_t register_bytes_max = SIZE_MAX;  // maximum bytes of one registration
   };
 
   static std::string Library();  // for dlopen(3)
@@ -50,20 +50,20 @@ class FakeCuda {
   using Memory = std::shared_ptr<const std::span<std::byte>>;
   static Memory Allocate(size_t size_bytes, int device = 0);
 
-  // Events recorded, waits for one and synchronisations that wait for something are counted. The one of
-  // this number does nothing: the event is done at once, the stream does not wait.
+  // Skips synchronisation number `wait`, counted over event records, waits for an event, and synchronisations with pending
+  // work. A skipped record counts as done at once; a skipped wait does not block.
   static void LeaveOut(size_t wait);
   static size_t waits();
   static void set_counts_waits(bool counts);
   static void set_looks_until_done(int looks);
-  // Called before work of a stream runs because somebody has waited for it.
+  // Sets a function that runs before work of a stream that a caller has waited for.
   static void set_before_work(std::function<void()> before_work);
 
-  // The call of this number, counted over all functions but those that name errors, fails with
-  // CUDA_ERROR_UNKNOWN and does nothing.
+  // Makes call number `call` fail with CUDA_ERROR_UNKNOWN without an effect. Counts all functions except those that name
+  // errors.
   static void FailCall(size_t call);
   static size_t calls();
-  // From this copy on, counted as they run, the device is broken: each call says CUDA_ERROR_ILLEGAL_ADDRESS.
+  // Breaks the device at copy number `copy`, counted as copies run. Every later call fails with CUDA_ERROR_ILLEGAL_ADDRESS.
   static void FailCopy(size_t copy);
 
   // A collective operation. Like a kernel of NCCL it runs once the streams of all ranks have reached it; under the driver's
@@ -72,8 +72,8 @@ class FakeCuda {
     size_t ranks = 0;
     std::function<void()> run;
     bool is_done = false;
-    std::map<size_t, std::weak_ptr<void>> queues;  // by rank: the streams that it is on
-    std::vector<bool> has_left;                    // by rank: it has stopped waiting for the others
+    std::map<size_t, std::weak_ptr<void>> queues;  // by rank: the stream of the collective
+    std::vector<bool> has_left;  // by rank: true once the rank has stopped waiting for other ranks
   };
   // Puts the collective on a stream as the part of rank `rank`. Calls `update` first, under the lock.
   static void Enqueue(void* stream, std::shared_ptr<Collective> collective, size_t rank,
@@ -88,7 +88,7 @@ class FakeCuda {
     size_t size_bytes;
     bool is_read_only;
   };
-  static std::vector<Registration> registrations();  // that are alive, by address
+  static std::vector<Registration> registrations();  // live registrations, by address
 
   struct Leftovers {
     size_t streams = 0;
@@ -100,7 +100,8 @@ class FakeCuda {
     bool operator==(const Leftovers&) const = default;
   };
   static Leftovers leftovers();
-  static std::vector<std::string> mistakes();  // what a caller did that CUDA does not define
+  // Mistakes of the caller, which CUDA leaves undefined.
+  static std::vector<std::string> mistakes();
 };
 
 }  // namespace forebay::testing

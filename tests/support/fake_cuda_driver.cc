@@ -19,7 +19,7 @@ namespace {
 
 enum class Needs : uint8_t { kNothing, kContext };
 
-// One call of the driver: checks whether the call fails, and runs work before it.
+// One call of a driver function. The constructor decides whether the call fails and runs pending work first.
 class Call {
  public:
   Call(const char* name, Needs needs) : state_(Now()) {
@@ -208,7 +208,8 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
   FAKE_CALL(call, "cuPointerGetAttribute", Needs::kContext);
   const MutexLock lock(call->mutex);
   const auto found = Holding(call->allocations, Pointer(address), kSizeOf);
-  if (found == call->allocations.end()) return kInvalidValue;  // registered memory too: of the host
+  // Registered memory is host memory and has no entry either.
+  if (found == call->allocations.end()) return kInvalidValue;
   if (attribute == kPointerMemoryType) *static_cast<unsigned*>(value) = kMemoryTypeDevice;
   if (attribute == kPointerDeviceOrdinal) *static_cast<int*>(value) = found->second.device;
   return kSuccess;
@@ -244,7 +245,7 @@ CUresult cuCtxPushCurrent_v2(CUcontext context) {
 }
 
 CUresult cuCtxPopCurrent_v2(CUcontext* context) {
-  if (ContextStack().empty()) return kInvalidContext;  // never fails otherwise: what was pushed
+  if (ContextStack().empty()) return kInvalidContext;  // fails in no other case: it only pops
   *context = ContextStack().back();
   ContextStack().pop_back();
   return kSuccess;
@@ -421,12 +422,12 @@ CUresult cuMemHostUnregister(void* memory) {
   return kSuccess;
 }
 
-// ------------------------------------------------------------------------ what Python's tests call
+// ------------------------------------------------------------------------ calls of the Python tests
 
 extern "C" {
 
-// torch computes on the processor, and knows nothing of our streams: what is on the default stream is done
-// at once, other streams are late.
+// torch computes on the CPU and does not know the fake's streams: work on the default stream runs at once, work on other
+// streams late.
 void fake_cuda_start(int registers_read_only) {
   FakeCuda::Start({.registers_read_only = registers_read_only != 0,
                    .is_late_with_pageable = true,

@@ -22,7 +22,7 @@
 #include "protocol/os/mutex.h"
 #include "tests/support/fake_cuda.h"
 
-// The objects that handles of the driver point to.
+// Types to which handles of the driver point.
 namespace forebay::testing {
 struct Mark;
 struct Queue;
@@ -30,7 +30,7 @@ struct Queue;
 
 struct CUevent_st {
   bool is_timed = false;
-  std::shared_ptr<forebay::testing::Mark> mark = {};  // of the last record
+  std::shared_ptr<forebay::testing::Mark> mark = {};  // the event's last record
 };
 struct CUstream_st {
   std::shared_ptr<forebay::testing::Queue> queue;
@@ -43,7 +43,7 @@ namespace forebay::testing {
 
 using namespace gpu::cuda;  // NOLINT(google-build-using-namespace): the driver's own names
 
-// One record of an event in a stream.
+// A record of an event in a stream.
 struct Mark {
   std::weak_ptr<Queue> queue;
   bool is_done = false;
@@ -59,13 +59,13 @@ struct Work {
   std::shared_ptr<Mark> wait = {};
   const std::byte* freed = nullptr;
   std::shared_ptr<FakeCuda::Collective> collective = {};
-  size_t rank = 0;  // in the collective
+  size_t rank = 0;  // the caller's rank in the collective
 };
 
 // The work of a stream.
 struct Queue {
   std::deque<Work> work;
-  bool is_running = false;  // its first operation is being run
+  bool is_running = false;  // true while the first operation runs
   bool is_late = false;     // runs only if other work waits for it
 };
 
@@ -82,7 +82,7 @@ struct Registered {
   bool is_read_only = false;
 };
 
-// The entry of a map of ranges that `at` lies in, or the end.
+// The map entry whose range contains `at`, or end().
 template <typename Map, typename Size>
 auto Holding(Map& ranges, const std::byte* at, const Size& size_of) {
   const auto after = ranges.upper_bound(at);
@@ -99,7 +99,7 @@ struct State {
   FakeCuda::Options options;
   protocol::Mutex mutex;
   std::mt19937_64 random;
-  std::map<const std::byte*, Allocation, std::less<>> allocations;  // freed memory included
+  std::map<const std::byte*, Allocation, std::less<>> allocations;  // includes freed memory
   std::map<const std::byte*, Registered, std::less<>> registered;
   std::map<CUstream, std::unique_ptr<CUstream_st>> streams;
   std::map<CUevent, std::unique_ptr<CUevent_st>> events;
@@ -111,7 +111,7 @@ struct State {
   bool counts_waits = true;
   size_t waits = 0;
   size_t calls = 0;
-  size_t copies = 0;  // that have run
+  size_t copies = 0;  // number of copies that have run
   unsigned streams_made = 0;
   std::optional<size_t> left_out;
   std::optional<size_t> failing_call;
@@ -120,7 +120,7 @@ struct State {
   std::vector<std::string> mistakes;
   std::condition_variable_any changed;  // wakes threads that wait for other ranks
 
-  // Counts one wait. Returns true if this wait is to be left out.
+  // Counts one wait. Returns true if this wait must be skipped.
   bool IsLeftOut() { return counts_waits && waits++ == left_out; }
 
   bool IsFreed(const std::byte* at) {
@@ -150,7 +150,7 @@ struct State {
 
   // Runs the first operation of a queue. Returns false if the operation cannot run yet.
   bool RunFirst(Queue& queue) {
-    if (queue.is_running) return false;  // ranks wait for each other in a circle
+    if (queue.is_running) return false;  // cyclic wait between ranks
     queue.is_running = true;
     const bool can_run = CanRunFirst(queue);
     queue.is_running = false;
@@ -254,7 +254,7 @@ struct State {
   void Note(const std::string& mistake) { mistakes.push_back(mistake); }
 };
 
-std::shared_ptr<State> Now();  // creates the state if there is none
+std::shared_ptr<State> Now();  // creates the state if it does not exist
 
 // The context stack of the calling thread.
 std::vector<CUcontext>& ContextStack();

@@ -28,13 +28,13 @@ using gpu::nccl::ncclDataType_t;
 
 enum class Operation : uint8_t { kAllGather, kReduceScatter, kAllReduce };
 
-// One rank's call.
+// Buffers that one rank passed to a collective.
 struct Part {
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
 };
 
-// A collective, and what its ranks have given.
+// A collective and the arguments of its ranks.
 struct Pending {
   Operation operation = Operation::kAllGather;
   size_t count = 0;
@@ -44,11 +44,11 @@ struct Pending {
   std::shared_ptr<FakeCuda::Collective> collective;
 };
 
-// The ranks that have started with one id.
+// The ranks that joined with one id.
 struct Clique {
   size_t size = 0;
   std::set<int> started;
-  std::vector<std::shared_ptr<Pending>> collectives;  // in their order
+  std::vector<std::shared_ptr<Pending>> collectives;  // in the order of the calls
 };
 
 struct State {
@@ -82,7 +82,7 @@ void Narrow(ncclDataType_t type, float value, std::byte* to) {
   std::memcpy(to, &bits, WidthOf(type));
 }
 
-// `count` elements from `first` on, of all ranks. In the reverse order of ranks: NCCL promises none.
+// Reduces `count` elements from `first` on over all ranks. Adds in reverse rank order: NCCL promises no order.
 std::vector<std::byte> Reduce(const Pending& pending, size_t first, size_t count) {
   const size_t width = WidthOf(pending.type);
   std::vector<std::byte> out(count * width);
@@ -128,8 +128,8 @@ void Run(const Pending& pending) {
 struct ncclComm {
   std::shared_ptr<forebay::testing::Clique> clique;
   int rank = 0;
-  size_t collectives = 0;  // that it has begun
-  int looks = 0;           // until a call has ended in the background
+  size_t collectives = 0;  // collectives that the rank has begun
+  int looks = 0;           // queries until the background call ends
 };
 
 namespace forebay::testing {
@@ -213,7 +213,7 @@ std::string FakeNccl::Library() {
 }
 std::string FakeNccl::RealLibrary() {
   const std::string library = "libnccl.so.2";
-  // The address sanitizer refuses RTLD_DEEPBIND. Whoever opens the library later gets this one.
+  // The address sanitizer refuses RTLD_DEEPBIND. Later dlopen() calls return this instance.
   if (!kSanitized) ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
   return library;
 }

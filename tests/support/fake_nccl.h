@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// NCCL over the driver of fake_cuda.h: a shared object with the real symbols. Ranks are threads of one
-// process. A collective runs when every rank's stream has come to it; calls go on in the background as long
-// as NCCL's may; each call can fail. What NCCL leaves undefined is a mistake of FakeCuda's.
+// NCCL over the driver of fake_cuda.h: a shared object with the real symbols. Ranks are threads of one process. A collective
+// runs once every rank's stream has reached it. Calls may stay in progress in the background as long as NCCL's may. Each call
+// can fail. Use that NCCL leaves undefined is recorded as a mistake of FakeCuda.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +13,18 @@ class FakeNccl {
  public:
   static std::string Library();  // for dlopen(3)
 
-  // For dlopen(3): NVIDIA's, loaded so that what it calls of itself is its own and not of the names that this library has
-  // given to the process.
+  // Path of NVIDIA's library, for dlopen(3). The library is loaded so that its internal calls bind to its own symbols, although
+  // this fake has defined the same names in the process.
   static std::string RealLibrary();
 
-  // Forgets everything. Behind FakeCuda::Start().
+  // Forgets all state. Call after FakeCuda::Start().
   static void Start();
   static void set_version(int version);  // 22105: 2.21.5
 
-  // The call of this number, counted over all functions but those that name errors, fails with
-  // ncclInternalError and does nothing.
+  // Makes call number `call` fail with ncclInternalError without an effect. Counts all functions except those that name errors.
   static void FailCall(size_t call);
   static size_t calls();
-  static size_t communicators();  // that are alive
+  static size_t communicators();  // number of live communicators
 };
 
 }  // namespace forebay::testing

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tool like Nsight Systems: a library that attaches through NVTX's entry point and logs the ranges that it gets.
+// A tool like Nsight Systems: a library that attaches through NVTX's entry point and logs the ranges that it receives.
 
 #include <string>
 

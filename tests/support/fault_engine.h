@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An IoEngine that makes one transfer of another engine go wrong.
+// An IoEngine that injects faults into the transfers of another engine.
 #pragma once
 
 #include <cerrno>
@@ -21,18 +21,18 @@ namespace forebay::testing {
 struct IoFault {
   static constexpr uint64_t kForEver = std::numeric_limits<uint64_t>::max();
 
-  uint64_t operation = 0;  // the first to go wrong, counted from 0 at SetFault()
+  uint64_t operation = 0;  // first faulty operation, counted from 0 at SetFault()
   uint64_t count = 1;      // number of consecutive faulty operations
   int error_number = 0;    // above 0: faulty operations fail with this errno and transfer nothing
-  // Without error_number and hangs, faulty reads and writes are short. They report `short_bytes` bytes, or with `short_by`
-  // `short_bytes` fewer than requested.
+  // Faulty reads and writes are short unless error_number or hangs is set. They report `short_bytes` bytes; if `short_by` is
+  // set, they report `short_bytes` fewer bytes than requested.
   int64_t short_bytes = 0;
   bool short_by = false;
   bool hangs = false;  // faulty operations do not end before EndHung()
 };
 
-// Wraps `inner`; flushes are never short. A short transfer has moved no more than the whole 4 KiB
-// pieces of what it reports.
+// An engine that wraps `inner`. Flushes are never short. A short transfer moves at most the whole 4 KiB pieces of its reported
+// size.
 class FaultEngine final : public nvme::IoEngine {
  public:
   explicit FaultEngine(nvme::IoEngine& inner) : inner_(inner) {}
@@ -42,7 +42,7 @@ class FaultEngine final : public nvme::IoEngine {
   uint64_t operations() const { return operations_; }  // since SetFault()
   uint64_t fired() const { return fired_; }            // faults since SetFault()
 
-  // Transfers that hang are submitted again, in their order.
+  // Submits hanging transfers again, in their order.
   absl::Status EndHung();
   size_t hung() const { return hung_.size(); }
 
@@ -67,8 +67,9 @@ class FaultEngine final : public nvme::IoEngine {
   uint64_t operations_ = 0;
   uint64_t fired_ = 0;
   std::vector<nvme::IoRequest> hung_;
-  std::vector<nvme::Completion> ready_;                     // made up here, not yet returned
-  std::vector<std::pair<nvme::IoRequest, int64_t>> short_;  // under way in `inner_`, what to report
+  std::vector<nvme::Completion> ready_;  // faulty completions that Wait() has not returned yet
+  // Requests in `inner_` and their reported results.
+  std::vector<std::pair<nvme::IoRequest, int64_t>> short_;
 };
 
 }  // namespace forebay::testing

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded into a daemon before its own libraries (LD_PRELOAD): its writes to swap files fail or hang as
-// the file that FOREBAY_TEST_DISK names says. "fail TEXT": those to paths with TEXT in them fail with
-// EIO. "hang TEXT": they return when the file says something else. Anything else, or no file: nothing
-// happens. System calls alone; for the thread engine (io_uring does not come by here).
+// Loaded into a daemon before its own libraries (LD_PRELOAD). Its writes to swap files fail or hang as the file
+// FOREBAY_TEST_DISK says. "fail TEXT": writes to paths that contain TEXT fail with EIO. "hang TEXT": such writes block until
+// the file changes. Any other contents, or no file: writes work. Only for the thread engine, which calls libc to write;
+// io_uring does not.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -26,7 +26,7 @@ std::string Contents(const char* path) {
   return size > 0 ? std::string(text, static_cast<size_t>(size)) : std::string();
 }
 
-// "fail" or "hang" where the descriptor is meant.
+// Returns "fail" or "hang" if the order concerns the descriptor, else an empty text.
 std::string Order(int fd) {
   const char* const file = std::getenv("FOREBAY_TEST_DISK");
   if (file == nullptr || (fcntl(fd, F_GETFL) & O_DIRECT) == 0) return {};

@@ -33,7 +33,7 @@ constexpr uint64_t kFileNode = 2;
 constexpr std::string_view kFileName = "forebay.swap";
 constexpr uint32_t kTransferBytesMax = 1 << 20;
 constexpr uint64_t kPageBytes = 4096;
-constexpr uint32_t kBackgroundMax = 1024;  // what hangs must not stop others
+constexpr uint32_t kBackgroundMax = 1024;  // a hanging request must not block other requests
 
 const fuse_in_header& HeaderOf(std::span<const std::byte> request) {
   return *reinterpret_cast<const fuse_in_header*>(request.data());
@@ -44,19 +44,19 @@ const T& BodyOf(std::span<const std::byte> request) {
   return *reinterpret_cast<const T*>(request.data() + sizeof(fuse_in_header));
 }
 
-// Behind a body of type T; for requests that end with a name.
+// Returns the name that follows a body of type T in a request that ends with a name.
 template <typename T>
 std::string_view NameBehind(std::span<const std::byte> request) {
   return reinterpret_cast<const char*>(request.data() + sizeof(fuse_in_header) + sizeof(T));
 }
 
-struct Nothing {};  // of size 1, unlike an empty body
+struct Nothing {};  // stands for an empty body; its size is 1
 template <>
 std::string_view NameBehind<Nothing>(std::span<const std::byte> request) {
   return reinterpret_cast<const char*>(request.data() + sizeof(fuse_in_header));
 }
 
-// Once a process: what is mounted then is seen by this thread and its children alone.
+// Enters a mount namespace once per process: only this thread and its children see later mounts.
 int EnterMountNamespace() {
   static const int error = [] {
     if (::unshare(CLONE_NEWNS) != 0) return errno;
@@ -169,7 +169,7 @@ void FuseDisk::Serve() {
   }
 }
 
-// Milliseconds until the next is due; -1: there is none.
+// Answers delayed requests that are due. Returns the milliseconds until the next one is due, -1 if none is delayed.
 int FuseDisk::AnswerDelayed() {
   while (!delayed_.empty() && delayed_.front().due <= Clock::now()) {
     CarryOut(delayed_.front(), {});
@@ -181,7 +181,7 @@ int FuseDisk::AnswerDelayed() {
   return static_cast<int>(std::max<int64_t>(0, left.count()));
 }
 
-// EIO where the request is gone meanwhile: nobody hears it.
+// Writes the answer to the kernel. The write fails if the request was aborted meanwhile; the failure is ignored.
 void FuseDisk::Answer(const Request& request, int error, std::span<const std::byte> bytes) {
   fuse_out_header header = {.len = static_cast<uint32_t>(sizeof(header) + bytes.size()),
                             .error = -error,
@@ -306,7 +306,7 @@ void FuseDisk::Handle(Request request) {
     case FUSE_FORGET:
     case FUSE_BATCH_FORGET:
     case FUSE_INTERRUPT:
-      return;  // without an answer
+      return;  // these requests get no answer
     default:
       return Answer(request, ENOSYS);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A file system of one file, in this process's memory, that errs, hangs, delays, loses and moves what it is
-// asked for on command: a disk that fails as the kernel shows it, beneath a daemon that knows nothing of it.
+// A file system with one file in this process's memory. On command it fails, blocks, delays, loses or misplaces transfers, like
+// a failing disk under a daemon that does not know of it.
 #pragma once
 
 #include <atomic>
@@ -22,20 +22,21 @@
 
 namespace forebay::testing {
 
-// The fault that the following transfers have.
+// Fault of the following transfers.
 struct DiskFault {
   enum class Kind : uint8_t {
     kNone,
     kFail,   // with `error`
-    kHang,   // no answer before the next order
-    kDelay,  // an answer after `delay`
-    kRate,   // so many bytes a second
-    kShort,  // half of it, in whole pages; one page is whole. The kernel makes EIO of short writes
-    kLose,   // writes report success, and are not carried out
-    kMisdirect,  // writes go `shift_bytes` behind their place
+    kHang,   // answered at the next order
+    kDelay,  // answered after `delay`
+    kRate,   // limited to `bytes_per_second`
+    // Half of the transfer, in whole pages; one page is whole. The kernel fails short writes with EIO.
+    kShort,
+    kLose,       // writes report success but are not carried out
+    kMisdirect,  // writes land `shift_bytes` behind their place
     kRot,        // reads return one flipped bit
   };
-  enum class Of : uint8_t { kReads, kWrites, kBoth, kFlushes };  // kFlushes: kFail alone
+  enum class Of : uint8_t { kReads, kWrites, kBoth, kFlushes };  // kFlushes: for kFail only
 
   Kind kind = Kind::kNone;
   Of of = Of::kBoth;
@@ -43,24 +44,25 @@ struct DiskFault {
   std::chrono::milliseconds delay{0};
   uint64_t bytes_per_second = 0;
   uint64_t shift_bytes = 0;
-  uint64_t count = std::numeric_limits<uint64_t>::max();  // faulty transfers; later ones work
+  // Number of faulty transfers; later ones work.
+  uint64_t count = std::numeric_limits<uint64_t>::max();
 };
 
-// One write or flush that the disk has carried out.
+// A write or flush that the disk has carried out.
 struct DiskWrite {
   uint64_t offset_bytes = 0;
   std::vector<std::byte> bytes;
-  bool is_flush = false;  // of all before it
+  bool is_flush = false;  // flush of all earlier writes
 };
 
-// Mounted on a directory in a mount namespace of the calling thread's own, which its children share: nothing
-// is left behind, however the process ends. Transfers are asynchronous and of at most 1 MiB each.
+// A disk in user space, mounted on a directory in the calling thread's mount namespace, which child processes share. The mount
+// disappears with the last process in the namespace, however it ends. Transfers are asynchronous, at most 1 MiB each.
 //
-// Threads  Mount() on the thread that starts the daemon, everything else on any. One of its own answers.
+// Threads  Mount() runs on the thread that starts the daemon, all other calls on any thread. A server thread answers requests.
 // Source   linux/fuse.h; fuse(4).
 class FuseDisk {
  public:
-  // Errors  kUnavailable  no /dev/fuse, or this process may not mount: why.
+  // Errors  kUnavailable  /dev/fuse is missing, or this process may not mount; the message says why.
   static absl::StatusOr<std::unique_ptr<FuseDisk>> Mount(const std::string& folder,
                                                          uint64_t capacity_bytes);
 
@@ -73,7 +75,7 @@ class FuseDisk {
   void Order(const DiskFault& fault);
   void Work() { Order({}); }
 
-  uint64_t faults() const { return faults_; }  // since the last order
+  uint64_t faults() const { return faults_; }  // faulty transfers since the last order
   uint64_t hung() const { return hung_count_; }
   uint64_t transfers() const { return transfers_; }
 
@@ -84,7 +86,7 @@ class FuseDisk {
 
  private:
   struct Request {
-    std::vector<std::byte> bytes;  // as read from the device
+    std::vector<std::byte> bytes;  // a request as read from the device
     std::chrono::steady_clock::time_point due = {};
   };
 

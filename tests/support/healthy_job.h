@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job that does everything right, in a daemon to which something else does wrong: every byte of it
-// is known, so that "nothing was lost" can be asked after each step.
+// A well-behaved job in a daemon that is under attack. All its bytes are known, so that a test can check after each step that
+// none was lost.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct HealthyJobOptions {
   std::string socket;
   std::string job = "healthy";
   JobShape shape = {.world_size = 1, .groups = 2, .group_elems = 1000};
-  uint64_t grad_arena_bytes = 0;  // 0: the client's own choice
+  uint64_t grad_arena_bytes = 0;  // 0: the client's default
 };
 
 // Every rank of a job, trained with the values of training.h.
@@ -27,19 +27,20 @@ struct HealthyJobOptions {
 // Threads  One.
 class HealthyJob {
  public:
-  static constexpr uint64_t kSeed = 1;  // of its initial parameters
+  static constexpr uint64_t kSeed = 1;  // seed of the initial parameters
 
-  // Attaches all ranks. A job that is there already has the initial parameters of kSeed and was
-  // trained with TrainStep alone.
+  // Attaches all ranks. An existing job must have the initial parameters of kSeed and must have been trained with TrainStep
+  // alone.
   static absl::StatusOr<std::unique_ptr<HealthyJob>> Attach(const HealthyJobOptions& options);
 
-  // One step of all ranks, then HoldsItsBytes().
+  // Trains one step on all ranks, then calls HoldsItsBytes().
   absl::Status TrainOneMoreStep();
 
-  // Its last part, where every rank has delivered every group (DeliverGradient) of the next step.
+  // Calls step on all ranks, then HoldsItsBytes(). Every rank must have delivered every group of the next step
+  // (DeliverGradient).
   absl::Status StepAsDelivered();
 
-  // Weights and states are those of the committed step, byte by byte.
+  // Returns OK if weights and states are those of the committed step, byte by byte.
   absl::Status HoldsItsBytes();
 
   uint64_t committed_step() const { return committed_step_; }
@@ -58,7 +59,7 @@ class HealthyJob {
   uint64_t committed_step_ = 0;
 };
 
-// A job by itself for one step: attaches, trains, detaches.
+// Attaches a job, trains one step and detaches.
 absl::Status TrainsOneMoreStep(const HealthyJobOptions& options);
 
 }  // namespace forebay::testing

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Page-aligned memory of a test's, as the arenas are.
+// Page-aligned memory for tests, like that of arenas.
 #pragma once
 
 #include <sys/mman.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small job of two ranks on a node that has as much DRAM as to put its states and weights where a test wants them.
+// A small job of two ranks, and a node whose DRAM limit puts the job's states and weights where a test wants them.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace forebay::testing {
 
-// The last two in the smallest limit, without gradients on swap and with them.
+// kWeightsOnSwap and kSumsOnSwap use the smallest DRAM limit that admits the job. Only kSumsOnSwap puts gradient sums on swap.
 enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap, kSumsOnSwap };
 
 struct JobCase {
@@ -23,25 +23,24 @@ struct JobCase {
   Place place = Place::kDram;
   bool early_updates = false;
   bool shared = false;
-  // Each step has two backward passes that nobody announced: sums of 16 bits become float32. They need the DRAM that
-  // Place::kDram leaves.
+  // Each step has two unannounced backward passes: 16-bit gradient sums become float32. The float32 sums need DRAM that only
+  // Place::kDram has free.
   bool several_passes = false;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
-  // The job has as many ranks on another node, which do what these do.
+  // The job has two more ranks on another node, which act like the ranks of this node.
   bool over_nodes = false;
 };
 
 inline constexpr uint32_t kCaseRanks = 2;
 
-// Sharded with a frozen parameter.
+// Layout of a case. A sharded layout has one frozen parameter.
 inline std::shared_ptr<const protocol::Layout> LayoutOf(const JobCase& with) {
   if (with.shared) {
     protocol::LayoutSpec spec = MakeLayout({2048, 2048, 1000})->spec();
     spec.optimizer = with.optimizer;
     return std::make_shared<const protocol::Layout>(*protocol::Layout::Create(std::move(spec)));
   }
-  // More weights than a cache of them and what that needs in records; and more pages of gradient sums than there are
-  // frames for.
+  // Weights exceed their cache and the cache's records. For kSumsOnSwap there are more pages of gradient sums than frames.
   const bool is_large = with.place >= Place::kWeightsOnSwap;
   const size_t count = with.place == Place::kSumsOnSwap ? 10 : is_large ? 6 : 3;
   std::vector<std::vector<ShardedParam>> groups(
@@ -59,7 +58,7 @@ inline std::shared_ptr<const protocol::Layout> LayoutOf(const JobCase& with) {
   return MakeShardedLayout(groups, options);
 }
 
-// With swap, and DRAM for everything.
+// Options with swap, and with DRAM for all states and weights.
 inline daemon::NodeState::Options RoomyCaseOptions() {
   daemon::NodeState::Options options = RoomyOptions();
   options.block_elems = 512;
@@ -86,7 +85,7 @@ inline std::unique_ptr<NodeHarness> NodeWith(const JobCase& with,
   return node;
 }
 
-// `keeps_jobs`: of a node whose jobs outlive it.
+// Options of a node for a case. `keeps_jobs` is true for a node whose jobs survive it.
 inline daemon::NodeState::Options OptionsOf(const JobCase& with, bool keeps_jobs = false) {
   daemon::NodeState::Options options = RoomyCaseOptions();
   options.keeps_jobs = keeps_jobs;
@@ -98,7 +97,7 @@ inline daemon::NodeState::Options OptionsOf(const JobCase& with, bool keeps_jobs
   if (with.place >= Place::kWeightsOnSwap) {
     options.dram_limit_bytes = LeastDramOf(LayoutOf(with), options, kCaseRanks, RequestOf(0, with),
                                            with.place == Place::kWeightsOnSwap);
-    // No byte of swap is left either.
+    // Swap is just large enough too.
     options.swap = SwapPaths({NodeWith(with, options)->state().Node().swap_used_bytes});
     return options;
   }

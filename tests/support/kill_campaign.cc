@@ -32,20 +32,21 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-// Without a step, or an end that is due. A flush of a busy disk takes seconds, and a step waits for several.
+// Limit of the wait for the next step and for the end of a process. A flush of a busy disk takes seconds, and a step waits for
+// several flushes.
 constexpr auto kDeadline = std::chrono::seconds(180);
 constexpr auto kLookPeriod = microseconds(50);
 constexpr uint32_t kStepsOfARoundMax = 4;
 constexpr size_t kLogBytesShown = 4000;
 constexpr uint64_t kAmpleBytes = uint64_t{64} << 20;
-constexpr uint64_t kTooFewBytes = uint64_t{6400} << 10;  // the daemon starts, the job is refused
+constexpr uint64_t kTooFewBytes = uint64_t{6400} << 10;  // the daemon starts, but refuses the job
 
 void Pause(microseconds time) {
   const timespec wait{.tv_sec = 0, .tv_nsec = static_cast<long>(time.count()) * 1000};
   ::ppoll(nullptr, 0, &wait, nullptr);
 }
 
-// A child process, killed with its owner.
+// A child process that is killed when its owner is destroyed.
 class Child {
  public:
   Child() = default;
@@ -53,7 +54,7 @@ class Child {
   Child& operator=(const Child&) = delete;
   ~Child() { Kill(); }
 
-  // `run` returns the exit status, in a process of its own.
+  // Calls `run` in a new process. The process exits with the status that `run` returns.
   void Start(const std::function<int()>& run) {
     pid_ = ::fork();
     FOREBAY_CHECK(pid_ >= 0);
@@ -62,7 +63,7 @@ class Child {
     ::_exit(run());
   }
   bool is_running() const { return pid_ > 0; }
-  // Its exit status once it has ended, -1 where a signal ended it.
+  // Exit status of the ended process, or -1 if a signal killed it. Returns nullopt while the process runs.
   std::optional<int> LookForEnd() {
     int status = 0;
     if (!is_running() || ::waitpid(pid_, &status, WNOHANG) == 0) return std::nullopt;
@@ -115,7 +116,7 @@ class Campaign {
   absl::StatusOr<KillCampaignResult> Run() {
     RETURN_IF_ERROR(FindDramLimit());
     const auto began = Clock::now();
-    // The last round kills nobody before it has compared.
+    // The last round only compares; it kills no process.
     for (round_ = 0; round_ <= options_.kills; ++round_) {
       if (const absl::Status status = Round(); !status.ok()) {
         return absl::Status(status.code(),
@@ -164,7 +165,7 @@ class Campaign {
     return 127;
   }
 
-  // The least that the job is admitted with, by the refusal of less, and so much more that it is as its kind says.
+  // Finds the DRAM limit that puts the job where its kind says. Reads the minimum from the daemon's refusal of a smaller limit.
   absl::Status FindDramLimit() {
     if (options_.kind == JobKind::kSharedInDram || options_.kind == JobKind::kShardedInDram) {
       dram_bytes_ = kAmpleBytes;
@@ -265,14 +266,14 @@ class Campaign {
     return kTargets[Random(kTargets.size())];
   }
 
-  // And what dies with the killed ones.
+  // Kills the target of this round. Waits in most rounds for the processes that end because of the kill.
   absl::Status Kill() {
     if (IsLastRound()) return absl::OkStatus();
     ++result_.kills;
     result_.early_kills += AnsweredInThisRound() == 0 ? 1 : 0;
     const Target target = PickTarget();
     const uint64_t one = Random(kKilledRanks);
-    // A rank that has a session learns of another's death of itself; who knows none yet would wait for the next.
+    // A rank with a session notices another's death by itself. A rank without one would wait for the next process.
     const bool all_attached = memory_->ranks[0].attached != 0 && memory_->ranks[1].attached != 0;
     const bool waits = all_attached && Random(4) != 0;
     switch (target) {
@@ -401,11 +402,12 @@ class Campaign {
 
   uint64_t dram_bytes_ = 0;
   uint32_t round_ = 0;
+  // Moving averages of the time to the first step of a round and of a step's duration.
   microseconds first_step_{100'000};  // from a round's beginning
   microseconds step_{5'000};
-  // Since the last attach.
+  // Newest answered step, as of the last attach.
   uint64_t answered_ = 0;
-  uint64_t called_ = 0;  // by all ranks
+  uint64_t called_ = 0;  // newest step that all ranks have called
   bool daemon_died_ = false;
   bool daemon_died_before_ = false;
   KillCampaignResult result_;

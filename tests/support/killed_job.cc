@@ -24,10 +24,11 @@ using protocol::Layout;
 
 constexpr auto kTimeout = std::chrono::seconds(180);
 constexpr auto kDaemonDeadline = std::chrono::seconds(180);
-constexpr uint64_t kSeed = 14;  // of the initial parameters
+constexpr uint64_t kSeed = 14;  // seed of the initial parameters
 constexpr JobShape kShape = {.world_size = kKilledRanks,
                              .groups = 3,
-                             .group_elems = 9001,  // two blocks and a part, in three parameters
+                             // Two blocks and a part of one, in three parameters.
+                             .group_elems = 9001,
                              .dtype = protocol::DType::kBFloat16,
                              .format = protocol::Format::kExact};
 
@@ -37,7 +38,7 @@ Layout MakeLayout(protocol::LayoutSpec spec) {
   return *std::move(layout);
 }
 
-// Each parameter is cut in two uneven parts, one for each rank.
+// Layout that splits each parameter into two uneven parts, one for each rank.
 protocol::LayoutSpec ShardedSpec() {
   protocol::LayoutSpec spec = MakeLayoutSpec(kShape);
   for (uint32_t group = 0; group < kShape.groups; ++group) {
@@ -65,7 +66,7 @@ bool MeansAnothersDeath(const absl::Status& status) {
          id == ErrorId::kFenced;
 }
 
-// Every fifth step has another learning rate than was announced: what was updated early is updated again.
+// Every fifth step uses another learning rate than announced, which repeats the early updates.
 std::vector<protocol::HyperParams> HyperParamsOf(uint64_t t) {
   return MakeHyperParams(t % 5 == 0 ? 3e-3 : 1e-2);
 }

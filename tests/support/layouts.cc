@@ -11,7 +11,7 @@
 namespace forebay::testing {
 namespace {
 
-// The shard of a parameter that rank `rank` owns. Returns nothing if the rank owns no element.
+// The shard of a parameter that rank `rank` owns. Returns nullopt if the rank owns no element.
 std::optional<protocol::BoxSpec> ShardOf(uint32_t param, const ShardedParam& shape, uint64_t ranks,
                                          uint64_t rank) {
   const bool by_rows = shape.cut == ShardCut::kRows;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layouts for tests: with one copy of the weights, and sharded.
+// Layouts for tests: shared and sharded.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded into a daemon before its own libraries (LD_PRELOAD): counts its live heap for the test that has started it.
+// Loaded into a daemon before its own libraries (LD_PRELOAD): counts the pieces and bytes of its live heap for a test.
 
 #include "tests/support/live_heap.h"
 
@@ -25,7 +25,7 @@ namespace {
 using forebay::testing::LiveHeap;
 
 LiveHeap before_main;
-// The file's once it is mapped.
+// The counters in use: those in the file once it is mapped.
 std::atomic<LiveHeap*> counts{&before_main};
 
 __attribute__((constructor)) void Share() {
@@ -69,7 +69,7 @@ __attribute__((visibility("default"))) void* realloc(void* memory, size_t size) 
   Remove(memory);
   void* const moved = __libc_realloc(memory, size);
   if (moved == nullptr && size > 0) {
-    (void)Added(memory);  // it is where it was
+    (void)Added(memory);  // realloc failed: the old memory is still allocated
     return nullptr;
   }
   return Added(moved);

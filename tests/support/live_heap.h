@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The live heap of a process that has loaded live_heap (LD_PRELOAD), in the file that FOREBAY_TEST_HEAP names.
+// Live heap of a process that has loaded live_heap (LD_PRELOAD). The counters are in the file FOREBAY_TEST_HEAP.
 #pragma once
 
 #include <atomic>

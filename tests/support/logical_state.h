@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small model with frozen parameters, trained through real clients at any world size with gradients
-// whose sums and means are exact in float32, and everything of it that a client can read, bit by bit.
+// A small model with frozen parameters, trained through real clients at any world size. Sums and means of its gradients are
+// exact in float32. Reads everything that a client can read of it, bit by bit.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct LogicalJob {
   protocol::LayoutSpec layout = {};
 };
 
-// Four layers, each with a weight, a frozen parameter, a bias and a scalar, then a group that is
-// wholly frozen: 140,000 elements in three hyper-parameter groups.
+// Four layers, each with a weight, a frozen parameter, a bias and a scalar, and one group that is entirely frozen: 140,000
+// elements in three hyper-parameter groups.
 protocol::LayoutSpec MakeMixedLayout(protocol::Optimizer optimizer, protocol::Format format,
                                      protocol::DType dtype);
 
@@ -39,7 +39,7 @@ struct StateKind {
 void PrintTo(const StateKind& kind, std::ostream* out);
 std::vector<StateKind> KindsOfAllOptimizers(const std::vector<StateKind>& formats);
 
-// A daemon with swap and room for about half of the job's states in DRAM.
+// Starts a daemon with swap and DRAM for about half of the job's states.
 absl::StatusOr<std::unique_ptr<DaemonProcess>> StartWithSwap(const TempDir& dir,
                                                              const LogicalJob& job,
                                                              uint32_t world_size);
@@ -49,19 +49,19 @@ struct LogicalTraining {
   // Steps [first, end).
   uint64_t first = 1;
   uint64_t end = 1;
-  // Whether a parameter has a gradient in a step, and which step's gradient it is; empty: its own.
+  // Step whose gradient the parameter gets in step t; 0: no gradient. If empty, step t itself.
   std::function<uint64_t(uint32_t param, uint64_t t)> gradient_of = {};  // 0: none
 };
 
-// Attaches all ranks, writes the initial parameters where they are not written, trains, detaches.
+// Attaches all ranks, writes initial parameters that are still unwritten, trains, detaches.
 absl::Status Train(const LogicalJob& job, const LogicalTraining& training);
 
-// By "parameter/weights", "parameter/step", "parameter/STATE": the bits. Frozen parameters have
-// weights alone. Read by rank 0.
+// Bits of a job, read by rank 0. Keys: "parameter/weights", "parameter/step", "parameter/STATE". Frozen parameters have weights
+// only.
 using LogicalState = std::map<std::string, std::vector<uint32_t>>;
 absl::StatusOr<LogicalState> ReadLogicalState(const LogicalJob& job, uint32_t world_size = 1);
 
-// Names of entries that differ, or are in one of them alone.
+// Names of entries that differ, or that only one of the two states has.
 std::vector<std::string> Differences(const LogicalState& a, const LogicalState& b);
 
 }  // namespace forebay::testing

@@ -130,7 +130,7 @@ class Forked:
                 os.environ.update(environment)
                 function(*map(str, arguments))
                 status = 0
-            except BaseException:  # noqa: BLE001: the child of a test has nobody above it
+            except BaseException:  # noqa: BLE001: reports every error, no caller sees it
                 os.write(2, traceback.format_exc().encode())
             os._exit(status)
         os.close(child_output)

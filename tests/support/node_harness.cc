@@ -340,7 +340,7 @@ void NodeHarness::Reconnect(uint64_t session, std::vector<uint64_t> held_leases)
     }
     daemon::AnswerCommand given_back{.session = session, .completion = {}, .status = {}};
     given_back.completion.tag = tag;
-    answers_.emplace(tag, given_back);  // the lease has ended with the connection
+    answers_.emplace(tag, given_back);  // the disconnection has ended the lease
   }
 }
 
@@ -369,8 +369,8 @@ void NodeHarness::ReleaseFetched(uint64_t session, uint64_t fetch_tag) {
                 protocol::ErrorId::kNone);
 }
 
-// The lowest free place among the gradients that were not answered; a client would wait where there
-// is none.
+// Lowest offset of free memory in the gradient arena, outside unanswered gradients. Returns nullopt if no gap is large enough;
+// a client would wait.
 std::optional<uint64_t> NodeHarness::FreeOffset(uint64_t session, uint64_t bytes) const {
   const SessionInfo& info = sessions_.at(session);
   bytes = protocol::RoundUp(bytes, protocol::kGradAlignBytes);
@@ -581,7 +581,7 @@ void NodeHarness::OverrideStepRequest(const protocol::StepRequest& request,
                                       const std::vector<protocol::HyperParams>& hyper_params) {
   override_ = StepRequestCopied{.request = request,
                                 .hyper_params = {hyper_params.begin(), hyper_params.end()},
-                                .presence = {0}};  // of 64 parameters
+                                .presence = {0}};  // one word: no gradient in 64 parameters
 }
 
 }  // namespace forebay::testing

@@ -28,10 +28,10 @@
 
 namespace forebay::testing {
 
-// Swap paths with the given bytes for data.
+// Swap paths with the given data bytes each.
 nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
 
-// Options with which a small job is wholly resident.
+// Options with which a small job is entirely resident.
 daemon::NodeState::Options RoomyOptions();
 
 struct AttachRequest {
@@ -39,7 +39,7 @@ struct AttachRequest {
   uint32_t uid = 1000;
   bool reader = false;
   uint32_t rank = 0;
-  uint32_t world_size = 0;  // 0: that of the harness
+  uint32_t world_size = 0;  // 0: the harness's number
   uint32_t world_ranks = 0;
   std::string run = {};
   bool resume = false;
@@ -50,7 +50,7 @@ struct AttachRequest {
   bool accumulate = false;
   bool early_updates = false;
   std::optional<protocol::Durability> durability = {};
-  uint64_t grad_arena_bytes = 0;  // 0: four times the largest group; of a reader: a page
+  uint64_t grad_arena_bytes = 0;  // 0: four times the largest group; for a reader: a page
   uint64_t extra_state_bytes = 64;
 };
 
@@ -63,7 +63,7 @@ class NodeHarness {
   explicit NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size = 2)
       : state_(options), world_size_(world_size) {}
 
-  // A node on a disk that another node has written: see Restart().
+  // Creates a node on the disk of an earlier node: see Restart().
   NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size, NodeModel model)
       : state_(options), world_size_(world_size), model_(std::move(model)) {}
   // The daemon of `before` has died. Creates the next daemon on its disk.
@@ -85,11 +85,11 @@ class NodeHarness {
                                                 daemon::NodeState::Options options);
 
   daemon::NodeState& state() { return state_; }
-  // The oldest job of that name, of any user.
+  // The oldest job named `name`, of any user.
   std::optional<daemon::JobView> FindJob(const std::string& name) const;
   NodeModel& model() { return model_; }
   const std::string& fault() const { return model_.fault(); }
-  // All actions so far, in order.
+  // All actions of the state machine, in order.
   const std::vector<daemon::Action>& log() const { return log_; }
   template <typename A>
   std::vector<A> Logged() const {
@@ -105,7 +105,7 @@ class NodeHarness {
 
   // Handles one event. Requests to copy a step request are served at once, like in the daemon's loop.
   void Send(const daemon::Event& event);
-  // Finishes running tasks, oldest first, until none is left (new ones included).
+  // Finishes running tasks, oldest first, until none runs. Includes tasks that start meanwhile.
   void RunTasks();
   void Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
   // Finishes tasks up to the next commit and fails the commit's flush.
@@ -136,7 +136,7 @@ class NodeHarness {
     for (const A& a : Running<A>()) Finish(a.task);
   }
 
-  // Attaches a reader, runs all tasks and maps.
+  // Attaches a reader, runs all tasks and maps the arenas.
   uint64_t AttachReader(const std::shared_ptr<const protocol::Layout>& layout);
   // Sends AttachRequested only.
   uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout,
@@ -169,14 +169,14 @@ class NodeHarness {
   void Hear();
   bool IsUnheard(uint64_t tag) const;
 
-  // Commands; each returns its tag.
+  // Commands of clients. Each returns the tag of the command.
   uint64_t Command(uint64_t session, protocol::Command command);
   uint64_t Fetch(uint64_t session, uint32_t partition);
   uint64_t Release(uint64_t session, uint64_t lease);
   // Releases the lease of an answered fetch.
   void ReleaseFetched(uint64_t session, uint64_t fetch_tag);
-  // Delivers the gradient of a whole partition (in a shared layout: a group) or of a range of its elements. Marks as present
-  // each trainable parameter whose elements in the partition are delivered by this call.
+  // Delivers the gradient of a whole partition (a group in a shared layout) or of a range of its elements. Marks a trainable
+  // parameter as present if this call delivers all its elements in the partition.
   uint64_t Gradient(uint64_t session, uint32_t partition, uint64_t step, bool finite = true);
   uint64_t GradientRange(uint64_t session, uint32_t partition, uint64_t begin, uint64_t end,
                          uint64_t step, bool finite = true);
@@ -203,8 +203,8 @@ class NodeHarness {
   uint64_t WriteState(uint64_t session, uint32_t partition, uint64_t begin = 0, uint64_t end = 0,
                       uint16_t state = 0);
   uint64_t WriteUpdates(uint64_t session, uint32_t param, uint64_t updates);
-  // For a job over several nodes: SummaryTo() is the summary of this node's step for the session. Decide() sends the session's
-  // decision, with the merged summary of all nodes.
+  // For a job over several nodes. SummaryTo() is the summary that this node sent to the session for its step. Decide() sends
+  // the session's decision, with the merged summary of all nodes.
   const protocol::StepSummary& SummaryTo(uint64_t session) const { return summaries_.at(session); }
   uint64_t Decide(uint64_t session, const protocol::StepSummary& world);
   uint64_t GoBack(uint64_t session, uint64_t step);
@@ -213,7 +213,7 @@ class NodeHarness {
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);
 
   const daemon::AnswerCommand* answer(uint64_t tag) const;
-  // The answer's error id. Returns kTimeout, which the state machine never uses, if there is no answer yet.
+  // Error id of the answer to `tag`. Returns kTimeout, which the state machine never uses, if the answer has not arrived.
   protocol::ErrorId ErrorOf(uint64_t tag) const;
   // Replaces the next step request that the state machine reads, of any session.
   void OverrideStepRequest(const protocol::StepRequest& request,
@@ -224,7 +224,7 @@ class NodeHarness {
     uint32_t rank = 0;
     std::shared_ptr<const protocol::Layout> layout;
     uint64_t grad_arena_bytes = 0;
-    std::map<uint64_t, uint64_t> unanswered = {};  // gradients: offset and end
+    std::map<uint64_t, uint64_t> unanswered = {};  // begin and end offsets of gradients
     std::vector<uint64_t> presence = {};
     uint64_t attempt = 0;
     uint16_t pass = 0;
@@ -258,12 +258,13 @@ class NodeHarness {
   std::map<uint64_t, daemon::AnswerAttach> attached_;
   std::map<uint64_t, absl::Status> closed_;
   std::map<uint64_t, daemon::AnswerCommand> answers_;  // by tag
-  std::map<uint64_t, uint32_t> fetches_;               // by tag: partitions
+  std::map<uint64_t, uint32_t> fetches_;               // by tag: fetched partition
   std::map<uint64_t, SentGradient> gradients_;         // by tag
   std::map<uint64_t, SentStep> step_requests_;         // by tag
   std::map<uint64_t, SentCommand> commands_;           // by tag
-  std::map<uint64_t, std::deque<uint64_t>> unheard_;   // by session: tags of answers
-  std::set<uint64_t> away_;                            // disconnected sessions
+  // By session: tags of answers that the client has not read.
+  std::map<uint64_t, std::deque<uint64_t>> unheard_;
+  std::set<uint64_t> away_;  // disconnected sessions
   std::map<uint64_t, protocol::StepSummary> summaries_;
   std::map<uint64_t, protocol::StepSummary> decisions_;  // by tag
   std::optional<daemon::StepRequestCopied> override_;

@@ -17,7 +17,7 @@ using namespace daemon;
 
 namespace {
 
-constexpr uint64_t kStagingSlotBytes = uint64_t{1} << 32;  // in the model's numbering
+constexpr uint64_t kStagingSlotBytes = uint64_t{1} << 32;  // model offsets of slots do not overlap
 
 template <typename T>
 concept HasTask = requires(T action) {
@@ -134,11 +134,11 @@ uint64_t NodeModel::SizeOf(const std::string& memory) {
   const JobMemory& job = jobs_[id];
   if (kind == "weights") return job.weights_bytes;
   if (kind == "step") return job.step_bytes;
-  return UINT64_MAX;  // disk: see CheckSlot
+  return UINT64_MAX;  // disk: CheckSlot() checks it
 }
 
-// A job reads its own slots, writes to those and to slots that hold nothing of other jobs (then they
-// are its own), and never writes over what is published.
+// A job may read its own slots, and write to its own slots and to slots without blocks of other jobs, which then become its
+// own. A published block must not be overwritten.
 void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
   if (!place.slot) return;
   const JobMemory& job = jobs_[id];
@@ -147,7 +147,7 @@ void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
     if (!writes || memory.HasBlockIn(*place.slot)) Fault("a slot of another job is used");
     memory.slots.erase(*place.slot);
   }
-  if (writes) jobs_[id].slots.insert(*place.slot);  // a spare one where others fail
+  if (writes) jobs_[id].slots.insert(*place.slot);  // may be a spare slot
   for (const auto& [block, slot] : job.published) {
     if (writes && slot == *place.slot) Fault("a published block is overwritten");
   }
@@ -369,7 +369,7 @@ void NodeModel::Execute(const Action& action) {
   std::vector<Use> uses = UsesOf(action);
   for (const Use& use : uses) {
     CheckBounds(use);
-    if (use.memory.starts_with("grad")) continue;  // a client may name its bytes twice
+    if (use.memory.starts_with("grad")) continue;  // a client may pass the same bytes twice
     for (const auto& [other_task, other_uses] : uses_) {
       for (const Use& other : other_uses) {
         const bool overlap = use.memory == other.memory &&
@@ -399,7 +399,7 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   if (write != nullptr && write->read_from &&
       !(staging_[write->place.staging_slot] == TokenOf(write->identity, write->checksum))) {
     done.status = protocol::MakeError(protocol::ErrorId::kCorrupt, "other bytes were read");
-    return done;  // and none were written
+    return done;  // the task also wrote no bytes
   }
   if (done.status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
   if (done.status.ok()) return done;
@@ -437,7 +437,7 @@ void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
   }
 }
 
-// Parts are kept apart by block from the first eviction on; neighbours need not be one part.
+// From the first eviction on, each block's states are a separate part; adjacent parts stay separate.
 void NodeModel::AddStateMemory(uint64_t id, const StatePart& part) {
   std::map<uint64_t, uint64_t>& parts = jobs_[id].state_parts;
   auto next = parts.lower_bound(part.offset_bytes);
@@ -503,7 +503,7 @@ void NodeModel::Apply(const CreateJobSwap& a, TaskDone&) {
   jobs_[a.job].slots.insert(a.slots.begin(), a.slots.end());
 }
 
-// The bytes of extra_state are no token: what is named must lie in the new arena without overlap.
+// The bytes of extra_state have no tokens. Checks that their new places are in the new arena and do not overlap.
 void NodeModel::Apply(const ReplaceStepArena& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
   job.step_bytes = a.step_bytes;
@@ -716,7 +716,7 @@ void NodeModel::Apply(const SetState& a, TaskDone& done) {
   jobs_[a.job].masters_set.insert(block.identity.block);
 }
 
-// In this model the digests of a version's pages are its checksum.
+// Weights are loaded as in the daemon, but in this model every page's digest is the block's checksum.
 void NodeModel::Apply(const LoadWeights& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
   const BlockToken& block = disk_[a.slot];
@@ -762,7 +762,7 @@ void NodeModel::Published(const StepPublished& a) {
     Merge(update, all);
   }
   for (const auto& [param, elems] : all.elems) {
-    uint64_t held = 0;  // by this node
+    uint64_t held = 0;  // elements that this node holds
     for (const protocol::BoxPlace& place : job.layout->boxes()) {
       if (place.box.param == param) held += place.box.elems();
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A node without bytes: executes the state machine's actions on tokens that stand for bytes. Every task declares the ranges
-// that it reads and writes. Two tasks that would race, a range outside its arena, a wrong block, or a session closed under a
-// task is reported as a fault of the state machine.
+// that it reads and writes. Reports these faults of the state machine: tasks that would race, a range outside its arena, a
+// wrong block, a session closed while a task uses it.
 #pragma once
 
 #include <algorithm>
@@ -30,11 +30,11 @@ struct GradientToken {
   uint64_t session = 0;
   uint32_t rank = 0;
   uint32_t partition = 0;
-  uint64_t begin = 0;  // elements of the partition
+  uint64_t begin = 0;  // elements in the partition
   uint64_t end = 0;
   uint64_t step = 0;
   uint64_t attempt = 0;  // raised by the client whenever it repeats a step
-  uint16_t pass = 0;     // of its rank's, in the attempt
+  uint16_t pass = 0;     // the rank's backward pass in the attempt
   bool finite = true;
 };
 
@@ -67,13 +67,13 @@ class NodeModel {
   daemon::TaskDone Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
 
   const TaskMap& running() const { return running_; }
-  // Faults of the state machine so far; empty if there is none.
+  // Faults of the state machine found so far; empty if none was found.
   const std::string& fault() const { return fault_; }
 
   // Clients.
   void PutGradient(uint64_t session, uint64_t offset_bytes, const GradientToken& token);
   void DropGradient(uint64_t session,
-                    uint64_t offset_bytes);  // its bytes are used for other things
+                    uint64_t offset_bytes);  // the client reuses the bytes
   enum class SumsAre : uint8_t { kInPlace, kPaged };
   void AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout,
               SumsAre sums = SumsAre::kInPlace);
@@ -141,7 +141,7 @@ class NodeModel {
   // Gradients that an update of a block has used, and weights that it has made. Dropped updates have no entry.
   struct BlockUpdate {
     std::map<uint32_t, uint64_t> elems;  // by parameter
-    // By parameter and partition.
+    // Used gradients by parameter and partition.
     std::map<std::pair<uint32_t, uint32_t>, std::vector<GradientToken>> used;
     std::map<uint64_t, uint64_t> to_install;  // new weights in the step arena: offset to bytes
 
@@ -165,7 +165,7 @@ class NodeModel {
   struct Spilled {
     uint64_t checksum = 0;
     uint64_t page = 0;
-    std::map<uint64_t, PagedSum> sums;  // by offset in the page
+    std::map<uint64_t, PagedSum> sums;  // sums by offset in the page
   };
   struct SumUnit {
     ElemPlace place;
@@ -174,31 +174,32 @@ class NodeModel {
   struct JobMemory {
     std::shared_ptr<const protocol::Layout> layout;
     bool has_paged_sums = false;
-    std::map<uint64_t, PagedSum> paged;  // by offset in the step arena
+    std::map<uint64_t, PagedSum> paged;  // sums by offset in the step arena
     std::map<nvme::Slot, Spilled> spilled;
     uint64_t weights_bytes = 0;
     // Parts of the state arena that have memory: offset to bytes.
     std::map<uint64_t, uint64_t> state_parts;
     uint64_t step_bytes = 0;
-    uint64_t float_sums_offset = UINT64_MAX;  // behind the step arena; UINT64_MAX: no memory yet
+    // Offset past the step arena; UINT64_MAX: no memory yet.
+    uint64_t float_sums_offset = UINT64_MAX;
     uint64_t float_sums_end = 0;
     std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
-    bool has_published = false;                  // step 0, where it sets masters, or a later one
-    std::map<uint64_t, GradientToken> overflow;  // by offset in the step arena
+    bool has_published = false;                  // step 0 (if it sets masters) or a later one
+    std::map<uint64_t, GradientToken> overflow;  // gradients by offset in the step arena
     Accumulators accumulators;
-    Accumulators float_sums;                   // used instead, once sums are float32
-    std::map<uint64_t, nvme::Slot> early;      // by block: written before the step is decided
-    std::map<uint64_t, nvme::Slot> written;    // by block: written for the decided step
-    std::map<uint64_t, nvme::Slot> published;  // by block
-    std::map<uint64_t, LoadedRange> loaded;    // by offset in the weights arena
+    Accumulators float_sums;                   // replaces `accumulators` once sums are float32
+    std::map<uint64_t, nvme::Slot> early;      // slots by block, written before the step is decided
+    std::map<uint64_t, nvme::Slot> written;    // slots by block, written for the decided step
+    std::map<uint64_t, nvme::Slot> published;  // slots by block
+    std::map<uint64_t, LoadedRange> loaded;    // ranges by offset in the weights arena
     std::set<uint32_t> loaded_partitions;      // partitions that were ever loaded
     std::set<uint64_t> masters_set;            // staged blocks that are to be written
-    std::map<uint64_t, BlockToken> resident;   // by offset in the state arena
-    std::map<uint64_t, BlockUpdate> updates;   // by block, in this step
-    bool is_updating = false;                  // the step is decided, not published
+    std::map<uint64_t, BlockToken> resident;   // blocks by offset in the state arena
+    std::map<uint64_t, BlockUpdate> updates;   // this step's updates by block
+    bool is_updating = false;                  // the step is decided but not published
     Gradients committed;
-    // By step: the steps in which the published blocks were written.
+    // By step and block: the step that wrote the published block.
     std::map<uint64_t, std::map<uint64_t, uint64_t>> history;
     // Weights in the arena, by offset: their number of bytes, and the last step that has written them.
     std::map<uint64_t, std::pair<uint64_t, uint64_t>> weights_steps;
@@ -236,15 +237,15 @@ class NodeModel {
   Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StateUse(uint64_t job, const daemon::BlockPlace& place, uint64_t bytes, bool writes) const;
-  // The accumulators that hold an offset of the step arena.
+  // Accumulators that contain an offset of the step arena.
   static Accumulators& AccumulatorsAt(JobMemory& job, uint64_t offset_bytes);
-  // The element at an offset of the accumulators, which lie side by side.
+  // The element at an offset of the accumulators, which are adjacent.
   static ElemPlace AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
                                  uint64_t offset_bytes);
   // The contribution whose bytes lie at an offset of a session's arena or of the overflow.
   static GradientToken TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
                                uint64_t offset_bytes);
-  // The element at an offset of the weights, in which owners lie side by side. Returns nothing if no partition has the offset.
+  // The element at an offset of the weights, in which owners are adjacent. Returns nullopt if no partition contains the offset.
   static std::optional<ElemPlace> WeightsAt(const JobMemory& job, uint64_t weights_offset_bytes);
   static const PagedSum* PagedSumAt(const JobMemory& job, uint64_t offset_bytes);
   static void ForgetPaged(JobMemory& job, uint64_t offset_bytes, uint64_t bytes);
@@ -309,8 +310,9 @@ class NodeModel {
   std::map<uint64_t, JobMemory> jobs_;
   std::map<uint64_t, SessionMemory> sessions_;
   std::map<uint32_t, BlockToken> staging_;  // by slot
-  std::map<nvme::Slot, BlockToken> disk_;   // of all jobs; a failed write leaves anything
-  std::map<uint64_t, Held> held_;           // by lease
+  // By slot, all jobs; a failed write leaves unspecified contents.
+  std::map<nvme::Slot, BlockToken> disk_;
+  std::map<uint64_t, Held> held_;  // leased weights by lease
   // Previous contents of slots, oldest first. unflushed_: slots written since the last flush. flushing_: slots that the running
   // commit flushes. doubted_: slots that a failed flush should have covered.
   std::map<nvme::Slot, std::vector<BlockToken>> unflushed_;

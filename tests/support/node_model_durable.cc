@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Durable steps in the model: copies of what is in DRAM, ledgers, and what is left when the node dies.
+// Durable steps in the model: copies of data in DRAM, ledgers, and the data that survives the node's death.
 
 #include <algorithm>
 #include <utility>
@@ -32,7 +32,7 @@ WeightsDigests DigestsOf(uint64_t checksum, const protocol::LayoutSpec& spec, ui
   return std::make_shared<const std::vector<uint64_t>>(pages, checksum);
 }
 
-// A part of the weights arena has no token but its slot's.
+// The token of a part of the weights arena is that of its slot.
 BlockToken NodeModel::WeightsToken(const BlockIdentity& identity, uint64_t checksum) {
   constexpr uint64_t kWeights = uint64_t{1} << 32;
   return {.job = identity.job,
@@ -107,11 +107,11 @@ void NodeModel::Apply(const RestoreExtraStates& a, TaskDone&) {
   }
 }
 
-// Every block is as the published step had it.
+// Checks that every block holds the bytes of the published step.
 void NodeModel::CheckDurable(const DurableJob& durable) {
   JobMemory& job = jobs_[durable.id];
   const auto of_step = job.history.find(durable.step);
-  if (of_step == job.history.end()) return;  // it was not attached since the node was started
+  if (of_step == job.history.end()) return;  // the job was not attached since the node started
   for (uint32_t i = 0; i < durable.weights.size(); ++i) {
     const BlockIdentity identity{.job = durable.id,
                                  .part = BlockPart::kWeightsArena,
@@ -156,7 +156,7 @@ void NodeModel::Apply(const CommitLedger& a, TaskDone&) {
   SetDurable(*a.node);
 }
 
-// Stores the ledger like EncodeLedger() writes it: without the jobs' kept memory.
+// Stores the ledger without the jobs' retained memory, like EncodeLedger().
 void NodeModel::SetDurable(const DurableNode& node) {
   const std::vector<nvme::Slot> named = SlotsOf(node);
   durable_ = {.last_job = node.last_job, .jobs = {}};
@@ -221,7 +221,7 @@ NodeModel NodeModel::AfterPowerCut(std::mt19937_64& random) const {
   const bool has_flushed = commit != nullptr && random() % 3 > 0;
   if (!has_flushed) lose(flushing_);
   if (has_flushed && !NamesDoubted(*commit) && random() % 2 == 0) next.SetDurable(*commit->node);
-  next.durable_slots_before_.clear();  // recovery commits again what it finds
+  next.durable_slots_before_.clear();  // recovery commits the recovered ledger again
   return next;
 }
 
@@ -270,7 +270,7 @@ NodeModel NodeModel::HandedOver(const DurableNode& node) {
   return GoOn(node);
 }
 
-// True if the kept update is of a decided step. An update with `prepared` set is of a step that is only prepared.
+// True if the retained update is of a decided step. An update with `prepared` set belongs to a step that is only prepared.
 static bool IsDecided(const KeptUpdate* update) { return update != nullptr && !update->prepared; }
 
 void NodeModel::CheckRecord(const DurableJob& record) {
@@ -398,7 +398,7 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
 
 void NodeModel::Recover(const DurableJob& durable) {
   JobMemory& job = jobs_[durable.id];
-  if (job.weights_bytes > 0) return;  // its arenas were kept
+  if (job.weights_bytes > 0) return;  // the job's arenas were retained
   job.committed_step = durable.step;
   job.has_published = true;
   const std::vector<nvme::Slot> slots = durable.Slots();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients in a NodeModel: what sums hold, and where they are.
+// Gradients in a NodeModel: contents and places of the sums.
 
 #include <algorithm>
 #include <iterator>
@@ -22,7 +22,7 @@ void NodeModel::Apply(const CopyToStepArena& a, TaskDone&) {
   jobs_[a.job].overflow[a.step_offset_bytes] = it != gradients.end() ? it->second : GradientToken{};
 }
 
-// Sums lie one partition after the other, each from a cache line on.
+// Sums of partitions are adjacent; each begins at a cache line.
 NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
                                               uint64_t offset_bytes) {
   const uint64_t width = protocol::SizeBytes(sum_dtype);
@@ -52,7 +52,7 @@ GradientToken NodeModel::TokenAt(const std::map<uint64_t, GradientToken>& tokens
   return offset_bytes < it->first + size_bytes ? it->second : GradientToken{};
 }
 
-// The paged sum at an offset of the step arena. Returns null if no gradient was added there.
+// The paged sum at an offset of the step arena. Returns null if no gradient was added at that offset.
 const NodeModel::PagedSum* NodeModel::PagedSumAt(const JobMemory& job, uint64_t offset_bytes) {
   auto it = job.paged.upper_bound(offset_bytes);
   if (it == job.paged.begin()) return nullptr;

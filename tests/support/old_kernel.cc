@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a command as on an old kernel: old_kernel COMMAND [ARGUMENT]...
+// Runs a command as on an old kernel. Usage: old_kernel COMMAND [ARGUMENT]...
 
 #include "tests/support/old_kernel.h"
 

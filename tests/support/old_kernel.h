@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kernel, or a sandbox's, that lacks what Forebay can do without.
+// Makes a process act as on an old kernel, or in a sandbox, that lacks the optional calls of Forebay.
 #pragma once
 
 #include <linux/filter.h>
@@ -16,9 +16,8 @@
 
 namespace forebay::testing {
 
-// From now on, for this process and all that it starts: no io_uring, no pidfd_open(2) and
-// SO_PEERPIDFD, no MADV_COLLAPSE and MADV_POPULATE_WRITE, no mlock(2). Async-signal-safe. False where
-// the kernel has no seccomp(2).
+// Makes this process and its children act as on an old kernel: without io_uring, pidfd_open(2), SO_PEERPIDFD, MADV_COLLAPSE,
+// MADV_POPULATE_WRITE and mlock(2). Async-signal-safe. Returns false if the kernel has no seccomp(2).
 //
 // Source  seccomp(2); each error is that of a kernel which does not know the call or the option.
 inline bool ActAsOldKernel() {
@@ -29,7 +28,7 @@ inline bool ActAsOldKernel() {
   const auto load = [](uint32_t offset) -> sock_filter {
     return BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offset);
   };
-  // Skips `skipped` statements where the value is another.
+  // Skips `skipped` statements if the value is another.
   const auto unless = [](uint32_t value, uint8_t skipped) -> sock_filter {
     return BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, 0, skipped);
   };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded into a program before its own libraries (LD_PRELOAD): it runs on the machine that FOREBAY_TEST_MACHINE names;
-// an empty name: on one without a machine-id.
+// Loaded into a program before its own libraries (LD_PRELOAD): the program sees the machine-id of the machine
+// FOREBAY_TEST_MACHINE. An empty name means a machine without a machine-id.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -15,7 +15,7 @@
 
 namespace {
 
-// 32 digits, of the name's bytes.
+// Opens a machine-id of 32 digits, derived from the name's bytes.
 int OpenMachineId() {
   const char* const name = std::getenv("FOREBAY_TEST_MACHINE");
   if (name == nullptr || *name == '\0') {
@@ -36,7 +36,7 @@ int OpenMachineId() {
 
 }  // namespace
 
-// No sanitizer's run time has it in the program itself, unlike open().
+// Intercepts openat(), which no sanitizer run time defines in the program itself, unlike open().
 extern "C" __attribute__((visibility("default"))) int openat(int folder, const char* path,
                                                              int flags, ...) {
   if (std::strcmp(path, "/etc/machine-id") == 0) return OpenMachineId();

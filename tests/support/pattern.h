@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes for tests: aligned as O_DIRECT wants them, different for every seed and every position.
+// Bytes for tests, aligned for O_DIRECT and different for every seed and position.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ struct PageAllocator {
 // A vector whose memory starts on a page.
 using Bytes = std::vector<std::byte, PageAllocator<std::byte>>;
 
-// Every 8 bytes depend on seed and position (splitmix64), so that a swap of two sectors is seen.
+// Fills bytes. Every 8 bytes depend on seed and position (splitmix64), so that a swap of two sectors is noticed.
 inline Bytes Pattern(size_t size_bytes, uint64_t seed) {
   Bytes bytes(size_bytes);
   for (size_t i = 0; i < size_bytes; ++i) {

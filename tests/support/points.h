@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The points of a training at which a test ends its daemon.
+// Points of a training at which a test ends the daemon.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace forebay::testing {
 
-// The turns after which a daemon ends, out of those that a training takes to its step `steps`: one at random of each of 20
-// equal parts, the first included; with FOREBAY_EVERY_POINT, or if there are fewer, every `stride`-th. FOREBAY_SEED
-// gives other ones. `T` is a Training.
+// Turns after which a daemon ends, of the turns that a training takes up to step `steps`. By default turn 0, and a random turn
+// of each other of 20 equal parts; FOREBAY_SEED sets the seed. Every `stride`-th turn if FOREBAY_EVERY_POINT is set or if these
+// are no more than 20. `T` is a Training.
 template <typename T>
 std::vector<uint64_t> PointsOf(const JobCase& with, const daemon::NodeState::Options& options,
                                uint64_t steps, uint64_t stride = 1) {

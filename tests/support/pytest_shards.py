@@ -22,8 +22,8 @@ from xml.etree import ElementTree
 import pytest
 from _pytest.junitxml import xml_key
 
-ENTRY = struct.Struct("H")  # the number of a file of tests, in the pipe of those that nobody has claimed
-SECONDS = "shards-seconds.json"  # beside FILE: what each file of tests took in the run before
+ENTRY = struct.Struct("H")  # number of an unclaimed test file, in the pipe of such files
+SECONDS = "shards-seconds.json"  # next to the report: seconds of each test file in the previous run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,7 +53,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         session.testsfailed += status != 0
         sys.stdout.write(_log_of(own).read_text(encoding="utf-8", errors="replace"))
     session.config.stash[xml_key].logfile = os.devnull
-    session.config.pluginmanager.unregister(name="terminalreporter")  # it would say that no test ran
+    # The terminal reporter of this process would say that no test ran.
+    session.config.pluginmanager.unregister(name="terminalreporter")
     _merge(list(processes.values()), report)
     return True
 
@@ -89,7 +90,7 @@ def _run_shard(
 ) -> None:
     """In the forked process, which then ends as pytest does and writes its own report."""
     capture = session.config.pluginmanager.getplugin("capturemanager")
-    capture.stop_global_capturing()  # its files are the other processes' too
+    capture.stop_global_capturing()  # other processes share its files
     log: IO[bytes] = open(_log_of(report), "wb")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -110,7 +111,7 @@ def _merge(parts: list[pathlib.Path], report: pathlib.Path) -> None:
     whole = ElementTree.Element("testsuites")
     seconds: dict[str, float] = {}
     for part in parts:
-        if not part.exists():  # its process has been killed: its status counts as a failure
+        if not part.exists():  # a killed process: its status counts as a failure
             continue
         for suite in ElementTree.parse(part).getroot():
             whole.append(suite)

@@ -15,7 +15,7 @@
 
 namespace forebay::testing {
 
-// Calls `run` for each rank on a thread of its own. Returns the status of each rank.
+// Calls `run` for each rank, on one new thread per rank. Returns the status of each rank.
 inline std::vector<absl::Status> OnRanks(uint32_t size,
                                          const std::function<absl::Status(uint32_t)>& run) {
   std::vector<absl::Status> results(size);

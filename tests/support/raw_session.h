@@ -22,7 +22,7 @@
 
 namespace forebay::testing {
 
-// A sealed memfd with these bytes.
+// Makes a sealed memfd with these bytes.
 protocol::UniqueFd MakeMemfd(std::span<const std::byte> bytes);
 
 struct RawAttach {
@@ -30,12 +30,12 @@ struct RawAttach {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t grad_arena_bytes = 1 << 20;
-  uint64_t extra_state_bytes = 64 << 10;  // as clients of ours
-  std::string run = "test";               // as DaemonProcess sets FOREBAY_RUN
+  uint64_t extra_state_bytes = 64 << 10;  // like our own clients
+  std::string run = "test";               // the FOREBAY_RUN of DaemonProcess
   std::string durability = {};
-  // Inode of the gradient arena that it has from before; 0: it attaches anew.
+  // Inode of the session's earlier gradient arena; 0 for a new attachment.
   uint64_t reattach_to = 0;
-  int layout_fd = -1;  // none where -1
+  int layout_fd = -1;  // -1: no layout
   uint64_t layout_bytes = 0;
 };
 
@@ -54,11 +54,12 @@ class RawSession {
   absl::Status HelloOnBehalfOf(int64_t uid, uint32_t session_wait_ms = 0);
   absl::Status Attach(const RawAttach& attach);
 
-  // The same with a valid layout.
+  // Attaches as above, with a valid layout.
   absl::Status Attach(RawAttach attach, const protocol::LayoutSpec& layout);
 
   absl::StatusOr<protocol::UniqueFd> Descriptor(schema::Session::Kind kind);
-  void KeepDescriptors() { keeps_descriptors_ = true; }  // their capabilities, until the end
+  // Holds descriptors' capabilities until the end.
+  void KeepDescriptors() { keeps_descriptors_ = true; }
   absl::Status Mapped();
   absl::Status Explain(uint64_t tag);
   absl::Status Detach();
@@ -79,7 +80,7 @@ class RawSession {
   // Sends a command and waits for its completion.
   absl::StatusOr<protocol::Completion> Call(protocol::Command command);
 
-  // Calls where a completion with an error is that error, with its text.
+  // Calls a command. Returns the error of its completion, with the error's text.
   absl::Status Ask(const protocol::Command& command);
 
  private:

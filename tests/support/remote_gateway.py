@@ -34,7 +34,7 @@ class Authority:
         names = ",".join(f"DNS:{host}" for host in hosts)
         extension = ["-addext", f"subjectAltName={names}"] if hosts else []
         self._openssl("req", *self._new_key(key), "-subj", f"/CN={name}", *extension, "-out", request)
-        # `x509` takes no days in the past: such a certificate ends at its begin.
+        # `x509` cannot issue an expired certificate: _sign_expired() uses `ca`.
         span = ["-days", days] if days > 0 else ["-not_before", "20200101000000Z", "-not_after", "20200102000000Z"]
         if days > 0:
             sign = ["x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self.key, "-CAcreateserial"]
@@ -109,7 +109,7 @@ class Gateway:
     def start(self):
         with self.log.open("wb") as log:
             command = [*self.launcher, str(GATEWAY), "--config", str(self.settings)]
-            # Tests stop it: in a group that the kernel takes for orphaned it would continue by itself.
+            # Tests stop this process. If its group were orphaned, the kernel would continue the process.
             self.process = subprocess.Popen(
                 command, stderr=log, stdout=log, stdin=subprocess.DEVNULL, start_new_session=True
             )

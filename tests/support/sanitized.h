@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether a sanitizer is compiled in: its heap and its descriptors are not the program's. Beside the
-// address sanitizer runs UBSan, whose check of an object's type opens a pipe: it ends a program that has
-// no descriptor left. Tests that take descriptors away run in the other presets.
+// True if a sanitizer is compiled in: it uses heap and descriptors of its own. UBSan, which runs with the address sanitizer,
+// opens a pipe to check an object's type, and ends a program without free descriptors. Tests that use up descriptors therefore
+// run in the other presets.
 #pragma once
 
 namespace forebay::testing {

@@ -27,8 +27,8 @@ inline std::shared_ptr<const protocol::Layout> ThreeGroups() {
                             {{.rows = 130}}});
 }
 
-// The smallest DRAM limit in bytes, to the page, with which the first session of a job is admitted. With `gradients_in_dram`
-// all gradient sums must be in DRAM too. 64 MiB must be enough.
+// Smallest DRAM limit in bytes that admits the first session of a job, in whole pages. If `gradients_in_dram`, all gradient
+// sums must also be in DRAM. Requires that 64 MiB suffice.
 inline uint64_t LeastDramOf(const std::shared_ptr<const protocol::Layout>& layout,
                             daemon::NodeState::Options options, uint32_t ranks,
                             const AttachRequest& request, bool gradients_in_dram) {
@@ -160,7 +160,7 @@ class ShardedJob {
   uint64_t block_elems_;
   NodeHarness node_;
   std::vector<uint64_t> sessions_;
-  std::vector<uint64_t> tags_;  // of the last StepAll
+  std::vector<uint64_t> tags_;  // tags of the last StepAll()
 };
 
 }  // namespace forebay::testing

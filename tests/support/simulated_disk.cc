@@ -37,7 +37,7 @@ void Copy(std::span<const std::byte> from, Bytes& to, uint64_t offset_bytes) {
 
 }  // namespace
 
-// Blocking calls are operations too, and their writes count as returned at once.
+// Blocking calls count as operations too. Their writes count as returned at once.
 class SimulatedDisk::File final : public nvme::SwapFile {
  public:
   File(SimulatedDisk& disk, uint32_t path) : disk_(disk), path_(path), name_(disk.path_name(path)) {
@@ -149,7 +149,7 @@ void SimulatedDisk::MeetFate(Path& path) {
       if (!path.cache.empty()) apply(path.cache.back(), 0, path.cache.back().bytes.size());
       break;
     case CutFate::kTornSectors:
-      // Each random choice replaces the sector or leaves it, so that any version may be the last.
+      // Each random choice keeps or replaces one sector, so that any version of a sector may be the last.
       for (const CachedWrite& write : path.cache) {
         for (size_t begin = 0; begin < write.bytes.size(); begin += kSectorBytes) {
           fate_seed_ = Mix(fate_seed_);
@@ -323,7 +323,7 @@ absl::StatusOr<size_t> SimulatedDisk::Wait(std::chrono::nanoseconds timeout,
   while (count < out.size() && !queue_.empty()) {
     const bool last = order_ == ExecutionOrder::kLastFirst;
     const auto next = last ? queue_.end() - 1 : queue_.begin();
-    const Queued queued = *next;  // it leaves the queue later: at a cut it is under way
+    const Queued queued = *next;  // stays queued while it executes: a power cut finds it in flight
     const uint64_t before = cached_writes_;
     const int64_t result = Execute(queued);
     queue_.erase(last ? queue_.end() - 1 : queue_.begin());

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Disks in memory behind both seams of nvme/: as careful as real ones, and as careless when the
-// power fails.
+// Disks in memory for both interfaces of nvme/. They lose data at a power cut as real disks may.
 #pragma once
 
 #include <array>
@@ -25,25 +24,26 @@ namespace forebay::testing {
 
 struct SimulatedDiskOptions {
   uint32_t paths = 1;
-  uint64_t capacity_bytes = uint64_t{1} << 20;  // of each path
+  uint64_t capacity_bytes = uint64_t{1} << 20;  // capacity of each path
 };
 
 // Fate of cached writes and of queued writes at a power cut.
 enum class CutFate {
-  kLoseAll,      // nothing since the last flush arrived
-  kKeepAll,      // everything arrived, also queued writes
-  kLoseOldest,   // reordered: the last write of each path arrived alone
-  kTornSectors,  // each 512-byte sector on its own: the durable bytes or those of any later write
+  kLoseAll,     // nothing since the last flush arrived
+  kKeepAll,     // everything arrived, also queued writes
+  kLoseOldest,  // reordered: the last write of each path arrived alone
+  // Each 512-byte sector independently holds the durable bytes or those of any later write.
+  kTornSectors,
 };
 
-// In which order the transfers of one Wait() are carried out.
+// Order in which one Wait() executes transfers.
 enum class ExecutionOrder { kAsSubmitted, kLastFirst };
 
 // Fault of one write that nevertheless reports success.
 struct WriteFault {
   enum class Kind { kLost, kTorn, kMisdirected };
   Kind kind = Kind::kLost;
-  uint32_t path = 0;  // kMisdirected: `path` and `offset_bytes` are the place that the bytes go to
+  uint32_t path = 0;  // kMisdirected: place at which the bytes land
   uint64_t offset_bytes = 0;
 };
 
@@ -54,10 +54,9 @@ struct OperationRecord {
   size_t size_bytes;
 };
 
-// Some paths, named path_name(i), with a volatile write cache each. Both the IoEngine and the file
-// system of a volume; it outlives volumes, as a disk does. Each transfer, flush and blocking call
-// that touches the medium is one operation. A flush covers what the IoEngine contract promises, and
-// nothing more. After a power cut everything fails with ENODEV until RestorePower().
+// Disks named path_name(i), each with a volatile write cache. The object is both the IoEngine and the file system of a volume,
+// and survives volumes. Each transfer, flush and blocking call that touches the medium is one operation. A flush covers exactly
+// the writes that the IoEngine contract promises. After a power cut all calls fail with ENODEV until RestorePower().
 //
 // Threads  One. Only WatchEventFd's descriptors may be written by others.
 class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
@@ -73,7 +72,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   uint64_t operations() const { return operations_; }
   const std::vector<OperationRecord>& log() const { return log_; }
 
-  // Cuts the power before the operation that is `operation` (from 0) after this call.
+  // Cuts the power before operation number `operation`, counted from 0 at this call.
   void CutPowerBefore(uint64_t operation) { cut_at_ = operations_ + operation; }
   void CutPowerNow();
   void set_cut_fate(CutFate fate, uint64_t seed);
@@ -83,18 +82,19 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   // Turns the power on. Reads see only bytes that had reached the medium. Watches and queued transfers are forgotten.
   void RestorePower();
 
-  // Faults the write that is `operation` (from 0) after this call; nothing where it is no write.
+  // Makes operation number `operation`, counted from 0 at this call, a faulty write. Has no effect if the operation is not a
+  // write.
   void FaultWrite(uint64_t operation, WriteFault fault);
   bool fault_fired() const { return fault_fired_; }
 
-  // Fails the flush that is `operation` (from 0) after this call with EIO. As on a real system the
-  // cached writes of that path are then never made durable, though reads still see them.
+  // Makes operation number `operation`, counted from 0 at this call, fail with EIO if it is a flush. As on a real system, the
+  // path's cached writes then never become durable, though reads still see them.
   void FailFlush(uint64_t operation) { failed_flush_at_ = operations_ + operation; }
 
-  // The bytes as reads see them, for tests that damage them.
+  // Bytes of the path as reads see them. Tests damage them.
   std::span<std::byte> bytes(uint32_t path) { return paths_[path].latest; }
 
-  // Changes both what reads see and what survives a power cut.
+  // Changes the bytes that reads see and those that survive a power cut.
   void Overwrite(uint32_t path, uint64_t offset_bytes, std::span<const std::byte> bytes);
 
   // nvme::IoEngine.
@@ -109,7 +109,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   absl::StatusOr<size_t> Wait(std::chrono::nanoseconds timeout,
                               std::span<nvme::Completion> out) override;
 
-  // nvme::SwapFileSystem. E_BUSY while another file of the same path lives.
+  // Implements nvme::SwapFileSystem. Fails with E_BUSY while another file of the same path is open.
   absl::StatusOr<std::vector<std::unique_ptr<nvme::SwapFile>>> Open(
       std::span<const nvme::PathOptions> paths, nvme::OpenMode mode, nvme::FileLife life,
       nvme::CheckFirstPage check) override;
@@ -118,7 +118,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   class File;
 
   struct CachedWrite {
-    uint64_t id;  // from 1, in the order of execution
+    uint64_t id;  // counts from 1 in execution order
     uint64_t offset_bytes;
     Bytes bytes;
     bool returned;       // Wait() has returned its completion
@@ -127,12 +127,12 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   struct Path {
     Bytes durable;
     Bytes latest;
-    std::vector<CachedWrite> cache;  // in the order of execution
+    std::vector<CachedWrite> cache;  // in execution order
     bool open = false;
   };
   struct Queued {
     nvme::IoRequest request;
-    std::vector<uint64_t> covers;  // flush: the cached writes that were returned when it came
+    std::vector<uint64_t> covers;  // of a flush: cached writes returned before it
   };
 
   // Cuts the power if the operation of CutPowerBefore() is reached. Returns true if the power is off.

@@ -80,7 +80,7 @@ void SimulatedReader::Act(SimulationRandom& random, bool chaos) {
         End(random.OneIn(2) ? EndCause::kLost : EndCause::kDetached);
       }
       return;
-    case 1:  // what only a rank may do
+    case 1:  // an operation that only a rank may do
       if (!chaos) return;
       command.op = static_cast<uint16_t>(1 + random.Below(7));
       command.step = random.Below(4);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A reader in a simulation: fetches, holds leases, reads states; now and then it is killed, stopped
-// or sends what only a rank may send.
+// A reader in a simulation: fetches, holds leases and reads states. At times it is killed, stopped, or sends a command that
+// only a rank may send.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class SimulatedReader {
   SimulatedReader(std::string job, std::shared_ptr<const protocol::Layout> layout,
                   SimulatedTrainer::Wires wires);
 
-  // Does one thing, or nothing while it is stopped.
+  // Does one action; none while the reader is stopped.
   void Act(SimulationRandom& random, bool chaos);
 
   bool OwnsSession(uint64_t session) const { return sessions_.contains(session); }
@@ -30,7 +30,7 @@ class SimulatedReader {
   void OnAnswer(const daemon::AnswerCommand& answer);
   void OnClosed(const daemon::CloseSession& close);
 
-  uint64_t fetches() const { return fetches_; }  // that were answered with a lease
+  uint64_t fetches() const { return fetches_; }  // fetches answered with a lease
   uint64_t expired() const { return expired_; }  // sessions that held a lease too long
   const std::map<uint32_t, uint64_t>& errors() const { return errors_; }
   const std::string& fault() const { return fault_; }
@@ -45,10 +45,10 @@ class SimulatedReader {
   std::shared_ptr<const protocol::Layout> layout_;
   SimulatedTrainer::Wires wires_;
   uint64_t session_ = 0;         // 0: none
-  std::set<uint64_t> sessions_;  // that were not closed
+  std::set<uint64_t> sessions_;  // sessions that were not closed
   bool attached_ = false;
   uint64_t stopped_turns_ = 0;
-  std::map<uint64_t, uint32_t> fetching_;  // tag to group
+  std::map<uint64_t, uint32_t> fetching_;  // tag of a fetch to its group
   std::vector<uint64_t> leases_;
   uint64_t fetches_ = 0;
   uint64_t expired_ = 0;

@@ -95,7 +95,7 @@ void SimulatedTrainer::Act(SimulationRandom& random, bool chaos) {
   }
   switch (phase_) {
     case Phase::kOut:
-      // A session that it left without a detach ends with its process, sooner or later.
+      // A session that was left without a detach ends with its process, some time later.
       if (!sessions_.empty() && random.OneIn(2)) {
         wires_.send(SessionEnded{.session = *sessions_.begin(), .cause = EndCause::kLost});
       }
@@ -116,7 +116,7 @@ void SimulatedTrainer::Act(SimulationRandom& random, bool chaos) {
 }
 
 void SimulatedTrainer::Misbehave(SimulationRandom& random) {
-  if (!sessions_.empty() && random.OneIn(3)) {  // a stale session, perhaps
+  if (!sessions_.empty() && random.OneIn(3)) {  // may be a stale session
     auto it = sessions_.begin();
     std::advance(it, static_cast<int64_t>(random.Below(sessions_.size())));
     SendGarbage(random, *it);
@@ -131,7 +131,7 @@ void SimulatedTrainer::Misbehave(SimulationRandom& random) {
       Leave(EndCause::kDetached);
       return;
     case 2:
-      if (random.OneIn(2)) Attach();  // while the old session lives
+      if (random.OneIn(2)) Attach();  // while the old session is open
       return;
     default:
       SendGarbage(random, session_);
@@ -151,7 +151,7 @@ void SimulatedTrainer::SendGarbage(SimulationRandom& random, uint64_t session) {
   command.lease_id = random.Below(5);
   command.attempt = random.OneIn(4) ? wild[random.Below(6)] : attempt_;
   if (session == session_) {
-    // Its own live session must not deliver what it has not planned, nor call step by chance.
+    // Garbage on the current session must not happen to be a valid delivery or a valid step call.
     if (command.op == static_cast<uint16_t>(Op::kGradReady)) command.step = committed_ + 2;
     if (command.op == static_cast<uint16_t>(Op::kStep)) command.step = committed_ + 3;
     if (command.op == static_cast<uint16_t>(Op::kWriteInitial)) command.length_bytes = 7;
@@ -184,19 +184,20 @@ void SimulatedTrainer::WriteInitial() {
   }
 }
 
-// One backward pass or several, the first at the back. Other ranks may have another number.
+// Plans one backward pass or several; delivery takes ranges from the back, the first pass first. Other ranks may plan another
+// number of passes.
 void SimulatedTrainer::Plan(SimulationRandom& random, bool chaos) {
   planned_ = true;
   const auto passes = static_cast<uint16_t>(random.OneIn(2) ? 1 : 1 + random.Below(3));
   for (uint16_t pass = passes; pass-- > 0;) PlanPass(random, pass, chaos);
 }
 
-// Some parameters have a gradient; what is delivered covers them, cut somewhere, in some order.
+// Plans one pass: some parameters have a gradient. Deliveries cover those parameters, cut at random places, in random order.
 void SimulatedTrainer::PlanPass(SimulationRandom& random, uint16_t pass, bool chaos) {
   constexpr uint64_t kUnit = protocol::kGradUnitElems;
   std::set<uint32_t> present;
   for (uint32_t i = 0; i < layout_->params().size(); ++i) {
-    if (random.OneIn(6)) continue;  // nobody's or the others' alone
+    if (random.OneIn(6)) continue;  // parameter without a gradient of this rank
     present.insert(i);
     present_[i].insert(pass);
   }
@@ -261,7 +262,7 @@ void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
     Send(session_, command, {.kind = Kind::kOther});
   } else if (what == 4 && chaos && random.OneIn(20)) {
     command.op = static_cast<uint16_t>(Op::kStep);
-    command.step = committed_ + 3;  // of the future
+    command.step = committed_ + 3;  // a step of the future
     command.attempt = attempt_;
     command.length_bytes = sizeof(protocol::StepRequest);
     command.arena_offset_bytes = attached_.step_region_offset;
@@ -344,7 +345,7 @@ bool SimulatedTrainer::WaitsForNorm() const {
 }
 
 void SimulatedTrainer::SendStep(SimulationRandom& random, bool chaos) {
-  if (!chaos || !random.OneIn(10)) ReleaseLeases();  // else the step is refused
+  if (!chaos || !random.OneIn(10)) ReleaseLeases();  // otherwise the step is refused
   stepping_ = true;
   scalars_wrong_ = chaos && random.OneIn(40);
   request_garbage_ = chaos && random.OneIn(40);
@@ -382,7 +383,8 @@ StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
   copied.request = {.step = committed_ + 1,
                     .param_groups = 1,
                     .extra_state_bytes = announces ? 0U : 10U,
-                    .max_grad_norm = (committed_ + 1) % 5 == 0 ? 1.0 : 0.0,  // then it is clipped
+                    // 1.0: the step is clipped.
+                    .max_grad_norm = (committed_ + 1) % 5 == 0 ? 1.0 : 0.0,
                     .grad_scale = 1};
   copied.hyper_params = {
       {.lr = scalars_wrong_ ? 0.2 : 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
@@ -406,8 +408,8 @@ void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
   const uint32_t error = answer.completion.error;
   if (error != 0) ++errors_[error];
   if (sent.kind == Kind::kGradient) wires_.model->DropGradient(answer.session, sent.offset);
-  if (answer.session != session_) return;  // of a session that was given up
-  // A fetch among the garbage is answered with a lease too, and a step with leases is refused.
+  if (answer.session != session_) return;  // answer to an abandoned session
+  // Garbage can contain a valid fetch, which is answered with a lease. A step call with leases is refused.
   const bool fetched = answer.completion.op == static_cast<uint16_t>(Op::kFetch) && error == 0;
   if (fetched && answer.completion.lease_id != 0) leases_.push_back(answer.completion.lease_id);
   switch (sent.kind) {
@@ -423,7 +425,7 @@ void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
     case Kind::kInitialWrite:
       if (error != 0) phase_ = Phase::kLeaving;
       return;
-    case Kind::kNorm:  // step will say what is wrong
+    case Kind::kNorm:  // the step answer will report it
     case Kind::kAnnouncement:
     case Kind::kFetch:
     case Kind::kOther:
@@ -435,8 +437,8 @@ void SimulatedTrainer::OnGradientAnswer(const Sent& sent, uint32_t error) {
   in_arena_.erase(sent.offset);
   if (error == 0 || sent.attempt != attempt_) return;
   const auto id = static_cast<ErrorId>(error);
-  if (id == ErrorId::kNonfinite) return;  // step will say so
-  // The range went on without this rank after a step call of its was refused: it begins anew.
+  if (id == ErrorId::kNonfinite) return;  // the step answer reports it
+  // The other ranks continued after the refusal of this rank's step call: this rank begins a new attempt.
   if (id == ErrorId::kStep) {
     if (!stepping_) BeginAttempt(attempt_ + 1);
     return;
@@ -455,13 +457,13 @@ void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
       BeginAttempt(0);
       return;
     case ErrorId::kNonfinite:
-    case ErrorId::kDramLimit:  // no room for sums of several passes
+    case ErrorId::kDramLimit:  // too little DRAM for sums of several passes
     case ErrorId::kGradDropped:
       BeginAttempt(answer.completion.attempt);
       return;
     case ErrorId::kStep:
     case ErrorId::kOption:
-      return;  // calls step again
+      return;  // the rank calls step again
     case ErrorId::kLease:
       ReleaseLeases();
       return;
@@ -472,7 +474,7 @@ void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
 
 void SimulatedTrainer::OnCommitted() {
   committed_call_.reset();
-  if (!is_stepping()) return;  // died, or was replaced, after its last call
+  if (!is_stepping()) return;  // the rank died or was replaced after the call
   committed_call_ = {.session = session_, .attempt = attempt_, .present = present_};
 }
 

@@ -21,7 +21,7 @@
 
 namespace forebay::testing {
 
-// The same numbers on every machine, unlike std::uniform_int_distribution.
+// Random numbers that are equal on every machine, unlike those of std::uniform_int_distribution.
 class SimulationRandom {
  public:
   explicit SimulationRandom(uint64_t seed) : engine_(seed) {}
@@ -35,7 +35,7 @@ class SimulationRandom {
 
 class SimulatedTrainer {
  public:
-  struct Wires {  // to the simulated node
+  struct Wires {  // connections to the simulated node
     std::function<void(const daemon::Event&)> send;
     std::function<uint64_t()> new_session;
     std::function<uint64_t()> new_tag;
@@ -51,7 +51,7 @@ class SimulatedTrainer {
   SimulatedTrainer(std::string job, Rank rank, std::shared_ptr<const protocol::Layout> layout,
                    Wires wires);
 
-  // Does one thing. With `chaos` it may also do a wrong one.
+  // Does one action. With `chaos` the action may be wrong.
   void Act(SimulationRandom& random, bool chaos);
 
   bool OwnsSession(uint64_t session) const { return sessions_.contains(session); }
@@ -60,21 +60,22 @@ class SimulatedTrainer {
   void OnClosed(uint64_t session);
   daemon::StepRequestCopied StepRequestOf(const daemon::CopyStepRequest& copy);
 
-  // The step that the rank waits for is committed.
+  // Called when the step that the rank waits for is committed.
   void OnCommitted();
-  // Compares the gradients that a step has used with those that this rank had delivered when it called step. Returns an empty
+  // Compares the gradients that a step has used with those that this rank had delivered before it called step. Returns an empty
   // text if they agree.
   std::string CheckPublished(uint64_t step, const NodeModel::Gradients& used) const;
 
   const std::string& job() const { return job_; }
   bool is_stepping() const { return session_ != 0 && stepping_; }
-  // True if the rank waited in the step that was committed last. had_gradient: it had delivered a gradient of the parameter.
+  // True if this rank took part in the newest committed step. had_gradient: true if it had delivered a gradient of the
+  // parameter.
   bool has_committed() const { return committed_call_.has_value(); }
   bool had_gradient(uint32_t param) const { return committed_call_->present.contains(param); }
   bool is_out() const { return phase_ == Phase::kOut; }
   uint64_t commits_seen() const { return commits_seen_; }
   const std::string& fault() const { return fault_; }
-  // Number of errors that the rank got, by id. Shows which errors the simulation reaches.
+  // Number of errors that the rank received, by error id. Shows which errors the simulation reaches.
   const std::map<uint32_t, uint64_t>& errors() const { return errors_; }
 
  private:
@@ -95,14 +96,14 @@ class SimulatedTrainer {
     uint64_t offset = 0;
     uint64_t attempt = 0;
   };
-  // Elements of a group whose gradient is to be delivered in a pass.
+  // Elements of a group whose gradient must still be delivered in a pass.
   struct Range {
     uint32_t group = 0;
     uint16_t pass = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
   };
-  using Present = std::map<uint32_t, std::set<uint16_t>>;  // by parameter, in which passes
+  using Present = std::map<uint32_t, std::set<uint16_t>>;  // by parameter: passes with a gradient
 
   struct Call {
     uint64_t session = 0;
@@ -140,19 +141,19 @@ class SimulatedTrainer {
 
   Phase phase_ = Phase::kOut;
   uint64_t session_ = 0;
-  std::set<uint64_t> sessions_;    // all that were not closed, the current one included
+  std::set<uint64_t> sessions_;    // sessions that were not closed, also the current one
   std::map<uint64_t, Sent> sent_;  // by tag
   daemon::AnswerAttach attached_;
   uint64_t committed_ = 0;
-  uint64_t attempt_ = 0;           // as the wire has it
-  std::vector<Range> to_deliver_;  // the back is next
+  uint64_t attempt_ = 0;           // attempt number on the wire
+  std::vector<Range> to_deliver_;  // delivered from the back
   bool planned_ = false;
   bool delivered_any_ = false;
-  Present present_;                        // parameters it has a gradient of, in this attempt
-  std::map<uint64_t, uint64_t> in_arena_;  // offset to end, unanswered gradients
-  bool asked_ = false;                     // for a norm, in this attempt
+  Present present_;  // parameters with a gradient of this rank, in this attempt
+  std::map<uint64_t, uint64_t> in_arena_;  // unanswered gradients: begin offset to end
+  bool asked_ = false;                     // a norm was requested in this attempt
   bool stepping_ = false;
-  std::optional<Call> committed_call_;  // absent if the call was lost before the decision
+  std::optional<Call> committed_call_;  // nullopt: the call was lost before the decision
   uint32_t initial_next_ = 0;
   std::vector<uint64_t> leases_;
   bool scalars_wrong_ = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GoogleTest macros for absl::Status and absl::StatusOr; each prints the whole error.
+// GoogleTest macros for absl::Status and absl::StatusOr. Failures print the whole error.
 #pragma once
 
 #include <utility>

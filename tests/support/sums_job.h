@@ -18,10 +18,10 @@ namespace forebay::testing {
 class SumsJob : public ShardedJob {
  public:
   static constexpr uint32_t kRanks = 2;
-  // Larger than all gradients that a rank delivers in several passes.
+  // Exceeds all gradients that a rank delivers in several passes.
   static constexpr uint64_t kArenaBytes = 4 << 20;
 
-  // Large groups, columns, tiny ones of which many share a page, and one that ends within a unit.
+  // Large groups, parameters split by columns, many tiny groups on one page, and a group that ends within a unit.
   static std::shared_ptr<const protocol::Layout> Awkward() {
     std::vector<std::vector<ShardedParam>> groups;
     for (int i = 0; i < 6; ++i) groups.push_back({{.rows = 16000, .columns = 4}});

@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = "tests/client/python_torch/"
 
-# Tests that run in the full tier alone, "*" stands for any text; and one of the same kind that stays in the merge tier.
+# Tests that run only in the full tier ("*" stands for any text), each with a similar test that stays in the merge tier.
 FULL = {
     "tests/bench/peers/sharded_test.py::test_both_sides_train_and_are_compared": (
         "tests/bench/peers/sharded_test.py::test_the_side_that_only_computes_takes_its_turns[1]"
@@ -38,10 +38,10 @@ FULL = {
     "tests/bench/forebay_bench_process_test.py::test_bench_commit_shows_what_a_durable_step_writes_and_costs": (
         "tests/bench/forebay_bench_process_test.py::test_each_bench_prints_one_line_a_case[*"
     ),
-    # Ranks of sharded jobs on 3 and 8 processes.
+    # Ranks of sharded jobs in 3 and 8 processes.
     PACKAGE + "test_sharded.py::test_on_ranks[3-*": PACKAGE + "test_sharded.py::test_on_ranks[2-*",
     PACKAGE + "test_sharded.py::test_on_ranks[8-*": PACKAGE + "test_sharded.py::test_on_ranks[4-*",
-    # Kills and restarts: a shared and a sharded job stay, in DRAM and on swap.
+    # Kills and restarts: a shared and a sharded job remain, in DRAM and on swap.
     PACKAGE + "test_nodes.py::test_all_go_on_from_one_step_where_ranks_die[die=0@*": (
         PACKAGE + "test_nodes.py::test_all_go_on_from_one_step_where_ranks_die[die=3@*"
     ),
@@ -94,7 +94,7 @@ FULL = {
         PACKAGE + "test_remote_faults.py::test_a_trainer_that_is_killed_leaves_nothing"
     ),
     PACKAGE + "test_torchrun_kills.py::*": PACKAGE + "test_transformers.py::test_a_killed_rank_and_its_neighbour_go_on[*",
-    # One of several sizes, formats or models.
+    # One test for several sizes, formats or models.
     PACKAGE + "test_weights_on_swap.py::test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram[1-*": (
         PACKAGE + "test_weights_on_swap.py::test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram[2-*"
     ),

@@ -19,7 +19,7 @@ namespace {
 using protocol::DType;
 using protocol::Format;
 
-// splitmix64 of a position, as a float in [-1, 1).
+// splitmix64 of a position as a float in [-1, 1).
 float Value(uint64_t seed, uint64_t position) {
   uint64_t mixed = (seed << 32) + position + 0x9E3779B97F4A7C15U;
   mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9U;

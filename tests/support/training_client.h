@@ -17,7 +17,7 @@ absl::Status WriteInitial(client::Attachment& session, uint64_t seed);
 absl::Status DeliverGradient(client::Attachment& session, uint32_t group, uint32_t rank,
                              uint64_t t);
 
-// A gradient of zeros with one `value`, of a float32 job.
+// Gradient of a float32 job: all zeros, but for one `value`.
 absl::Status DeliverValue(client::Attachment& session, uint32_t group, float value);
 
 struct TrainStepOptions {
@@ -26,11 +26,11 @@ struct TrainStepOptions {
   double max_grad_norm = 0;
 };
 
-// Step alone, with MakeHyperParams() and extra_state "rank R step T".
+// Calls step only, with MakeHyperParams() and extra_state "rank R step T".
 absl::StatusOr<client::StepResult> CallStep(client::Attachment& session,
                                             const TrainStepOptions& options);
 
-// Fetches all groups in order, delivers all backwards, then CallStep().
+// Fetches all groups in order, delivers all gradients in reverse order, then calls CallStep().
 absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
                                              const TrainStepOptions& options);
 

@@ -28,7 +28,7 @@ inline constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::
 inline constexpr protocol::Durability kEpoch{.level = protocol::DurabilityLevel::kEpoch,
                                              .steps = 2};
 
-// Jobs that the next daemon continues, in every tier.
+// Jobs in every tier that the next daemon continues.
 inline constexpr JobCase kCasesThatGoOn[] = {
     {kMemory, Place::kDram},
     {kMemory, Place::kSwap},
@@ -66,7 +66,7 @@ inline AttachRequest RequestOf(uint32_t rank, const JobCase& with, bool reattach
   return request;
 }
 
-// The ranks of one job, which train on the current daemon of the harness.
+// The ranks of one job, which train on the harness's current daemon.
 class Training {
  public:
   Training(const JobCase& with, const daemon::NodeState::Options& options)
@@ -96,7 +96,7 @@ class Training {
     }
     Begin();
     if (node_->attached(sessions_[0])->prepared_step == 0) return;
-    // The step is prepared. The calls of step are sent again and get their answers again.
+    // The step is prepared. Step calls are sent again and answered again.
     to_do_.clear();
     for (const uint64_t session : sessions_) Call(session, answered_ + 1);
   }
@@ -131,14 +131,14 @@ class Training {
     ASSERT_EQ(answered_, step);
   }
 
-  // Holds leases on the first kCaseRanks partitions until just before step is called.
+  // Holds leases on the first kCaseRanks partitions until just before the step call.
   void HoldFirstGroup() { holds_first_group_ = true; }
   bool holds_leases() const {
     return std::ranges::any_of(
         fetches_, [this](const Fetch& fetch) { return node_->answer(fetch.tag) != nullptr; });
   }
 
-  // Lets the flushes of the next `count` commits fail.
+  // Makes the flushes of the next `count` commits fail.
   void FailFlushes(int count) { failing_ = count; }
   int failing() const { return failing_; }
 
@@ -197,7 +197,7 @@ class Training {
   const std::shared_ptr<const protocol::Layout> layout_;
   std::unique_ptr<NodeHarness> node_;
   std::vector<uint64_t> sessions_;
-  uint64_t answered_ = 0;  // the newest step that every rank was answered
+  uint64_t answered_ = 0;  // newest step whose answer every rank has received
 
  private:
   void FinishOldest() {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    The closed form of a cluster: each node's share, each link's bytes and the step's time are those that
-//         can be counted by hand, and what cannot be is refused with the numbers.
-// Method  Small numbers whose sums stand in the test. Rates are chosen so that each resource in turn is the
-//         longest.
+// Goal    The closed form of a cluster gives the same share of each node, bytes of each link and time of a step as a
+//         calculation by hand. Impossible clusters are refused with the numbers.
+// Method  Small numbers whose sums the test states. Rates are chosen so that each resource in turn takes the longest.
 
 #include "tools/forebay/cluster_model.h"
 
@@ -20,7 +19,7 @@ namespace {
 using protocol::ErrorId;
 using ::testing::HasSubstr;
 
-// 8e9 parameters on 2 nodes: 4e9 each, of 2 bytes and, in format exact, 10.
+// 8e9 parameters on 2 nodes are 4e9 a node. Each has 2 bytes of weights and, in format exact, 10 bytes of states.
 constexpr ClusterModel kModel{.params = 8'000'000'000, .layers = 40};
 constexpr double kOfNode = 4e9;
 
@@ -34,13 +33,13 @@ TEST(ClusterModel, EachNodeHasItsShareAndItsLinksTheirBytes) {
   EXPECT_DOUBLE_EQ(plan.node.gradients, 2 * kOfNode);
   EXPECT_DOUBLE_EQ(plan.node.dram(), 14 * kOfNode);
   EXPECT_DOUBLE_EQ(plan.node.swap, 0);
-  // Two gathers and a reduce-scatter; half of each crosses, of a GPU seven eighths.
+  // Two gathers and a reduce-scatter of 16e9 bytes. Half of each crosses the nodes' link, and seven eighths enter each GPU.
   EXPECT_DOUBLE_EQ(plan.traffic.link, 3 * 16e9 / 2);
   EXPECT_DOUBLE_EQ(plan.traffic.gpu_link, 3 * 16e9 * 7 / 8);
   EXPECT_DOUBLE_EQ(plan.traffic.to_gpus, 2 * 2 * kOfNode);
   EXPECT_DOUBLE_EQ(plan.traffic.from_gpus, 2 * kOfNode);
   EXPECT_DOUBLE_EQ(plan.traffic.update, 26 * kOfNode);
-  EXPECT_DOUBLE_EQ(plan.seconds.step, 0);  // no rate is given
+  EXPECT_DOUBLE_EQ(plan.seconds.step, 0);  // without rates each part takes no time
 }
 
 TEST(ClusterModel, TensorParallelCutsWhatEachGpuGathersButNotWhatCrossesNodes) {
@@ -54,7 +53,8 @@ TEST(ClusterModel, TensorParallelCutsWhatEachGpuGathersButNotWhatCrossesNodes) {
 TEST(ClusterModel, StatesLeaveForSwapBeforeWeights) {
   ClusterOptions options = TwoNodes();
   options.early_updates = false;
-  options.dram_bytes = 34'000'000'000;  // gradients and weights take 16e9: 18e9 of 40e9 are left
+  // Gradients and weights take 16e9 bytes of DRAM. 18e9 of the 40e9 bytes of states fit.
+  options.dram_bytes = 34'000'000'000;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan states, PlanCluster(kModel, options));
   EXPECT_DOUBLE_EQ(states.node.states, 18e9);
   EXPECT_DOUBLE_EQ(states.node.states_on_swap, 22e9);
@@ -63,7 +63,8 @@ TEST(ClusterModel, StatesLeaveForSwapBeforeWeights) {
   EXPECT_DOUBLE_EQ(states.traffic.swap_read, 22e9);
   EXPECT_DOUBLE_EQ(states.traffic.swap_written, 22e9);
 
-  // Early updates: a block on swap has its new weights in DRAM: 18 = 10 r + 2 (1 - r) of 4e9.
+  // With early updates the new weights of swapped blocks are in DRAM. The resident share r satisfies
+  // 18 = 4 (10 r + 2 (1 - r)), in 1e9 bytes.
   options.early_updates = true;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan early, PlanCluster(kModel, options));
   const double resident = (18.0 / 4 - 2) / 8;
@@ -89,13 +90,13 @@ TEST(ClusterModel, AStepIsAsLongAsTheLongestOfItsParts) {
   EXPECT_EQ(compute.seconds.bound, "compute");
   EXPECT_DOUBLE_EQ(compute.seconds.tflops, 48);
 
-  options.link_rate = 12;  // 24e9 bytes: two thirds of them under backward
+  options.link_rate = 12;  // two thirds of 24e9 bytes overlap backward
   ASSERT_OK_AND_ASSIGN(const ClusterPlan link, PlanCluster(kModel, options));
   EXPECT_DOUBLE_EQ(link.seconds.step, 2);
   EXPECT_EQ(link.seconds.bound, "link");
   EXPECT_DOUBLE_EQ(link.seconds.tflops, 24);
 
-  options.update_rate = 26;  // of 26 x 4e9
+  options.update_rate = 26;  // 26 GB/s for 26 x 4e9 bytes
   ASSERT_OK_AND_ASSIGN(const ClusterPlan update, PlanCluster(kModel, options));
   EXPECT_DOUBLE_EQ(update.seconds.step, 4);
   EXPECT_EQ(update.seconds.bound, "update");
@@ -104,7 +105,7 @@ TEST(ClusterModel, AStepIsAsLongAsTheLongestOfItsParts) {
   EXPECT_DOUBLE_EQ(after.seconds.step, 2 + 4);
 
   options.dram_bytes = 34'000'000'000;
-  options.read_rate = 11;  // 22e9 each way
+  options.read_rate = 11;  // 22e9 bytes are read and written
   options.write_rate = 5.5;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan swap, PlanCluster(kModel, options));
   EXPECT_DOUBLE_EQ(swap.seconds.swap, 2 + 4);
@@ -129,7 +130,7 @@ TEST(ClusterModel, OneNodeNeedsNoLink) {
   EXPECT_DOUBLE_EQ(plan.seconds.link, 0);
 }
 
-// Fixed tokens a GPU: the update of a node gets shorter with more nodes, compute does not.
+// With fixed tokens for each GPU, more nodes shorten the update of a node but not its compute.
 TEST(ClusterModel, AnUpdateThatIsNotHiddenMakesScalingSuperlinear) {
   ClusterOptions options = TwoNodes();
   options.gpu_tflops = 48;
@@ -164,13 +165,13 @@ TEST(ClusterModel, WhatIsNoClusterIsRefused) {
   model.layers = 1;
   EXPECT_THAT(refused(model, TwoNodes()), HasSubstr("fewer than the 8 GPUs"));
   model = kModel;
-  model.dtype = protocol::DType::kFloat32;  // with format exact
+  model.dtype = protocol::DType::kFloat32;  // format exact does not take fp32 weights
   EXPECT_THAT(refused(model, TwoNodes()), HasSubstr("does not take weights of this type"));
 }
 
 TEST(ClusterModel, ANodeThatIsTooSmallIsNamedWithTheNumberThatWouldDo) {
   ClusterOptions options = TwoNodes();
-  options.dram_bytes = 8'000'000'000;  // the gradients alone
+  options.dram_bytes = 8'000'000'000;  // the gradients take all of it
   const absl::Status dram = PlanCluster(kModel, options).status();
   EXPECT_EQ(protocol::IdOf(dram), ErrorId::kDramLimit);
   EXPECT_THAT(protocol::FormatError(dram), HasSubstr("--nodes to 3"));
@@ -180,7 +181,7 @@ TEST(ClusterModel, ANodeThatIsTooSmallIsNamedWithTheNumberThatWouldDo) {
   options = TwoNodes();
   options.early_updates = false;
   options.dram_bytes = 34'000'000'000;
-  options.swap_bytes = 43'000'000'000;  // of 44e9
+  options.swap_bytes = 43'000'000'000;  // 44e9 bytes are needed
   const absl::Status swap = PlanCluster(kModel, options).status();
   EXPECT_EQ(protocol::IdOf(swap), ErrorId::kSwapNospc);
   options.swap_bytes = 44'000'000'001;

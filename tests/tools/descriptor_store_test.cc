@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Descriptors that a service keeps with the daemon's own FdStore reach its next process by name. Removed descriptors do
-//         not. A message that breaks the protocol changes nothing and costs no descriptor.
+// Goal    Descriptors that a service stores with the daemon's FdStore reach the service's next process by name. Removed
+//         descriptors do not. A message that breaks the protocol changes nothing and leaks no descriptor.
 // Method  Real processes with a real socket: fd_store_client is the service, this process its manager. Messages that
 //         FdStore does not send are sent from here.
 
@@ -80,7 +80,7 @@ class DescriptorStoreTest : public ::testing::Test {
     bool operator==(const Ended&) const = default;
   };
 
-  // One process of the service, to its end.
+  // Runs one process of the service until it ends, with the descriptors that the store retains.
   Ended Run(const std::vector<std::string>& arguments) { return Run(arguments, store_->kept()); }
 
   Ended Run(const std::vector<std::string>& arguments, std::vector<PassedDescriptor> passed) {
@@ -199,7 +199,7 @@ TEST_F(DescriptorStoreTest, PassesManyDescriptorsWhateverTheirNumbers) {
   for (uint32_t i = 0; i < 200; ++i) fds.push_back(Memfd(absl::StrFormat("%03d", i)));
   for (uint32_t i = 0; i < 200; ++i) {
     absl::StrAppendFormat(&expected, "n%03d=%03d\n", i, i);
-    // Each number is the target of another one.
+    // The descriptors are passed in reverse. Each number is then the target number of another descriptor.
     passed.insert(passed.begin(), {absl::StrFormat("forebay.n%03d", i), fds[i].get()});
   }
   EXPECT_EQ(Run({}, passed), (Ended{0, expected}));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A service for descriptor_store_test: prints NAME=CONTENT of each descriptor that it was given, then does in their
-// order what its arguments say. Status 1: one of them failed, stdout says why.
+// A service for descriptor_store_test. Prints NAME=CONTENT of each descriptor that it received, then executes its arguments in
+// order. Exit status 1: an argument failed, and stdout says why.
 //
 // usage: fd_store_client [keep NAME CONTENT | flush | forget | ready]...
 

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOREBAY = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build/bin")) / "forebay"
 BENCH = FOREBAY.with_name("forebay-bench")
 DEADLINE_S = 60
-BENCH_KEYS = [  # of a line of --json
+BENCH_KEYS = [  # keys of a line of --json
     *("bench", "case", "value", "unit", "limit", "limit_what", "share", "samples", "spread"),
     *("bytes_read", "bytes_written"),
 ]

@@ -63,7 +63,7 @@ def trains(environment, *flags):
 def test_a_limit_below_the_models_minimum_names_the_terms_and_one_that_is_enough(folders):
     environment, _, _ = folders
     one_worker = ["--set", "update.workers=1"]
-    for_itself = 4 * 1024 + 64  # KiB of the daemon
+    for_itself = 4 * 1024 + 64  # KiB of the daemon's private memory
     small = forebay("run", "--dram", f"{for_itself - 1}KiB", *one_worker, "--", *TRAIN, env=environment)
     assert small.returncode == 1
     assert "error[E_DRAM_LIMIT]: the daemon's private memory takes 4.1 MiB" in small.stderr
@@ -84,7 +84,7 @@ LLAMA = {
 }
 QWEN2 = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 152064}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936}
-# Models as their authors publish them: config and number of parameters.
+# Published models: the authors' config and number of parameters.
 MODELS = [
     ({**LLAMA}, 8_030_261_248),
     ({**LLAMA, "model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
@@ -123,7 +123,7 @@ def test_plan_knows_published_models(folders, tmp_path, config, params):
     done = plan(folders, *model, "--dram", "4TiB", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    # exact: 2 bytes of weights and 10 of states a parameter; shards begin on pages, boxes on 64 elements.
+    # Format exact has 2 bytes of weights and 10 of states for each parameter. Shards begin on pages, boxes on 64 elements.
     assert 2 * params <= found["weights"] <= 2.01 * params
     assert 10 * params <= found["states"] <= 10.01 * params
     assert found["swap"] == found["step_read"] == found["weights_on_swap"] == 0
@@ -144,23 +144,23 @@ def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
     text = plan(folders, *model, "--dram", "3GiB", "--swap-size", "1TiB", *rates).stdout
     seconds = found["step_read"] / 10e9 + found["step_written"] / 5e9
     assert f"the disk works {seconds:.2f} s a step, at 10 GB/s read and 5 written" in text
-    # On GPUs there is room for the gradients of three layers, on CPUs for two pieces of 32 MiB.
+    # Gradient arenas hold the gradients of three layers for GPUs, and two pieces of 32 MiB for CPUs.
     large = ("--layers", "32", "--width", "4096", "--format", "int8", "--dram", "64GiB")
     on_cpu, on_gpu = (
         json.loads(plan(folders, *large, "--json", *flag).stdout)["sessions"] for flag in ((), ("--gpu",))
     )
-    of_layer = 2 * 12 * 4096**2  # its matrices in bfloat16
+    of_layer = 2 * 12 * 4096**2  # bytes of a layer's matrices in bfloat16
     assert 3 * of_layer - (64 << 20) <= on_gpu - on_cpu <= 3.01 * of_layer
     refused = plan(folders, *large, "--gpu", "--shared")
     assert refused.returncode != 0 and "--shared excludes --gpu" in refused.stderr
-    # If all weights are in DRAM, new weights take room beside them. Without early updates that room goes to states.
+    # If all weights are resident, early updates need DRAM for new weights. Without early updates states use that DRAM.
     early, late = (
         json.loads(plan(folders, *model, "--dram", "8GiB", "--swap-size", "1TiB", "--json", *flag).stdout)
         for flag in ((), ("--no-early-updates",))
     )
     assert early["new_weights"] > 0 == late["new_weights"]
     assert early["resident_blocks"] < late["resident_blocks"]
-    # Bytes of gradients that do not fit in DRAM are counted beside the others.
+    # Gradients that do not fit in DRAM go to swap. The plan counts their bytes separately.
     spilled = json.loads(plan(folders, *model, "--dram", "512MiB", "--swap-size", "1TiB", "--json").stdout)
     assert spilled["weights_on_swap"] == 2 * 10**9 > spilled["gradients_on_swap"] > 10**9
     assert found["gradients_on_swap"] == 0
@@ -208,7 +208,7 @@ def test_plan_shows_each_rank_and_what_trainers_hold(folders):
     for term in ("weights", "weights_cache", "states", "weights_on_swap"):
         assert sum(rank[term] for rank in ranks) == found[term], term
     assert sum(rank["states_on_swap"] for rank in ranks) > 9 * 10**8
-    # FSDP2's chunks: of 12500001 elements, 2 bytes each.
+    # FSDP2 cuts 12500001 elements of 2 bytes into equal chunks for three ranks.
     assert [rank["largest_partition"] for rank in ranks] == [2 * 4166667] * 3
     arena = ("grad_arena", "step_region", "activations", "trace", "ring", "extra_state_copy")
     assert 3 * sum(found[part] for part in arena) == found["sessions"]
@@ -276,7 +276,7 @@ def test_plan_counts_the_swap_of_durable_steps(folders):
         return found, found["swap"]
 
     memory, none = swap_at("memory")
-    # Slots for each block, and for each part of the weights, wherever they are.
+    # Durable levels need swap slots for each block and each part of the weights, resident or not.
     _, at_step = swap_at("step")
     _, at_epoch = swap_at("epoch=10")
     assert none == 0
@@ -367,8 +367,8 @@ def test_run_passes_signals_to_its_command(folders, number):
     script = f"trap 'exit 42' {number.name[3:]}; echo $$; while :; do read -r line || sleep 0.01; done"
     started = Started(folders, script)
     started.process.send_signal(number)
-    # A shell that is on its way into read(2) when the signal comes waits there for its trap: at the
-    # end of its input it never waits again. One newline does not do, it may be read before.
+    # A shell that enters read(2) just as the signal arrives runs its trap only after read returns. At the end of its input each
+    # read returns at once. One newline would not suffice: an earlier read may consume it.
     started.process.stdin.close()
     assert started.wait() == 42
     await_end(started.daemon)
@@ -479,7 +479,7 @@ def test_folders_may_have_any_name(folders, name):
         runtime.mkdir()
         environment = {**environment, "XDG_RUNTIME_DIR": str(runtime)}
         done = forebay(*run_flags(swap / name), FOREBAY, "status", "--json", env=environment)
-        runtime.rmdir()  # nothing is left in it
+        runtime.rmdir()  # fails unless the folder is empty
     (swap / name).rmdir()
     assert done.returncode == 0, done.stderr
     status = json.loads(done.stdout)

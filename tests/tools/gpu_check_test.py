@@ -34,7 +34,8 @@ DEADLINE_S = 600
 def unpacked(tmp_path_factory):
     """As the archive is, for this interpreter alone."""
     folder = tmp_path_factory.mktemp("gpu_check")
-    package = pathlib.Path(core.__file__).parent  # installed: the sources have no extension
+    # The installed package: the source tree lacks the extension.
+    package = pathlib.Path(core.__file__).parent
     backend = f"cp{sys.version_info.major}{sys.version_info.minor}"
     for name in ("bin", "tests", "python", f"python/backends/{backend}"):
         (folder / name).mkdir(parents=True)
@@ -161,7 +162,8 @@ def test_libraries_and_modules_of_the_caller_are_found_behind_its_own(
     program = "import ctypes, only_there, forebay; ctypes.CDLL('libcuda.so.1'); print(forebay.__file__)"
     file = checks.run([sys.executable, "-c", program]).strip()
     assert pathlib.Path(file).is_relative_to(unpacked / "python")
-    assert "" not in checks.environment["LD_LIBRARY_PATH"].split(":")  # it would be the working folder
+    # An empty entry would mean the working folder.
+    assert "" not in checks.environment["LD_LIBRARY_PATH"].split(":")
     for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "PATH"):
         monkeypatch.delenv(name)
     environment = loaded(unpacked).Checks(argparse.Namespace(minutes=1)).environment
@@ -175,7 +177,7 @@ def started_in(folder):
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if os.fsencode(folder) in line:
             found.append(line)
@@ -199,7 +201,7 @@ def test_a_signal_leaves_neither_daemon_nor_folder(unpacked, tmp_path, number):
         assert check.poll() is None and time.monotonic() < end, check.communicate()
         time.sleep(0.02)  # house: allow sleep: a poll with a deadline
     assert started_in(tmp_path)
-    for _ in range(2):  # as a shell and the kernel do when a terminal closes
+    for _ in range(2):  # a closing terminal sends the signal twice: shell and kernel
         check.send_signal(number)
     _, errors = check.communicate(timeout=DEADLINE_S)
     assert (check.returncode, errors) == (1, "")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A hostfile and the selections of it mean what they mean to DeepSpeed; whatever else stands there is refused
-//         with the file, the line and the way out.
-// Method  Texts, parsed; each rule of a line is broken once.
+// Goal    Hostfiles and host selections have the same meaning as in DeepSpeed. Invalid ones are refused with an error that
+//         names the file, the line and a remedy.
+// Method  Parses texts. Each rule of a line is broken once.
 
 #include "tools/forebay/hostfile.h"
 
@@ -29,7 +29,7 @@ std::string Refusal(const std::string& text) {
   return protocol::FormatError(ParseHostfile(text, "hosts").status());
 }
 
-// "worker-0:0,1 worker-1:2", or the refusal.
+// Returns the selected hosts and slots, "worker-0:0,1 worker-1:2", or the text of the error.
 std::string Selection(const HostSelection& selection) {
   const auto hosts = SelectHosts(*ParseHostfile(kFile, "hosts"), selection);
   if (!hosts.ok()) return protocol::FormatError(hosts.status());

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path, PurePosixPath
 
 ROOMS = ("protocol", "pinned_mem", "nvme", "cpu_adam", "gpu", "daemon", "client", "tools", "tests")
-DOWN = {  # rooms a room may include, itself aside
+DOWN = {  # rooms that each room may include in addition to itself
     "protocol": set(),
     "pinned_mem": {"protocol"},
     "nvme": {"protocol"},
@@ -52,7 +52,7 @@ LIBRARIES = {  # start of an include path: (library, rooms that may name it)
     "nanobind/": ("nanobind", {"client"}),
 }
 TOP_FOLDERS = set(ROOMS) | {"docs"}
-FLOORS = {  # folders of one room: what each may include of the others
+FLOORS = {  # folders of a room: the folders of the same room that each may include
     "daemon/core": {"daemon/core"},
     "daemon/exec": {"daemon/core", "daemon/exec"},
     "daemon/control": {"daemon/core", "daemon/exec", "daemon/control"},
@@ -61,7 +61,7 @@ FLOORS = {  # folders of one room: what each may include of the others
 }
 # Folders of daemon/core/, the ground floor first: each may include itself and those before it.
 CORE_FOLDERS = ("base", "blocks", "plan", "sessions", "update", "step", "job", "node")
-LINES_MAX = 800  # the line of the licence is not counted
+LINES_MAX = 800  # lines of a file without the licence line
 LICENCE = "SPDX-License-Identifier: Apache-2.0"
 COLUMNS = 100
 CPP = {".cc", ".h", ".c", ".cu", ".inc"}
@@ -77,8 +77,8 @@ BANNED = [  # pattern, replacement
     (r"\butili[sz]e[sd]?\b", "use"),
     (r"\bleverag(e[sd]?|ing)\b", "use"),
 ]
-COINAGES = [  # what this tree once called things; any case, also within compound identifiers
-    (r"(?<!linux-)(?<!rom)image", "weights"),  # not of a kernel or a ROM
+COINAGES = [  # names that this tree once used; any case, also within compound identifiers
+    (r"(?<!linux-)(?<!rom)image", "weights"),  # except a kernel's or a ROM's image
     (r"wish", "request"),
     (r"(?<!s)crew", "pool"),
     (r"\bteams?\b", "pool"),
@@ -128,7 +128,8 @@ def literal_of(pattern):
     return max(re.split(r"[^A-Za-z_: -]", bare), key=len)
 
 
-# Most files have none of these words: a search for its text is some ten times as fast as one for the pattern.
+# Each pattern with its longest literal text. Most files contain none of the words, and a search for the literal is about ten
+# times as fast as a search for the pattern.
 BANNED = [(literal_of(pattern), re.compile(pattern), replacement) for pattern, replacement in BANNED]
 COINAGES = [(literal_of(pattern).lower(), re.compile(pattern, re.I), replacement) for pattern, replacement in COINAGES]
 BANNED_CPP = [(literal_of(pattern), re.compile(pattern), replacement) for pattern, replacement in BANNED_CPP]
@@ -195,7 +196,7 @@ def read_sources(root):
         try:
             yield Source(path, (root / path).read_text(encoding="utf-8"))
         except UnicodeDecodeError:
-            continue  # not a text
+            continue  # the file is binary
 
 
 def includes(source):
@@ -349,7 +350,7 @@ def check_text(source):
 
 
 OPENING = re.compile(r"(?:(?:Goal|Method) +)?((?:Of|What|Where|Whose|Those|Else|As)\b)")
-GENERATED = {"docs/reference/troubleshooting.md"}  # its paragraphs are texts of the program
+GENERATED = {"docs/reference/troubleshooting.md"}  # generated from texts of the program
 
 
 def comments_of(source):
@@ -421,8 +422,8 @@ PACKAGE_FLOORS = (  # modules and folders of the Python package; each imports it
     ("_core", "errors", "optimizers", "_memory", "_report"),  # the extension and the words
     ("_launcher", "_run", "_world", "_device", "_metrics"),  # this process, its launch, device and daemon
     ("_plan", "_buffers", "_gradient", "_guards", "_activations"),  # one model
-    ("_base", "_engine", "_hooks"),  # its training, while it is attached
-    ("sharded",),  # the same on FSDP2
+    ("_base", "_engine", "_hooks"),  # the training of an attached model
+    ("sharded",),  # the training of a model on FSDP2
     ("states",),  # the optimizer's states in torch's format, in files and for readers
     ("_writes", "_optimizer", "_adopt", "_attach"),
     ("api", "_progress", "__init__"),
@@ -539,7 +540,7 @@ def check_tree(root, sources):
         folder = PurePosixPath(source.path).parent
         name = PurePosixPath(source.path).name
         if source.path.startswith("tests/") and name.endswith("_test.cc"):
-            # With its suffix, or without it as a word of a foreach().
+            # A CMakeLists.txt lists a test with its suffix, or without the suffix as a word of a foreach().
             below = {
                 at: PurePosixPath(source.path).relative_to(at).with_suffix("").as_posix()
                 for at in listed

@@ -171,7 +171,7 @@ def test_resume_takes_more_dram_and_the_same_swap(kept):
 
 def test_options_that_exclude_each_other_are_usage_errors(node):
     assert node.run("--keep", "one").returncode == 2  # no swap
-    for option in ("--keep", "--resume", "--forget"):  # of a variable that is not set
+    for option in ("--keep", "--resume", "--forget"):  # empty, as from an unset shell variable
         empty = node.run(option, "", "--swap", node.swap)
         assert empty.returncode == 2 and "the name is empty" in empty.stderr, empty.stderr
     both = node.run("--keep", "one", "--resume", "one", "--swap", node.swap)
@@ -180,11 +180,11 @@ def test_options_that_exclude_each_other_are_usage_errors(node):
 
 
 def test_room_is_asked_for_at_start(node):
-    # The disk's.
+    # The disk lacks space for the swap.
     whole = node.keep("one", size="1024TiB")
     refused(whole, "error[E_SWAP_NOSPC]: ", "1024.0 TiB")
     assert node.names() == [] and list(node.swap.iterdir()) == []
-    # The training's.
+    # The swap lacks space for the training.
     little = node.keep("one", "--set", "swap.ledger=128KiB", size="1MiB", command=("sh", "-c", f"{TRAIN[2]}; exit 0"))
     needed = re.search(
         r"error\[E_SWAP_NOSPC\]: durability epoch=1000000 needs .* bytes\) in all: .*\n"
@@ -197,7 +197,7 @@ def test_room_is_asked_for_at_start(node):
     enough = node.keep("one", "--set", "swap.ledger=128KiB", size=f"{1 + int(needed[1])}MiB")
     assert enough.returncode == 0, enough.stderr
     assert node.forget("one").returncode == 0
-    # Without swap that a power cut leaves there is none to ask for.
+    # A swap path that does not exist is refused, and no run is created.
     nowhere = node.run("--keep", "one", "--swap", node.swap / "none")
     refused(nowhere, "error[E_SWAP_PATH]: ", "No such file or directory")
     assert node.names() == []
@@ -274,7 +274,8 @@ class Held(Started):
 
 def terminated(held):
     for pid in held.processes().values():
-        with contextlib.suppress(ProcessLookupError):  # the first one passes it on: the command may have ended
+        # The first process passes the signal on, so the command may already have ended.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
 
 
@@ -305,7 +306,7 @@ def test_each_end_leaves_the_newest_step(node, tmp_path, end, step, level):
     resumed = node.run("--resume", "one")
     assert f"training job stands at step {step + 1}, durable on {node.swap}\n" in resumed.stderr
     assert node.forget("one").returncode == 0
-    assert node.run(command=("true",)).returncode == 0  # it removes what both processes could not
+    assert node.run(command=("true",)).returncode == 0  # removes the folders of killed runs
 
 
 def test_a_resumed_run_ends_like_a_new_one(kept, tmp_path):

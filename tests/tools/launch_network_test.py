@@ -42,7 +42,7 @@ def cluster():
         path = pathlib.Path(folder)
         (path / "hosts").write_text("# two nodes\nworker-0 slots=1\nworker-1 slots=1\n", encoding="utf-8")
         (path / "train.py").write_text(RANK, encoding="utf-8")
-        (path / "bin").mkdir()  # for those who type no --ssh
+        (path / "bin").mkdir()  # an `ssh` in PATH for commands without --ssh
         (path / "bin" / "ssh").write_text(f'#!/bin/sh\nPATH=${{PATH#*:}} exec {ssh} "$@"\n', encoding="utf-8")
         (path / "bin" / "ssh").chmod(0o755)
         yield nodes, ["--hostfile", path / "hosts", "--ssh", ssh], path

@@ -28,7 +28,7 @@ env -i PATH=/usr/bin:/bin FOREBAY_SOCKET="$FOREBAY_SOCKET" sh -c "$command"
 exit $?
 """
 
-# Prints the environment that each rank's launcher reads.
+# A command that prints the environment variables that each host's launcher reads.
 SHOW = (
     "sh",
     "-c",
@@ -235,4 +235,4 @@ def test_status_of_a_host_without_a_daemon_says_what_it_said(hosts, tmp_path):
     done = forebay("status", "--all", *flags("a slots=1"), "--socket", nobody, env=environment)
     assert done.returncode == 3
     assert f"a does not answer: error[E_NO_DAEMON]: no daemon answers: connect to {nobody}" in done.stdout
-    assert forebay("status", "--all").returncode == 2  # of which hosts
+    assert forebay("status", "--all").returncode == 2  # no hosts are named

@@ -17,7 +17,7 @@ from forebay_command import DEADLINE_S, FOREBAY, folders_of_run, forebay, run_fl
 BIN = FOREBAY.parent
 TRAIN = f'"{BIN.parent}/tests/held_client" "$FOREBAY_SOCKET" 0 1 step'
 CLUSTER = "--nodes 2 --gpus 2 --layers 4 --width 512"
-# None of these asks a daemon.
+# Commands that need no daemon.
 ALONE = [
     *("forebay --help", "forebay run --help", "forebay --version", "forebay explain", "forebay explain --json"),
     *("forebay explain E_RANK", "forebay doctor /does/not/exist", f"forebay plan {CLUSTER}"),

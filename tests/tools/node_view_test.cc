@@ -42,7 +42,7 @@ class NodeView : public ::testing::Test {
   std::string Swap() { return SwapText(status_.asReader()); }
   std::string Jobs() { return JobsText(status_.asReader()); }
 
-  // Behind a pointer: its destructor may throw, that of a test may not.
+  // The message is allocated separately: its destructor may throw, and the destructor of a test must not.
   const std::unique_ptr<capnp::MallocMessageBuilder> message_ =
       std::make_unique<capnp::MallocMessageBuilder>();
   schema::NodeStatus::Builder status_ = message_->initRoot<schema::NodeStatus>();

@@ -18,7 +18,7 @@ PAGES = [
     for page in sorted((ROOT / "docs").rglob("*.md"))
     if TABLE.search(page.read_text(encoding="utf-8"))
 ]
-# The staging arena depends on the workers, which else are as many as the machine has CPUs.
+# Options of the daemon. The size of the staging arena depends on the number of workers, whose default is the number of CPUs.
 DAEMON = ["--dram", "256MiB", "--set", "update.workers=2", "--set", "swap.probe=never"]
 HEADER = ("options", "parameters", "weights", "states", "gradients", "DRAM total", "swap", "on swap a step")
 HEADER += ("step", "gathered")

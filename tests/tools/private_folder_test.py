@@ -14,7 +14,8 @@ import pytest
 from forebay_command import FOREBAY, folders_of_run, forebay, run_flags
 
 MISSING = "/does/not/exist"
-BYTES_MOST = 71  # of a folder: with forebay-run-XXXXXX/forebay.sock.new it is the 107 bytes of a socket's path
+# Longest parent folder in bytes. With forebay-run-XXXXXX/forebay.sock.new it makes the 107 bytes of a socket's path.
+BYTES_MOST = 71
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_a_relative_folder_is_the_one_of_where_it_starts(folders, short):
     assert socket_of(folders, {"TMPDIR": "relative"}, cwd=short).parent.parent == short / "relative"
 
 
-# A mount is this command's alone, in a namespace of its own.
+# Returns a command that runs the script with an empty, read-only /tmp. The mount is in a private namespace.
 def with_tmp_read_only(script):
     return ["unshare", "--map-root-user", "--mount", "sh", "-c", f"mount -t tmpfs -o ro none /tmp && {script}"]
 

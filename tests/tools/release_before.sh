@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Upgrades the daemon under ranks of the release before: its own tests of restarts and kills, from a checkout of it, with
-# its package and its daemon. Each time the daemon ends with descriptors left, this build's takes its place.
+# Tests an upgrade of the daemon under ranks of the previous release. Runs the restart and kill tests of a checkout of that
+# release, with its package and its daemon. Each time a daemon ends with descriptors, this build's daemon replaces it.
 #
 # usage: release_before.sh JUNIT_FILE      the default preset is built, and .venv is there
 set -euo pipefail

@@ -85,13 +85,13 @@ def test_tables_are_what_the_commands_say(match):
 @pytest.mark.parametrize(
     ("slow", "seconds", "longer"),
     [
-        # 8 x 4e8 x 2048 operations, a quarter in forward, at 0.4 TFLOPS.
+        # The GPU computes 8 x 4e8 x 2048 operations at 0.4 TFLOPS, a quarter of them in forward.
         ("--recompute", 16.38, 1.15),
-        # Three quarters of three times 8e8 bytes through each node's link.
+        # Each node's link transfers three quarters of three times 8e8 bytes.
         ("--link-rate 0.05", 36.0, 1.15),
-        # Two copies to the GPUs of 2e8 bytes, under each of which less is computed.
+        # Each node copies 2e8 bytes to the GPUs twice. Each copy takes longer than the compute that it overlaps.
         ("--host-link-rate 0.01", 40.0, 1.15),
-        # 26 bytes a parameter and step; the simulation also adds gradients in float32, and reads these sums.
+        # The update moves 26 bytes for each parameter. The simulation also adds gradients in float32, and reads these sums.
         ("--update-rate 0.1", 26.0, 1.4),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_simulation_waits_for_what_is_slow(slow, seconds, longer):
 def test_the_simulation_moves_the_bytes_of_the_closed_form():
     disk = "--dram 900MiB --read-rate 0.2 --write-rate 0.1 --staging 64MiB"
     plan, simulated = both(f"{SMALL} {disk}")
-    # Staging and arenas, some 150 MiB of the 900, are not in the closed form: more is on swap.
+    # The closed form omits staging and arenas, about 150 of the 900 MiB. The simulation therefore has more on swap.
     expected = plan["traffic"]["swap_read"]
     assert expected > 5e8
     assert simulated["bytes_read"] == pytest.approx(expected, rel=0.25)

@@ -26,7 +26,7 @@ DEADLINE_S = 60
 FIRST_FD = 3  # SD_LISTEN_FDS_START
 FDS_PER_MESSAGE_MAX = 253  # SCM_MAX_FD
 
-# Moves the descriptors of its first argument to 3, 4, … and becomes the service: same process id.
+# Program that moves the descriptors of its first argument to 3, 4, … and becomes the service by exec, with the same process id.
 _START = """
 import fcntl, os, sys
 fds = [int(fd) for fd in sys.argv[1].split(",") if fd]
@@ -46,7 +46,7 @@ def _is_name(name):
 
 def _same(one, other):
     if "pidfd" in os.readlink(f"/proc/self/fd/{one}"):
-        return False  # before Linux 6.9 all of them are one file
+        return False  # before Linux 6.9 all pidfds are the same file
     some, others = os.fstat(one), os.fstat(other)
     flags = fcntl.fcntl(one, fcntl.F_GETFL), fcntl.fcntl(other, fcntl.F_GETFL)
     return (some.st_dev, some.st_ino) == (others.st_dev, others.st_ino) and flags[0] == flags[1]
@@ -103,7 +103,7 @@ class ServiceManager:
             environment["LISTEN_FDNAMES"] = ":".join(name for name, _ in handed)
         fds = [fd for _, fd in handed]
         start = [sys.executable, "-I", "-S", "-c", _START, ",".join(map(str, fds)), *self.command]
-        # Messages of the new process wait until its id is known.
+        # The lock delays messages of the new process until its id is known.
         with self._changed, open(self.log, "ab") as log:
             self.messages = []
             self.process = subprocess.Popen(
@@ -172,7 +172,7 @@ class ServiceManager:
 
     def _await_end(self):
         status = self.process.wait(DEADLINE_S)
-        # Its last messages come before its end counts: systemd reads them first, too.
+        # The last messages of the process are handled before its end. systemd does the same.
         self._drain()
         return status
 
@@ -217,7 +217,7 @@ class ServiceManager:
         self.messages.append(text)
         lines = text.rstrip("\n").split("\n")
         if "BARRIER=1" in lines:
-            return fds  # closing its pipe is the answer
+            return fds  # the service sees its pipe close
         name = next((line[7:] for line in lines if line.startswith("FDNAME=")), None)
         if name is not None and not _is_name(name):
             name = None

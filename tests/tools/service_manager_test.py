@@ -14,7 +14,8 @@ from service_manager import ServiceManager
 
 FOREBAYD = FOREBAY.parent / "forebayd"
 
-# Reports what was handed over, then does what the file `orders` says: lists of [text, names of its files].
+# A service that reports the descriptors it received, then sends the messages in the file `orders`: lists of [text, names of its
+# files].
 SERVICE = """
 import json, os, signal, socket, sys
 
@@ -79,7 +80,7 @@ def test_the_next_process_gets_what_was_stored_newest_first(tmp_path, end):
         assert report["got"] == [["stored", "four"], ["b", "three"], ["b", "two"], ["a", "one"]]
         assert report["fds"][:7] == [0, 1, 2, 3, 4, 5, 6]
         assert len(report["fds"]) == 8, "one more reads the folder"
-        # They are still in the store.
+        # The store still has the descriptors: the next process gets them again.
         end(manager)
         assert len(service.report()["got"]) == 4
 

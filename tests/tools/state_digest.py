@@ -29,9 +29,9 @@ from torch import nn
 
 STEPS = 5
 PAGE_BYTES = 4096
-LIMIT_BYTES_MAX = 64 << 20  # that is tried
-DRAM_FOR_STATES = 160 << 10  # about half of them; the other blocks live on swap
-SHAPES = [  # by layer
+LIMIT_BYTES_MAX = 64 << 20  # largest dram.limit that is tried
+DRAM_FOR_STATES = 160 << 10  # about half of the states; the other blocks are on swap
+SHAPES = [  # parameters of each layer
     [("weight", (67, 131)), ("bias", (131,))],
     [("weight", (129, 127)), ("scale", (1,)), ("table", (3, 5, 7, 11))],
     [("weight", (20011,)), ("bias", ())],
@@ -215,7 +215,7 @@ def run_case(program, case, least_bytes):
         try:
             ranks = int(case.split("-")[3])
             command = [sys.executable, __file__, "--rank"]
-            run = {**os.environ, "FOREBAY_RUN": "digest"}  # the ranks are of one run
+            run = {**os.environ, "FOREBAY_RUN": "digest"}  # all ranks belong to one run
             children = [
                 subprocess.Popen([*command, case, str(rank), socket], env=run)
                 for rank in range(ranks)

@@ -17,15 +17,16 @@ from forebay_command import ROOT, forebay
 PAGE = ROOT / "docs" / "reference" / "troubleshooting.md"
 ROOMS = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "client", "gpu", "tools/forebay")
 SOURCES = {".cc", ".h", ".py", ".capnp"}
-PIECE_MIN = 3  # letters of a literal that counts
-SHOWN_MIN = 10  # characters of the longest one in an example
-# Words that an example may contain beside literals of the sources and numbers: names, units, texts of errno and the driver.
+PIECE_MIN = 3  # least letters of a literal that is compared
+SHOWN_MIN = 10  # least characters of the longest literal in an example
+# Words that an example may contain in addition to numbers and literals of the sources: names, units, texts of errno and the
+# driver.
 NAMES = """gpt lora nobody nightly staging layers weight embedding complex torch lots swap forebay var tmp head cuda
 NVIDIA bytes Cannot allocate memory No such file or directory Input output error an illegal access was encountered
 CUDA_ERROR_ILLEGAL_ADDRESS""".split()
 COLUMNS = 118
 
-# The test that provokes an error, by id. It names the id in what it asserts.
+# The test that provokes each error, by the error's id. The test's assertions name the id.
 PROVOKED_BY = {
     "E_INTERNAL": "daemon/fd_store_test.cc FdStoreTest.AServiceManagerThatIsGoneIsAnError",
     "E_DAEMON_GONE": "client/python/test_core.py test_a_killed_daemon_ends_a_blocked_call",

@@ -24,7 +24,8 @@ BUILD = ROOT / "build"
 DEADLINE_S = 120
 VERSION = "0.2.0"
 WHEEL_BYTES_MAX = 12 << 20
-# Versions in RHEL 9, the oldest distribution that the tag means: glibc 2.34, the libraries of GCC 11.
+# Newest symbol versions that the wheel may need: those of RHEL 9, the oldest distribution of the wheel's tag, with glibc 2.34
+# and the libraries of GCC 11.
 VERSIONS_MAX = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
 OF_THE_C_LIBRARY = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
 OF_THE_C_LIBRARY |= {"ld-linux-x86-64.so.2", "libgcc_s.so.1"}
@@ -293,7 +294,7 @@ def test_the_gateway_is_a_package_of_its_own_that_needs_ucx(packages, tree, tmp_
         assert pathlib.Path(part) in files, part
     assert LICENSES <= {path.name for path in (tmp_path / "usr/share/forebay-gateway/licenses").iterdir()}
     both = {path for path in files if path.parts[0] != "DEBIAN" and (tree / path).is_file()}
-    assert not both  # dpkg refuses two packages with one file
+    assert not both  # dpkg refuses two packages that contain the same file
     unit = (tmp_path / "usr/lib/systemd/system/forebay-gateway.service").read_text(encoding="utf-8")
     assert "ExecStart=/usr/bin/forebay-gateway --config /etc/forebay/gateway.toml" in unit
     page = gzip.decompress((tmp_path / "usr/share/man/man8/forebay-gateway.8.gz").read_bytes()).decode()

@@ -107,7 +107,7 @@ def machine():
     fields = {}
     for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())  # of the first processor
+        fields.setdefault(key.strip(), value.strip())  # the first processor's value
     compiler = (
         shutil.which("g++")
         and subprocess.run(

@@ -49,7 +49,7 @@ def parse_args():
     parser.add_argument("--by", nargs="*", default=SIDES, choices=SIDES)
     parser.add_argument("--only", nargs="*", default=FAULTS, choices=FAULTS, help="beside the resume")
     args = parser.parse_args()
-    # A link to an interpreter stays one: it is of its environment.
+    # Links are not resolved: an interpreter finds its virtual environment by the path of its link.
     for name in ("build", "out", "python"):
         setattr(args, name, pathlib.Path(getattr(args, name)).absolute())
     args.out.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,9 @@ def main():
     began = time.monotonic()
     place = environment.Environment(args.folder)
     variables = place.variables(environment.cores(1))
-    other = ("OMP_P", "FOREBAY_")  # sides that run at once would share a CPU; the daemon is our own
+    # OMP_PLACES would bind sides that run at once to the same CPU. FOREBAY_ variables of the caller may
+    # name another daemon.
+    other = ("OMP_P", "FOREBAY_")
     shared = {name: value for name, value in variables.items() if not name.startswith(other)}
     rows = Rows()
     with contextlib.ExitStack() as stack:

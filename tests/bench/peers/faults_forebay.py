@@ -29,7 +29,7 @@ SWAP = {
     "swap.capacity": "64MiB",
     "swap.ledger": "1MiB",
     "swap.staging": "2MiB",
-    "dram.limit": "14MiB",  # in which no block has room
+    "dram.limit": "14MiB",  # too small for any block: all are on swap
 }
 
 
@@ -281,5 +281,5 @@ class Forebay:
             kept = "" if step in (answered, answered + 1) else f"lost: step {answered}; "
             results.append(f"from step {step}: {kept}{result}")
         fault, where = "kill -9 during a save", "trainer and daemon"
-        # The step that each began at is a part of its result.
+        # Each result contains the step from which the training resumed.
         self.rows.note(fault, self.by, where, counted(results), results=results, step_s=seconds)

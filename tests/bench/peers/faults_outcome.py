@@ -13,7 +13,7 @@ class Trial:
     """What a training has said, and how it ended."""
 
     events: list
-    status: int | None  # of its exit, -9: of SIGKILL; None: it did not end in time
+    status: int | None  # exit status, -9 after SIGKILL; None: the training did not end in time
     log_tail: str = ""
 
     def of(self, name):

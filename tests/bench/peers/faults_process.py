@@ -16,8 +16,8 @@ import quiet
 from faults_outcome import Trial
 
 HERE = pathlib.Path(__file__).resolve().parent
-FIRST, SECOND, END = 4, 6, 8  # steps: saved, saved, and the last
-DEADLINE_S = 90  # of anything that a process is waited for
+FIRST, SECOND, END = 4, 6, 8  # two steps that are saved, and the last step
+DEADLINE_S = 90  # longest wait for an event of a process
 START_S = 600  # DeepSpeed may compile first
 PLACES = 3  # bits flipped in each kind of file or slot
 MIB = 1 << 20
@@ -153,7 +153,7 @@ class Folders:
         finally:
             until = time.monotonic() + DEADLINE_S
             unmount = {"args": ["umount", mounted], "stderr": subprocess.DEVNULL, "check": False}
-            # A dead process's io_uring keeps its files for a moment.
+            # The io_uring of a dead process holds its files open for a moment.
             while subprocess.run(**unmount).returncode:
                 if time.monotonic() > until:
                     sys.exit(f"{mounted} cannot be unmounted")

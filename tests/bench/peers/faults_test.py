@@ -25,7 +25,7 @@ def trial(last, began=4, status=0, **more):
     [
         (trial(WHOLE), faults.SAME),
         (trial(RESUMED), faults.AS_RESUMED),
-        (trial(RESUMED, began=6), faults.SILENT),  # of a resume from another step
+        (trial(RESUMED, began=6), faults.SILENT),  # resumed from another step than the reference
         (trial(OTHER), faults.SILENT),
         (trial(None, status=None), faults.HANGS),
         (trial(None, status=1, events=[["error", "OSError: full"]]), "error: OSError: full"),

@@ -86,7 +86,7 @@ class DeepSpeed(deepspeed_side.DeepSpeed):
         inner = self.engine.optimizer
         (flat,) = inner.fp32_partitioned_groups_flat
         for moment in MOMENTS:
-            # To ask for one that is not there leaves its buffers taken: the next step fails.
+            # A request for a moment that does not exist fails and leaves DeepSpeed's buffers in use. The next step then fails.
             there = moment in inner.optimizer.state.get(flat, {})
             parts[moment] = there and functools.partial(
                 utils.safe_get_full_optimizer_state, optim_state_key=moment
@@ -158,7 +158,7 @@ def train(args, say):
                 began = time.monotonic()
                 side.save(args.save)
                 say("saved", step, time.monotonic() - began)
-            except Exception as error:  # a script may go on
+            except Exception as error:  # a training script may continue after a failed save
                 traceback.print_exc()
                 say("unsaved", step, first_line(error))
     say("end", side.step_number(), side.digests())
@@ -197,7 +197,7 @@ def run(args, events):
             store = distributed.HashStore()
             distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         train(args, say)
-    except Exception as error:  # its first line is the result
+    except Exception as error:  # the error's first line is the result
         traceback.print_exc()
         say("error", first_line(error))
         return 1
@@ -217,7 +217,7 @@ def start(words, descriptors):
             status = run(parse_args(words), events)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # without what libraries do at their end
+        os._exit(status)  # skips the exit handlers of libraries
     for descriptor in descriptors:
         os.close(descriptor)
     return child

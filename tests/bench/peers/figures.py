@@ -6,10 +6,11 @@ import statistics
 
 import ours
 
-SLACK = 0.10  # of a peer's own best share of the limit in the same case; below that the run is void
-SAMPLES_MIN = 5  # below that nothing is said
+# A run is void if a peer's median share of the limit is lower than its best share in the same case by more than this share.
+SLACK = 0.10
+SAMPLES_MIN = 5  # a run with fewer quiet rounds is void
 
-SIDES = {  # what a side's case is called, and the loop that has the accesses of its single pass
+SIDES = {  # name of each side's case, and limit loop with the same memory accesses as one pass
     "torch-fused": ("by=torch-fused/format=fp32/grad=fp32/param=fp32", "fp32"),
     "deepspeed": ("by=deepspeed/format=fp32/grad=fp32/param=fp32", "fp32"),
     "deepspeed-3-passes": ("by=deepspeed/format=fp32/grad=bf16/param=bf16", "fp32"),
@@ -17,7 +18,7 @@ SIDES = {  # what a side's case is called, and the loop that has the accesses of
     "ours-exact": ("by=forebay/format=exact/grad=bf16/param=bf16", "exact"),
     "ours-master": ("by=forebay/format=fp32/grad=bf16/param=bf16", "master"),
 }
-GOALS = {  # (peer, ours): {shape: times as fast}
+GOALS = {  # (peer, Forebay's side): {shape: least speedup over the peer}
     ("torch-fused", "ours-fp32"): {"flat": 0.97, "1000": 1.35},
     ("deepspeed", "ours-fp32"): {},
     ("deepspeed-3-passes", "ours-exact"): {"flat": 1.8, "1000": 2.8},
@@ -25,7 +26,7 @@ GOALS = {  # (peer, ours): {shape: times as fast}
 }
 PHASE_GOAL = 2.5
 SHAPE_NAMES = {"flat": "flat", "1000": "1000x{}"}
-PARTS = {  # of a training step
+PARTS = {  # parts of a training step, by the name in the rows
     "step": ("step",),
     "backward+step": ("backward", "step"),
     "all": ("forward", "backward", "step"),
@@ -131,7 +132,7 @@ def phase_rows(result):
         rows.append(row | spread(seconds) | {"rejected": result["rejected"]})
     peers = [side for side in samples if side.startswith("deepspeed")]
     best = min(peers, key=lambda side: statistics.median(totals[side, "step"]))
-    for row in rows:  # only the peer's better settings are compared with ours
+    for row in rows:  # only the peer's best settings can make a run void
         if row["case"].startswith(f"peers/phase/by={best}/part=step/"):
             row["void"] = row["share"] < row["share_needed"]
     for part in PARTS:

@@ -32,20 +32,20 @@ import sharded
 
 HERE = pathlib.Path(__file__).resolve().parent
 SIDES = ("deepspeed", "forebay", "compute")
-CLIP = 10.0  # of the gradient's norm, which is 5.2 here
+CLIP = 10.0  # largest norm of the gradient; the actual norm is 5.2
 # Environment of all sides. By default glibc either frees a trainer's memory in each step or retains it, by chance of the
 # process's address layout. This changes a step by 0.3 s. 32 MiB is the largest mmap threshold that glibc accepts.
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
-STEPS = 4  # a turn: the first is not timed, and the turn ends when all are done
+STEPS = 4  # steps of a turn; the first is not timed, and the turn ends after the last
 OPTIMIZER = {"device": "nvme", "pin_memory": True, "fast_init": False}
 PLAIN = {"sub_group_size": 10**9, "offload_optimizer": OPTIMIZER | {"buffer_count": 4}}
-# With fewer buffers it stops with an error.
+# DeepSpeed's settings with pipelined reads and writes. With fewer buffers DeepSpeed stops with an error.
 PIPELINED = {
     "sub_group_size": 2 * 10**7,
     "offload_optimizer": OPTIMIZER
     | {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
 }
-# Its prefetch from NVMe stops with an error, so it is off.
+# DeepSpeed's settings with parameters on NVMe. Prefetch is off, because DeepSpeed's prefetch from NVMe stops with an error.
 ALL = PLAIN | {
     "sub_group_size": 2 * 10**7,
     "stage3_prefetch_bucket_size": 0,
@@ -64,24 +64,24 @@ class Setting:
     """Of a comparison."""
 
     zero: dict  # DeepSpeed's zero_optimization
-    dram: str  # Forebay's for 110M
-    format: str = "exact"  # Forebay's
+    dram: str  # Forebay's --dram for the 110M model
+    format: str = "exact"  # Forebay's state format
     clip: float = CLIP
 
 
 SETTINGS = {
-    # Weights, and new weights of early updates, have room; states have none.
+    # Weights and the new weights of early updates fit in DRAM. All states are on swap.
     "optimizer, one group": Setting(PLAIN, "800MiB"),
     "optimizer, pipelined": Setting(PIPELINED, "800MiB"),
     "optimizer, one group; bf16": Setting(PLAIN, "800MiB", "bf16"),
     "optimizer, one group; int8": Setting(PLAIN, "800MiB", "int8"),
-    # Neither has.
+    # Neither weights nor states fit in DRAM.
     "optimizer and parameters": Setting(ALL, "320MiB"),
-    # Half of Forebay's states have room; DeepSpeed has no such setting.
+    # Half of Forebay's states fit in DRAM. DeepSpeed has no such setting.
     "optimizer, one group; half in DRAM": Setting(PLAIN, "1208MiB"),
     "optimizer, one group; half in DRAM, bf16": Setting(PLAIN, "996MiB", "bf16"),
     "optimizer, one group; half in DRAM, int8": Setting(PLAIN, "894MiB", "int8"),
-    # No update is made before the norm is known.
+    # Clipping delays each update until the norm is known.
     "optimizer, one group; each step clipped": Setting(PLAIN, "800MiB", clip=1.0),
 }
 SMOKE_DRAM = "128MiB"
@@ -105,7 +105,7 @@ def counted(root):
     names = ("read_bytes", "written_bytes", "trainers_s", "trainers_kernel_s", "daemon_s", "daemon_kernel_s")
     found = dict.fromkeys((*names, "trainers_faults"), 0)
     for pid in quiet.tree([root]):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             text = pathlib.Path(f"/proc/{pid}/io").read_text(encoding="ascii")
             fields = dict(line.split(": ") for line in text.splitlines())
             found["read_bytes"] += int(fields["read_bytes"])
@@ -141,7 +141,7 @@ def start(place, args, ranks, name):
         "compute": [*worker, "--by", "compute"],
     }
     variables = place.variables(environment.cores(args.threads // ranks)) | KEPT_MEMORY
-    if ranks > 1:  # each rank would bind its threads to the same CPU
+    if ranks > 1:  # OMP_PLACES would bind all ranks to the same CPUs
         variables = {name: value for name, value in variables.items() if name != "OMP_PLACES"}
         variables["OMP_PROC_BIND"] = "false"
     for by in args.sides:

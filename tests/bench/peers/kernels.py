@@ -46,7 +46,7 @@ class Arrays:
         pattern = torch.randn(1 << 20, generator=torch.Generator().manual_seed(4))
         self._fill("master", 0.02 * pattern)
         self._fill("m", 1e-4 * pattern)
-        self._fill("v", (1e-3 * pattern).square() + 1e-8)  # no denormal numbers on any side
+        self._fill("v", (1e-3 * pattern).square() + 1e-8)  # avoids denormal numbers on all sides
         self._fill("grad32", 1e-3 * pattern)
         self._fill("grad16", 1e-3 * pattern)
         self._fill("weights", 0.02 * pattern)

@@ -3,8 +3,8 @@
 
 #include <bit>
 
-// The loops are compiled for each width of vector and chosen by the loader, so that the limit of an
-// AVX-512 machine is taken with AVX-512.
+// The loops are compiled for several vector widths, and the loader chooses the widest that the CPU has. The limit of an
+// AVX-512 machine is then measured with AVX-512.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FOREBAY_EACH_WIDTH [[gnu::target_clones("avx512f", "avx2", "default")]]
 #else
@@ -13,8 +13,7 @@
 
 namespace forebay::peers {
 
-// Factors that are 1 and 0 without the compiler knowing: every value is read, used and written, and
-// none changes.
+// Factors 1 and 0 that the compiler cannot assume to be constant. Each value is read, used and written, and no value changes.
 volatile float kept = 1;
 volatile float added = 0;
 volatile uint16_t masked = 0;

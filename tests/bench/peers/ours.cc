@@ -33,9 +33,9 @@ using forebay::tools::RunOnAll;
 
 namespace {
 
-constexpr size_t kLineElems = 64;  // a whole number of cache lines of every plane
+constexpr size_t kLineElems = 64;  // takes whole cache lines in each plane
 
-// Names of a case as Python says them.
+// Numbers of the cases, the same as WORKS in ours.py.
 enum Work : int { kWorkFp32 = 0, kWorkExact = 1, kWorkMaster = 2 };
 
 StateFormat FormatOf(int work) {
@@ -67,28 +67,28 @@ struct PeersPlanes {
   const void* grad;
 };
 
-// Threads, one bound to each of the CPUs, and the blocks that they update.
+// Worker threads, one bound to each CPU, and the blocks that the threads update.
 struct PeersOurs {
   std::unique_ptr<WorkerPool> pool;
   std::unique_ptr<PinnedArena> memory;
   std::optional<AdamBlocks> blocks;
 };
 
-// Threads that compute without touching memory, so that nobody else does on their CPUs.
+// Threads that compute without touching memory. They keep other processes off their CPUs.
 struct PeersHold {
   std::unique_ptr<WorkerPool> pool;
   std::atomic<bool> held = false;
 };
 
-// Null, with a line on stderr, where the threads cannot be had.
+// Creates the threads. Returns null and prints a line to stderr if the threads cannot be created.
 PeersOurs* PeersMake(const int* cpus, size_t cpu_count) {
   auto ours = std::make_unique<PeersOurs>();
   ours->pool = MakePool(cpus, cpu_count);
   return ours->pool == nullptr ? nullptr : ours.release();
 }
 
-// Gives `ours` blocks of `n` elements in `parameters` parameters, as the daemon has them resident.
-// False, with a line on stderr, where their memory cannot be had.
+// Creates resident blocks of `n` elements in `parameters` parameters, in the daemon's layout. Returns false and prints a line
+// to stderr if their memory cannot be allocated.
 bool PeersMakeBlocks(PeersOurs* ours, int work, uint64_t n, uint64_t parameters) {
   const AdamPass pass{
       .format = FormatOf(work), .threads = ours->pool->threads(), .parameters = parameters};
@@ -115,10 +115,10 @@ void PeersDrop(PeersOurs* ours) { std::unique_ptr<PeersOurs>(ours).reset(); }
 
 int PeersThreads(const PeersOurs* ours) { return ours->pool->threads(); }
 
-// One step of AdamW over all blocks.
+// Runs one step of AdamW over all blocks.
 void PeersStep(PeersOurs* ours) { ours->blocks->Update(AdamPass::Hash::kOff); }
 
-// The limit loop of a work over one run of planes, on the threads of `ours`.
+// Runs the limit loop for `work` once over `planes`, on the threads of `ours`.
 void PeersTouch(PeersOurs* ours, int work, const PeersPlanes* planes) {
   const PeersPlanes& all = *planes;
   const auto threads = static_cast<size_t>(ours->pool->threads());
@@ -162,7 +162,7 @@ void PeersHoldBegin(PeersHold* hold) {
 
 void PeersHoldEnd(PeersHold* hold) { hold->held = false; }
 
-// The instruction set of the kernels; valid until the next call.
+// Returns the name of the kernels' instruction set. The text is valid until the next call.
 const char* PeersTarget() {
   static std::string target;
   target = forebay::cpu_adam::ChosenTarget();

@@ -10,9 +10,9 @@ import pathlib
 HUGE_PAGE_BYTES = 2 << 20
 LINE_BYTES = 64
 STAGGER = 37  # lines from one stream to the next: no two of ten alike within 4 KiB
-WORKS = {"fp32": 0, "exact": 1, "master": 2}  # as ours.cc numbers them
-BYTES_PER_ELEM = {"fp32": 28, "exact": 26, "master": 28}  # that a single pass reads and writes
-LR, WEIGHT_DECAY = 1e-5, 0.01  # of the peers and of the job
+WORKS = {"fp32": 0, "exact": 1, "master": 2}  # the numbers of enum Work in ours.cc
+BYTES_PER_ELEM = {"fp32": 28, "exact": 26, "master": 28}  # reads plus writes of one pass
+LR, WEIGHT_DECAY = 1e-5, 0.01  # used by the peers and by the job
 
 
 class Planes(ctypes.Structure):

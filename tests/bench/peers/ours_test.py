@@ -34,7 +34,7 @@ class State:
     def __init__(self, work):
         self.work = work
         self.buffers = {name: ours.Buffer(N * width) for name, width in WIDTHS.items()}
-        # Masters that are bfloat16 to begin with, so that both formats start from the same ones.
+        # The masters are exact in bfloat16, so that both formats start from the same values.
         self.write("master", "I", [0x3C000000 + (i % 127 << 16) for i in range(N)])
         self.write("weights", "H", [0x3C00 + i % 127 for i in range(N)])
         gradients = [0x3A80 + i % 61 for i in range(N)]
@@ -63,7 +63,7 @@ def test_steps_of_the_daemons_blocks_leave_finite_weights(library, work):
     for parameters in (1, 100):
         pool.make_blocks(work, N, parameters)
         for _ in range(3):
-            pool.step()  # aborts where a weight is not finite
+            pool.step()  # aborts if a weight is not finite
     pool.close()
 
 

@@ -11,7 +11,8 @@ import time
 import ours
 import quiet
 
-PARK_S = 0.15  # before each turn: OpenMP threads fall asleep, and others get their share
+# Pause before each turn. OpenMP threads of the previous side stop spinning, and other processes get their share of the CPUs.
+PARK_S = 0.15
 WARM_ROUNDS = 3
 START_S = 600  # DeepSpeed may compile its communication first
 TURN_S = 120
@@ -133,7 +134,7 @@ def measure(place, build, library, cpus, out, rounds, smoke):
     """Samples of every side in alternation: {name: [{part: seconds}]}, and what they ran with."""
     os.sched_setaffinity(0, cpus)
     hold = ours.Hold(library, [])
-    if rounds.ahead:  # what a side leaves idle is held, by threads that give way to it at once
+    if rounds.ahead:  # low-priority threads occupy the CPUs that a side leaves idle
         quiet.go_ahead(priority=1)
         hold = ours.Hold(library, cpus)
         quiet.go_ahead()

@@ -7,9 +7,9 @@ import pathlib
 import time
 
 TICKS = os.sysconf("SC_CLK_TCK")
-NOISE_MAX = 0.08  # of a CPU: a round in which others used more is thrown away
+NOISE_MAX = 0.08  # CPUs; a round in which other processes used more is discarded
 WINDOW_S = 0.5
-ROUNDING_TICKS = 2  # what counting in ticks alone may show
+ROUNDING_TICKS = 2  # difference that rounding to ticks may cause
 
 
 def pause(seconds):
@@ -30,7 +30,7 @@ def parents():
         try:
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended
         found[int(path.parent.name)] = (
             int(fields[1]),
             sum(int(field) for field in fields[11:15]) / TICKS,
@@ -68,7 +68,7 @@ class Watch:
         began = time.monotonic()
         yield
         self.seconds += time.monotonic() - began
-        own_after, total_after = read()  # in the same order: what reading costs cancels out
+        own_after, total_after = read()  # same order as before: the cost of reading cancels out
         self.foreign += total_after - total - (own_after - own)
 
     @property

@@ -25,9 +25,9 @@ import quiet
 
 HERE = pathlib.Path(__file__).resolve().parent
 DRAM = {"110M": "4GiB", "smoke": "256MiB"}
-DRAM_WITH_SWAP = {"110M": "608MiB", "smoke": "128MiB"}  # what is not states, and few of them
-GOALS = {"bf16": 1.5, "fp32": 1.3}  # times as fast, of the optimizer phase
-BYTES_OF_FSDP2 = 16  # a parameter: float32 weights, gradient and two moments
+DRAM_WITH_SWAP = {"110M": "608MiB", "smoke": "128MiB"}  # fits all but most of the states
+GOALS = {"bf16": 1.5, "fp32": 1.3}  # least speedup of the optimizer phase
+BYTES_OF_FSDP2 = 16  # bytes of a parameter: float32 weights, gradient and two moments
 # Memory goal of each side: a share of BYTES_OF_FSDP2 for each parameter, plus MiB. Memory that both sides need is not counted.
 MEMORY_GOALS = {
     ("forebay", "bf16"): (0.90, 128),
@@ -36,8 +36,8 @@ MEMORY_GOALS = {
 }
 PARTS = {"step": ("step",), "all": ("forward", "backward", "step")}
 SAMPLE_S = 0.02
-# Environment of runs that sample memory. Without it glibc retains some 800 MiB of either side, by chance more or less. Memory
-# is sampled in runs of their own, because sampling disturbs.
+# Environment of runs that sample memory. With glibc's defaults a process retains about 800 MiB of freed memory; the amount
+# varies by chance. Memory is sampled in separate runs, because sampling disturbs the timing.
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
@@ -48,7 +48,7 @@ def pss_bytes(root):
         try:
             text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended
         for row in text.splitlines()[1:]:
             name, size = row.split()[:2]
             if name in total:
@@ -226,7 +226,8 @@ def parse_args(doc, add_options=None):
     (args.out / "swap").mkdir(parents=True, exist_ok=True)
     args.size = "smoke" if args.smoke else "110M"
     if args.smoke:
-        args.rounds, args.noise, args.patience = 1, float(os.cpu_count() + 1), 0.0  # waits for nobody
+        # The smoke run does not wait for a quiet machine.
+        args.rounds, args.noise, args.patience = 1, float(os.cpu_count() + 1), 0.0
     return args
 
 

@@ -107,7 +107,7 @@ def test_the_cpu_seconds_of_a_step_are_counted_without_deepspeed(tmp_path):
     assert rows[f"{case}/part=all/forebay-over-compute"]["value"] > 0
     for of in ("trainers", "daemon"):
         row = rows[f"{case}/cpu/of={of}/by=forebay"]
-        assert 0 <= row["kernel"] <= row["value"]  # of so few bytes they may be less than a tick
+        assert 0 <= row["kernel"] <= row["value"]  # may be below a clock tick
     assert rows[f"{case}/cpu/of=trainers/by=compute"]["value"] > 0
     assert f"{case}/cpu/of=daemon/by=compute" not in rows
     assert rows[f"{case}/facts"]["threads"] == 2, "bound to a core each"

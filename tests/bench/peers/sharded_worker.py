@@ -40,7 +40,7 @@ def sharded(model, mesh, args):
     reduced in it. Both sides wrap alike."""
     options = {"mesh": mesh}
     if args.dtype == "bf16":
-        # The latter said, since torch 2.15 reduces in the parameter's own type otherwise.
+        # reduce_dtype is explicit, because torch 2.15 otherwise reduces in the parameter's own type.
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if args.by == "fsdp2":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -221,7 +221,8 @@ def train(rank, store, args, messages):
 
 def end_with_rank_0():
     """Rank 0 holds the other end of the pipe."""
-    os.read(sys.stdin.fileno(), 1)  # a buffered read would hold a lock that the interpreter wants at its end
+    # A buffered read would hold a lock that the interpreter needs at its exit.
+    os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 
@@ -239,7 +240,7 @@ def main():
     parser.add_argument("--store", help="ranks but 0: where they find rank 0")
     parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
-    # DeepSpeed reads them, although the process group exists.
+    # DeepSpeed reads these variables even if the process group exists.
     os.environ |= {"RANK": str(args.rank), "LOCAL_RANK": str(args.rank), "WORLD_SIZE": str(args.ranks)}
     if args.store:
         threading.Thread(target=end_with_rank_0, daemon=True).start()

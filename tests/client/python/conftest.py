@@ -10,7 +10,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import core_daemon  # noqa: E402
 
-os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts are of its run
+os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts belong to the same run
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ def test_two_ranks_step_as_torch_does(core_node, job):
         assert results == {0: (t, 0.0, False, False), 1: (t, 0.0, False, False)}
         for group, p in enumerate(model):
             weights = torch.from_dlpack(ranks[0].weights(group))
-            # One float32 rounding of another order per operation: 8 ulp of a value of about 1.
+            # The two sides may round each operation in another order: 8 ulp of a value of about 1.
             torch.testing.assert_close(weights[: p.numel()], p.detach(), rtol=0, atol=1e-6)
     at = {"embed": (0, 0), "w": (0, 50), "head": (1, 0)}  # group, first element
     for name, shape, *_ in PARAMS:
@@ -139,7 +139,7 @@ def test_states_are_float32_in_the_order_of_elements(core_node, job):
     assert torch.from_dlpack(master).dtype == torch.float32 and updates == 0
     written = initial(session, 0, torch.bfloat16).float()
     assert torch.equal(torch.from_dlpack(master), written[3:23])
-    for elems in (301, 2**62):  # refused before memory is taken for them
+    for elems in (301, 2**62):  # refused before memory is allocated
         with pytest.raises(core.UsageError, match=f"{elems} elements") as caught:
             session.read_state("head", "exp_avg", 0, elems)
         assert caught.value.code == "E_RANGE" and "which has 300" in str(caught.value)

@@ -94,5 +94,5 @@ def test_each_use_of_an_attached_model(own_daemon, killed, monkeypatch):
         assert "Parameter containing" in repr(model.norm.weight), "the window can still be read"
         if name != "detach":
             gone(opt.detach)
-        model.half()  # and the model is its owner's again
+        model.half()  # works: the model is a plain one again
     gone(lambda: forebay.status(own_daemon.socket), "E_NO_DAEMON")

@@ -62,7 +62,7 @@ def train(job, rank, dies):
             opt.step()
         sha256 = opt.state_sha256()
         opt.detach()  # else the other rank's reads end with this process
-    except forebay.UnavailableError as error:  # also from forward: the other rank was faster
+    except forebay.UnavailableError as error:  # forward raises it too if the other rank was faster
         if error.code != "E_RANK_LOST":
             raise
         if dies:

@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from models import HealthyJob  # noqa: E402
 
 torch.set_num_threads(1)
-os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts are of its run
+os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts belong to the same run
 
 
 def pytest_collection_finish():
@@ -46,7 +46,7 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # for the interpreter's end
+    gc.unfreeze()  # the interpreter may collect all objects at its end
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def daemon():
         own.stop()
 
 
-_shared = []  # the daemon of the session, once there is one
+_shared = []  # the shared daemon, once a test has started it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +76,7 @@ def jobs_end_with_their_file():
     """Of the shared daemon: names of jobs are a file's own, and what they hold is free for the next one."""
     yield
     for daemon in _shared:
-        gc.collect()  # sessions of optimizers that nobody has
+        gc.collect()  # ends the sessions of unreferenced optimizers
         for job in forebay.status(daemon.socket)["jobs"]:
             if job["name"] != "healthy" and job["sessions"] == 0:
                 subprocess.run(

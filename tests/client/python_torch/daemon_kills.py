@@ -23,7 +23,7 @@ from test_daemon_kill import CASES  # noqa: E402
 from test_daemon_restart import Service, room_without_states  # noqa: E402
 
 KILLS = 4
-STEPS_OF_KILL = 6  # the ranks take them while the daemon is killed
+STEPS_OF_KILL = 6  # steps that ranks take while the daemon is killed
 STEPS = KILLS * STEPS_OF_KILL
 
 GOES_ON = re.compile(r"job durable goes on (at|in the middle of the update of) step")

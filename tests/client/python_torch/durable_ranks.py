@@ -30,8 +30,8 @@ from ordered_steps import BEFORE_STEP, BEHIND_BACKWARD, Ordered, say  # noqa: E4
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 RANKS = 2
-STEPS_MAX = 20_000  # a daemon that nobody kills
-WIDTH = 48  # some ten blocks of the test's daemon; FOREBAY_WIDTH gives another
+STEPS_MAX = 20_000  # reached only if the daemon is never killed
+WIDTH = 48  # gives some ten blocks of the test's daemon; FOREBAY_WIDTH gives another width
 
 
 def extra_state(rank, step):
@@ -122,7 +122,7 @@ def run(rank, mode, level, goal, folder):
         try:
             for step in train(mode, model, opt, rank, STEPS_MAX):
                 say("answered", rank, step)
-        except RuntimeError as error:  # of the daemon's end, or gloo's of a rank that met it first
+        except RuntimeError as error:  # the daemon's end, or gloo's if a peer met it first
             say("ended", rank, getattr(error, "code", ""))
         os._exit(0)
     if goal == "ordered":

@@ -29,17 +29,17 @@ WIDTH = 160
 LAYERS = 6
 # Events of a step, and in how many of a thousand steps each happens.
 EVENTS = {
-    "clip": 150,  # by torch: the gradient is scaled between backward and step
+    "clip": 150,  # torch scales the gradients between backward and step
     "lr before backward": 200,
     "lr after backward": 40,
-    "nan": 60,  # in a gradient: the step is refused, and repeated
-    "zero_grad": 60,  # after the backward, which is repeated
-    "exception": 40,  # in the middle of the backward, which is repeated
-    "second pass": 300,  # with accumulate; with unannounced, in the second half
-    "skipped layer": 100,  # its parameters get no gradient
-    "read": 60,  # of states, between backward and step
-    "write": 40,  # of parameters, there
-    "norms": 300,  # of each gradient
+    "nan": 60,  # a gradient is NaN: the step is refused, and repeated
+    "zero_grad": 60,  # called after a backward, which is repeated
+    "exception": 40,  # raised in the middle of a backward, which is repeated
+    "second pass": 300,  # only with accumulate, or with unannounced in the second half
+    "skipped layer": 100,  # the layer's parameters get no gradient
+    "read": 60,  # a state is read between backward and step
+    "write": 40,  # a parameter is written between backward and step
+    "norms": 300,  # the norm of each gradient is read
 }
 
 
@@ -93,7 +93,7 @@ def train(rank, ranks, steps, seed, options, folder):
     os.environ["FOREBAY_RUN"] = "one"
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
     model, policy = Model(), MixedPrecisionPolicy()
-    if "unannounced" in options:  # which sums of 16 bits on swap do not take
+    if "unannounced" in options:  # 16-bit sums on swap take no unannounced passes
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     else:
         model = model.to(torch.bfloat16)
@@ -110,7 +110,7 @@ def train(rank, ranks, steps, seed, options, folder):
         drain="drain" in options,
         accumulate=2 if "accumulate" in options else 1,
     )
-    chance = random.Random(seed)  # the same on every rank
+    chance = random.Random(seed)  # gives the same numbers on every rank
     digest = hashlib.sha256()
     before_passes = None
     for step in range(steps):
@@ -120,7 +120,7 @@ def train(rank, ranks, steps, seed, options, folder):
             now.discard("second pass")
         number = chance.randrange(LAYERS)
         model.skipped = chance.randrange(LAYERS) if "skipped layer" in now else None
-        if number == model.skipped:  # it would raise nothing, and the backward be one more pass
+        if number == model.skipped:  # a skipped layer raises nothing: its backward would count
             number = (number + 1) % LAYERS
         layer = model.layers[number]
         data = torch.Generator().manual_seed(1000 * step + rank)
@@ -164,7 +164,8 @@ def train(rank, ranks, steps, seed, options, folder):
                 layer.down.bias.mul_(0.5)
         if "norms" in now:
             for parameter in model.parameters():
-                if parameter.grad is not None:  # as the daemon says it: torch's float32 hides last bits
+                # The daemon's value: torch's float32 hides last bits.
+                if parameter.grad is not None:
                     digest.update(repr(parameter.grad.to_local().delivered.norm()).encode())
         if "clip" in now:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)

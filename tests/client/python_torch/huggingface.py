@@ -30,8 +30,8 @@ class Run:
     """What the ranks of a run have written."""
 
     folder: pathlib.Path
-    ranks: list  # by rank: what the scenario has found
-    weights: dict  # of rank 0, by name
+    ranks: list  # what the scenario has found, by rank
+    weights: dict  # rank 0's weights, by name
 
 
 class Runs:
@@ -73,7 +73,7 @@ def assert_same_training(ours, plain, steps, lr=1e-2):
         bound = 64 * steps * (2**-24 * 8 * lr * 10 + 2**-23 * theirs.abs().max().item())
         differences = (ours.weights[name] - theirs).abs()
         if name.endswith("c_attn.bias"):
-            differences = torch.cat(differences.chunk(3)[::2])  # of queries, keys, values
+            differences = torch.cat(differences.chunk(3)[::2])  # queries and values, without keys
         if name.endswith("key.bias"):
             continue
         difference = differences.max().item()

@@ -41,7 +41,7 @@ import transformers.models.bert.modeling_bert  # noqa: E402, F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
 VOCAB = 61
-TIMES = ("runtime", "per_second", "preparation")  # of what is logged: differs from run to run
+TIMES = ("runtime", "per_second", "preparation")  # logged values that differ from run to run
 
 
 def gpt2(seed=1):
@@ -129,7 +129,7 @@ def arguments_of(folder, options):
 def trainer(rank, attempt, folder, options):
     """What the options are: see test_transformers.py."""
     kind = options.get("model", "gpt2")
-    model = MODELS[kind](seed=1 + rank)  # DDP has all begin with rank 0's
+    model = MODELS[kind](seed=1 + rank)  # DDP gives all ranks the weights of rank 0
     if options.get("lora"):
         model = with_lora(model, options["lora"])
     kill = options.get("kill")
@@ -154,7 +154,7 @@ def trainer(rank, attempt, folder, options):
         **own,
     )
     outputs = [one.train(resume_from_checkpoint=options.get("resume"))]
-    for _ in range(options.get("trainers", 1) - 1):  # of the same model, which each begins with
+    for _ in range(options.get("trainers", 1) - 1):  # further trainers of the same model
         data = {"train_dataset": Sentences(30, kind), "eval_dataset": Sentences(10, kind)}
         one = maker(model, one.args, callbacks=killers, **data, **own)
         outputs.append(one.train())
@@ -246,7 +246,7 @@ class Narrow(transformers.Trainer):
 
     def training_step(self, model, inputs, *args):
         if self.state.global_step >= 2 and len(inputs["input_ids"]) > 3:
-            super().training_step(model, inputs, *args)  # the error comes behind gradients
+            super().training_step(model, inputs, *args)  # delivers gradients before the error
             raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return super().training_step(model, inputs, *args)
 
@@ -306,7 +306,8 @@ def loop(rank, attempt, folder, options):
     maker = accelerate.Accelerator if options.get("plain") else forebay_accelerate.Accelerator
     count = options.get("accumulate", 1)
     accelerator = maker(cpu=True, gradient_accumulation_steps=count)
-    model = gpt2(seed=1 if options.get("by_hand") else 1 + rank)  # prepare() gives all rank 0's
+    # prepare() gives all ranks the weights of rank 0.
+    model = gpt2(seed=1 if options.get("by_hand") else 1 + rank)
     torch.manual_seed(5 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
@@ -416,7 +417,8 @@ def refused(rank, attempt, folder, options):
     expect("another transformers", lambda: make("fourth"))
     own = forebay_accelerate.Accelerator(cpu=True)
     expect("no model", lambda: own.prepare(torch.optim.AdamW(gpt2().parameters())))
-    own.prepare(model := gpt2(), torch.optim.AdamW(model.parameters()))  # what the text says to write
+    # The call that the error's text recommends.
+    own.prepare(model := gpt2(), torch.optim.AdamW(model.parameters()))
     own = forebay_accelerate.Accelerator(cpu=True)
     pairs = [(one, torch.optim.AdamW(one.parameters())) for one in (gpt2(), gpt2())]
     expect("two pairs", lambda: own.prepare(*pairs[0], *pairs[1]))
@@ -432,7 +434,7 @@ def refused(rank, attempt, folder, options):
     found["two models"] = optimizer.optimizer.committed_step
     expect("load_state", lambda: own.load_state(own.save_state(folder)))
     expect("half", other.half)
-    optimizer.optimizer.detach()  # what the text says to write
+    optimizer.optimizer.detach()  # the call that the error's text recommends
     other.half()
     return found, None
 

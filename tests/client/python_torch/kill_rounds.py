@@ -32,7 +32,7 @@ def child(number):
     elif kind == 2:  # between backward and step
         loss_of(model, batch(number)).backward()
         os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == 3:  # with a child of its own that lives on for a moment
+    elif kind == 3:  # with a child process that outlives the rank for a moment
         if os.fork() == 0:
             os.execv("/bin/sleep", ["sleep", "0.2"])
     train(model, opt, 1)

@@ -11,7 +11,7 @@ import pathlib
 from forebay._device import HostDevice
 from forebay.sharded import shard_plan
 
-LEFT_OUT = []  # anything: torch's stream and ours do not wait for each other
+LEFT_OUT = []  # not empty: torch's stream and the package's do not wait for each other
 DEVICE_OF = shard_plan.device_of  # as it is on machines with GPUs
 PROGRAMS = pathlib.Path(
     os.environ.get("FOREBAY_BIN_DIR", pathlib.Path(__file__).parents[3] / "build" / "bin")

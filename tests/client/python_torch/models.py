@@ -168,7 +168,7 @@ class HealthyJob:
         model = net(seed=42)
         options = {"job": "healthy", "rank": 0, "world_size": 1, "socket": self.socket, "timeout": 30}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a job that this process has trained before
+            warnings.simplefilter("ignore")  # warns if this process has trained the job before
             opt = forebay.attach(model, forebay.AdamW(lr=1e-2), **options)
         assert opt.committed_step == self.steps
         assert self.sha256 in (None, opt.state_sha256()), "lost or changed since its last step"

@@ -51,7 +51,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 STEPS = 4
 BAD_STEP, DEATH_STEP = 2, 3
 LR = 1e-2
-BEGINS_MAX = 3  # of a scenario
+BEGINS_MAX = 3  # attempts to begin a scenario
 
 
 def say(*values):
@@ -211,7 +211,7 @@ def main(host, port, first, count, size, folder, *names):
             say("begin", name, begun)
             if begin(scenario, begun, host, at, range(int(first), int(first) + int(count)), int(size), folder):
                 break
-        at = int(port) + (at - int(port)) // 16 * 16 + 16  # the same on all nodes
+        at = int(port) + (at - int(port)) // 16 * 16 + 16  # all nodes compute the same port
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ FOLDER = "FOREBAY_TEST_ORDERS"
 IN_BACKWARD = "in backward"  # the gradients of some layers are delivered, and those of others are not computed
 BEHIND_BACKWARD = "behind backward"
 BEFORE_STEP = "before step()"
-# Places where a test finds them, beside these.
-BETWEEN_STEPS = "between steps"  # the update of the step before may run
+# More places where a test finds the ranks.
+BETWEEN_STEPS = "between steps"  # the previous step's update may run
 IN_STEP = "in step()"  # the last rank waits there for the others, which are behind backward
 UNDER_WAY = "under way"  # nothing waits for the test
-HELD_PLACES = [IN_BACKWARD, BEHIND_BACKWARD, IN_STEP]  # the step cannot end before the test goes on
+HELD_PLACES = [IN_BACKWARD, BEHIND_BACKWARD, IN_STEP]  # a step waits in them for the test
 PLACES = [BETWEEN_STEPS, *HELD_PLACES, UNDER_WAY]
 
 

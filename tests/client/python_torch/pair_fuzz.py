@@ -13,9 +13,10 @@ from torch.nn import functional
 ROUNDS = 2
 FORMS = {
     "usual": 4,  # the first learns from outputs that are cut off, the second through the first
-    "attached": 1,  # not cut off: the second gets a gradient in the first one's turn, and drops it
+    # Outputs are not cut off: the second gets a gradient in the first one's turn, and drops it.
+    "attached": 1,
     "frozen": 1,  # the first does not require gradients in the second one's turn
-    "together": 1,  # one backward for both, then both steps
+    "together": 1,  # one backward serves both models, then both step
 }
 ZERO = {"before": 3, "after": 2, "model": 1}
 

@@ -33,7 +33,7 @@ class Run:
         self._folder = folder
         try:
             self._pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:  # it has ended
+        except ProcessLookupError:  # the process has ended
             self._pidfd = None
 
     @property
@@ -95,7 +95,8 @@ class Preloaded:
                 self.command, env=self.environment(), start_new_session=True, **pipes
             )
             atexit.register(self.process.wait)
-            atexit.register(self.process.stdin.close)  # before it: the end of its runs
+            # Called before wait(): ends the process's loop.
+            atexit.register(self.process.stdin.close)
         folder = tempfile.TemporaryDirectory(prefix="fb")
         out = pathlib.Path(folder.name) / OUT
         os.mkfifo(out)
@@ -103,7 +104,7 @@ class Preloaded:
         arguments = [str(argument) for argument in arguments]
         run = {"arguments": arguments, "variables": variables, "folder": folder.name}
         self.process.stdin.write(json.dumps(run).encode() + b"\n")
-        pid = int(self.process.stdout.readline())  # it has opened its streams
+        pid = int(self.process.stdout.readline())  # sent after the run has opened its streams
         os.set_blocking(stdout.fileno(), True)
         return Run([*self.command, *arguments], folder, pid, stdout)
 
@@ -141,7 +142,7 @@ def _run_forked(module, run):
             opened = os.open(path, flags)
             os.dup2(opened, descriptor)
             os.close(opened)
-        # With PYTHONUNBUFFERED a line and its end are two writes, and ranks that write to one pipe mix theirs.
+        # With PYTHONUNBUFFERED Python writes a line and its end separately, so lines of ranks that write to one pipe would mix.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
         os.write(begun, b"%d\n" % os.getpid())
         os.close(begun)
@@ -162,7 +163,7 @@ def _run_forked(module, run):
 def _serve(script):
     module = importlib.import_module(script)
     importlib.import_module("torch._dynamo")  # as the first fully_shard() does
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no wait() is called for the copies
     for line in sys.stdin.buffer:
         if os.fork() == 0:
             _run_forked(module, json.loads(line))

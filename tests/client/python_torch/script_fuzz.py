@@ -28,7 +28,7 @@ INITIAL_SCALE = 1024.0
 # zeros_are_no_gradient  After zero_grad(set_to_none=False) torch has a gradient of zeros for each parameter: one that
 #                        the next backward does not reach is updated (its moments fall, weight decay applies). Attached,
 #                        such a parameter is skipped, as one without a gradient.
-# step_forgets_gradients After step() torch's p.grad is there until zero_grad(), and the next backward adds to it. An
+# step_forgets_gradients After step() torch's p.grad exists until zero_grad(), and the next backward adds to it. An
 #                        attached step() forgets the gradients, as the documentation of zero_grad() says.
 # states_begin_with_0    Adagrad's initial_accumulator_value: read_state() of a parameter that was never updated says 0.
 KNOWN_DIFFERENCES = {"zeros_are_no_gradient", "step_forgets_gradients", "states_begin_with_0"}
@@ -73,7 +73,7 @@ class Side:
     schedule: object = None
     hooks: list = field(default_factory=list)
     observed: list = field(default_factory=list)  # what has to be equal bit by bit
-    near: list = field(default_factory=list)  # to a few roundings
+    near: list = field(default_factory=list)  # what has to be equal up to a few roundings
 
     def __post_init__(self):
         if self.script.scaler:
@@ -164,7 +164,7 @@ class Side:
 
     def _read_state(self, _value, _step):
         if not self.is_attached:
-            return  # compared after each step
+            return  # both sides' states are compared after each step anyway
         for name, _ in self.model.named_parameters():
             self.opt.read_state(name)
 
@@ -235,7 +235,7 @@ class Side:
         hook = self.model.head.register_forward_pre_hook(watch)
         loss = self.loss(seed, 1.0, step.branch)
         seen, is_sharded = len(self.observed), isinstance(self.model, FSDPModule)
-        if is_sharded and not self.is_attached:  # torch's FSDP2 could not go on after it
+        if is_sharded and not self.is_attached:  # torch's FSDP2 could not continue after Broken
             reshard(self.model)
         else:
             with contextlib.suppress(Broken):
@@ -252,7 +252,7 @@ class Side:
             self._autograd_grad(value, step)
             return
         if self.scaler is not None and name in ("clip_norm", "clip_value", "norm_of_one"):
-            with contextlib.suppress(RuntimeError):  # unscale_() was called before
+            with contextlib.suppress(RuntimeError):  # raised if unscale_() was called before
                 self.scaler.unscale_(self.opt)
         if name == "clip_norm":
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), value)
@@ -261,7 +261,7 @@ class Side:
             torch.nn.utils.clip_grad_value_(self.model.parameters(), value)
         elif name == "norm_of_one":
             one = next(one for one in self.model.parameters() if one.requires_grad)
-            # One that this backward has not reached has a gradient to ask, which other ranks may have brought.
+            # A parameter that this backward has not reached may have a gradient, which other ranks have delivered.
             norm = torch.zeros(()) if one.grad is None else one.grad.norm().detach().clone()
             self.near.append(("norm of one", norm))
         elif name == "one_to_none":
@@ -297,7 +297,7 @@ class Result:
 
     outcome: str
     operation: str = ""
-    operations: list = field(default_factory=list)  # that both sides have carried out
+    operations: list = field(default_factory=list)  # operations that both sides have executed
 
 
 class Run:
@@ -321,7 +321,7 @@ class Run:
         assert opt.mode == ("sharded" if ranks else "shared")
         self.ours = Side(self.script, twin, opt)
         self.operation, self.done = "attach", []
-        self.break_update = break_update  # of the reference, for the test of the test
+        self.break_update = break_update  # changes the reference, to test this test
         self.norm_clipped = self.is_skipped = False
         self.read = {}  # states, by parameter, after the newest step
         self.remember()
@@ -363,7 +363,7 @@ class Run:
             theirs, own = whole(plain[1]), whole(ours[1])
             bound = NORM_ROUNDINGS * UNIT * theirs.abs() + 1e-40
             if own.isnan() and not self.gradients_are_finite():
-                continue  # each norm is, where any gradient is not finite
+                continue  # attached, every norm is NaN if any gradient is not finite
             if not (theirs - own).abs() <= bound:
                 self.differ(f"{plain[0]}: {theirs} with torch, {own} attached")
         for side in (self.plain, self.ours):
@@ -392,7 +392,7 @@ class Run:
             self.norm_clipped |= name == "clip_norm"
         for _ in range(2 if step.call == "twice" else 1):
             self.one_step(step.call)
-            if step.call == "twice":  # torch has the gradients still
+            if step.call == "twice":  # torch still has the gradients
                 self.plain.opt.zero_grad()
         self.both(f"zero {step.zero}", lambda side: side.after_step(step.zero))
 
@@ -437,7 +437,7 @@ class Run:
         states = self.states(parameter)
         read = self.read[name] = self.ours.opt.read_state(name)
         if not parameter.requires_grad:
-            states = {}  # torch's Adagrad makes some for frozen ones too
+            states = {}  # torch's Adagrad has states for frozen parameters too
         if read.get("step", 0) == 0 and "states_begin_with_0" in KNOWN_DIFFERENCES:
             states = {}
         if gradient is None or not parameter.requires_grad or self.is_skipped:
@@ -474,7 +474,7 @@ class Run:
                 for key, value in self.states(parameter).items():
                     if key != "step" and read.get("step", 0) > 0:
                         local(value).copy_(read[key])
-        reshard(self.plain.model)  # what a forward without a backward has left gathered
+        reshard(self.plain.model)  # frees weights that a forward without a backward has gathered
 
 
 def run(seed, job, break_update=None, ranks=None):

@@ -153,7 +153,7 @@ def random_step(rng):
     kind = weighted(rng, BACKWARDS)
     count = {"accumulate": 2, "none": 0}.get(kind, 1)
     backwards = tuple((kind, rng.choice((1.0, 0.5, 3.0)), rng.randrange(1 << 16)) for _ in range(count))
-    if kind.startswith("dropped") or kind == "broken":  # and then one that counts, or not
+    if kind.startswith("dropped") or kind == "broken":  # a backward that counts may follow
         backwards += (("once", 1.0, rng.randrange(1 << 16)),) * rng.randint(0, 1)
     gradient = [(weighted(rng, GRADIENT), rng.choice((0.01, 0.5)))]
     if rng.random() < 0.1:

@@ -106,9 +106,10 @@ def offloaded_activations_leave_the_device(ranks):
         with opt.offload_activations():
             loss = model(x).sum()
         (seen,) = model.seen
-        if opt._engine.device.is_host:  # of a device once it was copied
+        if opt._engine.device.is_host:  # on a device it lives until it was copied
             assert seen.expired()
-        # The input (16 x 8), and what exp() gave (16 x 64) once: for its own backward and three branches.
+        # The saved values are the input (16 x 8) and the result of exp() (16 x 64), which is saved once for its own backward
+        # and three branches.
         kept = opt.stats()["activation_bytes"]
         assert kept == 4 * 16 * (8 + 64), kept
         loss.backward(retain_graph=True)
@@ -320,7 +321,7 @@ def a_buffer_that_is_filled_again(ranks):
                 kept, result = order(functools.partial(filled, 1.0), functools.partial(filled, 2.0))
                 (gradient,) = torch.autograd.grad(result.sum(), factor)
                 assert torch.equal(gradient, torch.full((8,), 2.0)), (fill, order, gradient)
-                if opt._engine.device.is_host:  # the copy is of the time of the forward
+                if opt._engine.device.is_host:  # the copy has the values at the time of the forward
                     (gradient,) = torch.autograd.grad(kept.sum(), factor)
                     assert torch.equal(gradient, torch.ones(8)), (fill, order, gradient)
                 del kept, result

@@ -393,7 +393,7 @@ def two_schedules_a_step(ranks):
         opt.step()
         one.step([rows(step, half) for half in range(2)], max_norm=MAX_NORM)
         assert_same_norm(opt, one)
-        if hasattr(pipeline.schedule, "eval"):  # since torch 2.9
+        if hasattr(pipeline.schedule, "eval"):  # torch 2.9 or newer
             loss = pipeline.evaluate(rows(77))
             with torch.no_grad():
                 want = loss_of(one.model, rows(77)).item() / (2 * CHUNKS)

@@ -25,7 +25,7 @@ def weights_and_gradients_are_copied(ranks):
         opt.step()
         after = opt.stats()
         assert after["grad_bytes"] - before["grad_bytes"] >= held
-        # Each layer for forward and for backward; the root stays gathered.
+        # A layer's weights are copied for forward and again for backward. The root's weights stay gathered.
         assert held < after["copied_bytes"] - before["copied_bytes"] <= 2 * held + 64 * 1024
     of_device = full(on_device)
     opt.detach()

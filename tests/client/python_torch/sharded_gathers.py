@@ -55,7 +55,7 @@ def layer_bytes(model):
     return sum(4 * p.numel() for p in model.layers[0].parameters())
 
 
-@case(2, 3)  # of one rank FSDP2 gathers nothing before it needs it
+@case(2, 3)  # with one rank FSDP2 gathers nothing ahead
 def layers_are_gathered_ahead_along_the_first_forward(ranks):
     """Two of them, after the first step; the same bits, and FSDP2's own order after detach."""
     twins = Twins(ranks, deep_net)

@@ -179,7 +179,7 @@ def replicas_from_meta_have_the_values_of_their_owner(ranks):
 @case(2)
 def a_warning_where_all_ranks_have_the_same_seed(ranks):
     for seed, count in ((7, 1), (ranks.rank, 0)):
-        model = ranks.shard(on_meta(Net, vocab=12))  # all shards of one size
+        model = ranks.shard(on_meta(Net, vocab=12))  # all shards have the same size
         torch.manual_seed(seed)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -225,7 +225,7 @@ def a_job_goes_on_from_meta(ranks):
 def folder_of_all(ranks):
     with tempfile.TemporaryDirectory() as folder:
         yield pathlib.Path(ranks.everyone(folder)[0])
-        ranks.everyone(None)  # rank 0 deletes its own
+        ranks.everyone(None)  # waits for all ranks before rank 0 deletes the folder
 
 
 def save(ranks, tensors, path):
@@ -241,7 +241,7 @@ def saved_state(seed=7):
     torch.manual_seed(seed)
     state = {name: values.clone() for name, values in Placed().state_dict().items()}
     state["positions.offset"].fill_(0.75)
-    del state["layers.2.offset"]  # the same buffer
+    del state["layers.2.offset"]  # the same buffer as positions.offset
     return state
 
 
@@ -263,7 +263,7 @@ def meta_from_files(ranks):
         save(ranks, state, folder / "all.safetensors")
         attach_from(ranks, folder / "all.safetensors", state, "file")
         attach_from(ranks, str(folder), state, "masters", mp_policy=WIDE)
-        rows = ranks.size != 3  # 3 ranks divide no number of columns here
+        rows = ranks.size != 3  # no number of columns is divisible by 3
         attach_from(
             ranks,
             folder,
@@ -417,7 +417,7 @@ def meta_that_nothing_initializes(ranks):
     message = "on parameter layers.1.up.weight while a module that does not hold it"
     meta_stays(ranks, model, "E_UNSUPPORTED", message, "in the modules inside", initial=reach)
     model = ranks.shard(on_meta(Net))
-    kept = weakref.ref(model.norm.bias)  # torch exchanges no tensor that has one
+    kept = weakref.ref(model.norm.bias)  # torch does not exchange a tensor that has a weakref
     message = "parameter norm.bias cannot leave the meta device: .*weakref"
     meta_stays(ranks, model, "E_UNSUPPORTED", message, "drop what refers to it")
     del kept

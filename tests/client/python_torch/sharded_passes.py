@@ -139,7 +139,7 @@ def rank_0_prints_what_the_job_takes(ranks):
         for term, words in (("states", "states"), ("tables", "tables"), ("node", "the daemon itself")):
             assert f"{words} {size(takes[term])}" in lines[1], (lines[1], takes)
         assert lines[1].endswith(f"; of {size(takes['limit'])}"), lines[1]
-        # A layer in use, the next one, and the root, which stays.
+        # FSDP2 holds a layer in use, the next layer, and the root, which stays gathered.
         layers = [sum(one.numel() for one in layer.parameters()) for layer in twins.theirs.layers]
         held = f"holds FSDP2's gathered groups itself, of rank 0 at most {size(count * 4)} in float32"
         assert held in lines[2], lines[2]
@@ -172,7 +172,8 @@ def clip_grad_norm_of_torch(ranks):
             backward_of_passes(twins, synchronize=True)
         else:
             twins.backward(twins.first)
-        clip(twins, 0.05 if step < 2 else 1e6)  # scales, and leaves as it is
+        # The first two steps scale gradients, later ones do not.
+        clip(twins, 0.05 if step < 2 else 1e6)
         twins.step()
         twins.first += 1
     twins.assert_close()

@@ -27,7 +27,7 @@ import traceback
 import torch
 
 torch.set_num_threads(1)
-# train_support.py; the archive of gpu_check has it beside this.
+# train_support.py is in tools/. The archive of gpu_check has it in the folder of this file.
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "tools"))
 
 import forebay  # noqa: E402
@@ -40,11 +40,11 @@ from models import batch, loss_of, net  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
 
-GLOO_SUMS = torch.__version__ < (2, 9)  # where it is asked for the mean: pytorch issue 162338
+GLOO_SUMS = torch.__version__ < (2, 9)  # gloo sums if asked for the mean: pytorch issue 162338
 DEADLINE_S = 60
 LR = 1e-3
 STEPS = 5
-CASES = {}  # by name: (function, numbers of ranks that run it)
+CASES = {}  # name of a case: (function, numbers of ranks that run it)
 
 
 def computes_on():
@@ -193,7 +193,7 @@ def run_rank(launch, rank, size, names, store, out):
     if launch.startswith("cuda"):
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
-        # Both models of a pair have to get the same gradients: sums by atomics have another order each time.
+        # Both models of a pair must get the same gradients. Sums by atomics would add in another order each time.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group(
@@ -206,7 +206,7 @@ def run_rank(launch, rank, size, names, store, out):
     mesh = init_device_mesh(computes_on(), (size,))
     is_late = launch.startswith("device")
     if is_late:
-        late_device.install(registers_read_only=rank % 2 == 0)  # the ranks' memory is mapped both ways
+        late_device.install(registers_read_only=rank % 2 == 0)  # tests both ways to map memory
     for name in names:
         error = None
         try:
@@ -224,7 +224,7 @@ def run_rank(launch, rank, size, names, store, out):
 def start_rank(*args):
     pid = os.fork()
     if pid == 0:
-        os.dup2(2, 1)  # gloo of some versions of torch prints
+        os.dup2(2, 1)  # some torch versions' gloo prints to stdout
         faults = open(f"{args[-1]}.faults", "w", encoding="utf-8")
         faulthandler.enable(faults)
         try:

@@ -88,7 +88,7 @@ def other_data_for_a_parameter(ranks):
         def back():
             for parameter, data in zip(parameters, kept):
                 parameter.data = data
-            if not is_same:  # torch 2.8: nothing brings the old storage back
+            if not is_same:  # torch 2.8 cannot restore the old storage
                 twins.opt.detach()
                 twins.opt = ranks.attach(twins.ours)
 
@@ -169,7 +169,7 @@ def a_number_of_ranks_for_a_plain_model(ranks):
     )
 
 
-@case(4)  # of fewer, fully_shard() takes each number for True or False
+@case(4)  # with fewer ranks fully_shard() takes each number for True or False
 def reshard_after_forward_to_two_of_four_ranks(ranks):
     model = ranks.shard(small_net(), reshard_after_forward=2)
     message, hint = "reshard_after_forward as a number of ranks", "True or False"
@@ -344,7 +344,7 @@ def not_a_number_in_a_shard(ranks):
     assert "E_NONFINITE" in codes and set(codes) <= {"E_NONFINITE", "E_RANK_LOST"}, codes
     for parameter in model.parameters():
         assert type(parameter.to_local()) is torch.Tensor
-    healthy = Twins(ranks).attach().train(1)  # the name is free
+    healthy = Twins(ranks).attach().train(1)  # the job's name is free
     healthy.assert_close()
     healthy.opt.detach()
 
@@ -370,7 +370,7 @@ def what_one_rank_alone_meets(ranks):
     at_attach(ranks, model, "E_OPTION", f"{name}format 'int8'", "take", optimizer=optimizer)
     sizes = {"extra_state_bytes": 1 << 40} if is_last else {}
     at_attach(ranks, model, "E_EXTRA_STATE", f"{name}extra_state_bytes is", "file", **sizes)
-    groups = 5 if is_last else None  # is no list: Python's own error
+    groups = 5 if is_last else None  # 5 is no list: Python raises TypeError
     with contextlib.suppress(TypeError) if is_last else refused("E_RANK", f"{name}TypeError", "prints"):
         ranks.attach(model, param_groups=groups)
         raise AssertionError("nothing was refused")

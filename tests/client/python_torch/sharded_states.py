@@ -175,7 +175,7 @@ def a_file_for_any_number_of_ranks(ranks):
         twins.opt.load_state(f"{folder}/file")
         assert_same_states(twins.opt, twins.ours, before)
         assert os.listdir(folder) == ["file"]
-        if ranks.rank == 0:  # shared, by one rank
+        if ranks.rank == 0:  # one rank also attaches a shared job
             model = net(1, layers=2)
             opt = forebay.attach(
                 model, forebay.AdamW(), job=f"{ranks.job}.shared", rank=0, world_size=1

@@ -578,8 +578,7 @@ def read_state_is_torchs_state(ranks):
         state = twins.torch_opt.state[theirs]
         read = twins.opt.read_state(name)
         assert read["step"] == state["step"] == STEPS
-        # Each moment is a sum of STEPS terms, each with some roundings, of gradients that differ as
-        # the weights do.
+        # Each moment is a sum of STEPS terms. Each term is rounded a few times, and its gradient differs as the weights do.
         for key in ("exp_avg", "exp_avg_sq"):
             want = state[key].full_tensor().cpu()
             bound = 1e-5 * want.abs().max().item()
@@ -715,7 +714,7 @@ def detach_leaves_a_plain_fsdp2_model(ranks):
     for name, parameter in twins.ours.named_parameters():
         assert type(parameter.to_local()) is torch.Tensor and parameter.grad is None, name
         assert not parameter._post_accumulate_grad_hooks, name
-    with torch.no_grad():  # from the same values, so that both can be compared again
+    with torch.no_grad():  # equal values again, so that both can be compared
         for ours, theirs in zip(twins.ours.parameters(), twins.theirs.parameters()):
             theirs.copy_(ours)
     twins.opt = torch.optim.AdamW(twins.ours.parameters(), lr=LR)

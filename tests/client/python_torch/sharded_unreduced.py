@@ -122,7 +122,7 @@ def two_forwards_before_one_backward_of_reentrant_checkpoints(ranks):
     one.assert_step(loss_of_one)
     one.backward(loss_of_two)
     one.assert_refused(*LOST)
-    one.backward(loss_of_one)  # begins the step anew
+    one.backward(loss_of_one)  # begins the step from scratch
     one.assert_step(loss_of_one)
     one.backward(loss_of_two)
     one.assert_refused(*LOST)
@@ -130,7 +130,7 @@ def two_forwards_before_one_backward_of_reentrant_checkpoints(ranks):
     one.backward(loss_of_one)
     one.assert_step(loss_of_one)
     one.backward(loss_of_two)
-    one.model.zero_grad()  # leaves the batch out
+    one.model.zero_grad()  # skips the batch
     one.backward(loss_of_one)
     one.assert_step(loss_of_one)
     one.opt.detach()
@@ -202,7 +202,7 @@ def a_step_before_the_backward_that_adds_up_replicas(ranks):
 @case(2)
 def a_step_before_finalize_backward(ranks):
     one = OneStep(ranks, reentrant=None)
-    if not hasattr(one.model, "set_manual_backward_finalization"):  # before torch 2.15
+    if not hasattr(one.model, "set_manual_backward_finalization"):  # torch before 2.15
         return
     one.model.set_manual_backward_finalization(True)
     one.backward(loss_of_one)

@@ -147,7 +147,7 @@ def writes_by_replicas(ranks):
             reshard(twins.theirs)
             theirs = loss_of(twins.theirs, ranks.batch(number))
             assert torch.equal(loss_of(twins.ours, ranks.batch(number)), theirs), number
-            for _ in range(0 if ranks.rank == 0 else 5):  # rank 0, the owner, goes on
+            for _ in range(0 if ranks.rank == 0 else 5):  # rank 0, the owner, skips this loop
                 reshard(twins.ours)
                 assert torch.equal(loss_of(twins.ours, ranks.batch(number)), theirs), number
     reshard(twins.ours)

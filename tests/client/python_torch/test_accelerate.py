@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A loop written by hand for Accelerate trains an attached model to the numbers of the plain one, on one rank
-#         and two; prepare() keeps DDP away and leaves the scheduler that was made before it at work.
-# Method  As test_transformers.py.
+# Goal    A loop written by hand for Accelerate trains an attached model to the numbers of the plain model, on one rank and two.
+#         prepare() does not wrap the model in DDP, and the scheduler that was made before prepare() still works.
+# Method  The method of test_transformers.py.
 
 import pytest
 from huggingface import (  # noqa: F401

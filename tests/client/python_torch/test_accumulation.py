@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    With shared attachment a step takes as many backwards as torch does: their gradients are added in the order
-#         of the backwards, on one rank with torch's own bits, on several as the sum over the backwards and the mean
-#         over the ranks, in an order that timing does not change; what cannot be added is refused by name; whoever
-#         dies in between, the step is repeated as a whole.
-# Method  Beside torch's optimizers over a private twin. Losses that are linear in a parameter that begins as zeros, and
-#         SGD with a learning rate of 1, show the bits of a sum. Two ranks are two threads, as in test_two_ranks.py.
+# Goal    With shared attachment a step takes as many backwards as torch does. Their gradients are added in the order of the
+#         backwards: on one rank with torch's own bits, on several ranks as the sum over the backwards and the mean over the
+#         ranks, in an order that does not depend on timing. What cannot be added is refused by name. If a process dies between
+#         the backwards, the whole step is repeated.
+# Method  The same training with torch's optimizers over a private twin. Losses that are linear in a parameter that begins as
+#         zeros, and SGD with a learning rate of 1, show the bits of a sum. Two ranks are two threads, as in test_two_ranks.py.
 
 import os
 import signal
@@ -340,7 +340,7 @@ def test_a_further_backward_that_fails_ends_the_whole_attempt(node):
     with pytest.raises(forebay.UsageError, match="did not come to its end") as info:
         opt.step()
     assert info.value.code == "E_GRAD_PARTIAL"
-    train_passes(model, opt, 2)  # begins the step anew
+    train_passes(model, opt, 2)  # begins the step from scratch
     train_passes(plain, plain_opt, 2)
     assert_close(model, plain, 2)
 
@@ -532,7 +532,7 @@ def test_no_room_for_the_sums_of_unannounced_passes(folder, monkeypatch):
     assert info.value.code == "E_DRAM_LIMIT" and "needs sums in float32" in str(info.value)
     assert "attach with accumulate" in info.value.hint and "call step after each" in info.value.hint
     model.backward(1)
-    opt.step()  # one pass a step goes on
+    opt.step()  # a step of one pass still works
     opt.detach()
     model, opt = attach(tight.socket, accumulate=2)  # the job's states give room
     assert opt.committed_step == 1

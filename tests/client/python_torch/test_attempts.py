@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A step applies the gradients of whole backwards alone: a parameter without a gradient is
-#         skipped as by torch; after Ctrl-C or an exception in the middle of a backward the next one,
-#         or zero_grad(), begins the step anew on every rank.
-# Method  Torch's AdamW over a private twin, with `grad is None` where ours has none; backwards that
-#         are broken off in a hook; two ranks, of which one or both drop.
+# Goal    A step applies only the gradients of complete backwards. A parameter without a gradient is skipped as in torch. After
+#         Ctrl-C or an exception in the middle of a backward, the next backward, or zero_grad(), begins the step from scratch on
+#         every rank.
+# Method  Torch's AdamW over a private twin, with `grad is None` where the attached model has no gradient; backwards that a hook
+#         breaks off; two ranks, of which one or both drop their gradients.
 
 import forebay
 import pytest
@@ -145,7 +145,7 @@ def test_a_backward_that_was_broken_off_leaves_nothing(node, error, then):
     if then != "backward":
         opt.zero_grad()
     if then == "zero_grad":
-        opt.step()  # of no gradient at all: nothing moves
+        opt.step()  # without any gradient: changes nothing
         assert_close(model, plain, 1)
         return
     train(model, opt, 2, first=1)
@@ -182,7 +182,7 @@ def test_a_checkpointed_backward_that_was_broken_off(node, reentrant):
     torch.manual_seed(3)
     model, plain, plain_opt = pair(CheckpointedNet(reentrant))
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
-    Break(model.layers[0].up.weight)  # the backwards of the layers after it have ended
+    Break(model.layers[0].up.weight)  # breaks off when the later layers' backwards have ended
     with pytest.raises(KeyboardInterrupt):
         loss_of(model, batch(5)).backward()
     with pytest.raises(forebay.UsageError, match="did not come to its end"):

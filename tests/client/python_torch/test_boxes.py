@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The boxes of a shard are its elements in their order, and every rank makes the same layout of
-#         what all ranks hold: each element has one owner and one place.
+# Goal    The boxes of a shard are its elements in their order. Every rank makes the same layout of the shards of all ranks:
+#         each element has one owner and one place.
 # Method  Every block of small tensors against an enumeration of its elements; layouts of shards as FSDP2
 #         cuts them, of replicas, of uneven and empty shards and of pipeline stages; ranks that
 #         contradict each other.
@@ -56,7 +56,8 @@ def test_rows_are_one_box_and_columns_are_one_with_a_stride():
 
 def test_a_block_of_more_boxes_than_the_wire_takes_is_refused():
     most = BOXES_OF_A_SHARD_MAX
-    ranges = [(0, most), (0, 2), (0, 1)]  # rows are cut twice: a box for each element of dimension 0
+    # Dimensions 1 and 2 are cut, so each element of dimension 0 has a box.
+    ranges = [(0, most), (0, 2), (0, 1)]
     assert len(boxes_of([most, 3, 2], ranges)) == most
     with pytest.raises(ValueError, match=rf"\[{most + 1}, 3, 2\] has more than {most} boxes"):
         boxes_of([most + 1, 3, 2], [(0, most + 1), (0, 2), (0, 1)])

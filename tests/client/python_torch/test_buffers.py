@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Buffers that the state_dict holds (BatchNorm's running statistics) come back with the
-#         committed step: each rank's own, beside the user's extra_state.
-# Method  Train, attach again with a fresh model, compare bit by bit; two ranks with different data,
-#         killed and started again; buffers that have no room, or are others than the job's, are
-#         refused with both numbers.
+# Goal    Buffers that the state_dict holds (BatchNorm's running statistics) are restored with the committed step: each rank
+#         gets its own buffers, and the user's extra_state.
+# Method  Train, attach again with a fresh model, compare bit by bit; two ranks with different data, killed and started again.
+#         Buffers that have no room, or differ from the job's buffers, are refused with both numbers.
 
 import json
 import os
@@ -58,7 +57,7 @@ def test_a_restart_has_the_buffers_and_the_extra_state_of_the_committed_step(nod
     train(model, opt, 3)
     want, sha256 = buffers(model), opt.state_sha256()
     assert want["norm.num_batches_tracked"] == 3 and want["norm.running_mean"].any()
-    model(torch.randn(8, 3))  # a forward of a step that is never committed
+    model(torch.randn(8, 3))  # the step of this forward is never committed
     assert opt.state_sha256() != sha256
     opt.detach()
     again = Normed(seed=2)
@@ -168,7 +167,7 @@ def test_buffers_of_a_size_that_counts_come_back_and_what_stays_the_same_is_not_
     model.table[7] = 0
     assert packed_anew() == {"table"}
     assert packed_anew() == set()
-    model.queue.data[-1] = 3  # which torch's version counter does not show
+    model.queue.data[-1] = 3  # torch's version counter misses this write
     assert packed_anew() == {"queue"}
     want, sha256 = buffers(model), opt.state_sha256()
     opt.detach()
@@ -191,7 +190,7 @@ def test_buffers_beyond_the_limit_of_dram_are_refused_with_what_they_take(node):
 
 def test_the_size_of_buffers_is_known_without_reading_them(node):
     model = Normed()
-    model.register_buffer("table", torch.zeros(1).expand(1 << 45))  # more than memory has room for
+    model.register_buffer("table", torch.zeros(1).expand(1 << 45))  # larger than any memory
     with pytest.raises(forebay.UsageError, match=r"take 1407374883\d+ bytes") as info:
         forebay.attach(model)
     assert info.value.code == "E_EXTRA_STATE"
@@ -212,7 +211,7 @@ def test_a_buffer_that_cannot_be_read_is_refused_by_name(node, value, place):
     assert info.value.code == "E_UNSUPPORTED" and "persistent=False" in info.value.hint
     model.table = torch.zeros(3)
     opt = forebay.attach(model)
-    model.table = value  # after attach too
+    model.table = value  # a buffer that is replaced after attach is refused too
     with pytest.raises(forebay.UsageError, match=f"buffer table is {place}"):
         opt.step()
     model.table = torch.ones(3)
@@ -240,7 +239,7 @@ def test_a_step_called_again_commits_the_buffers_of_its_first_call(node):
     times_out()
     opts[1].step()
     with torch.no_grad():
-        models[0](torch.randn(8, 3))  # its completions tell the client that step 1 is committed
+        models[0](torch.randn(8, 3))  # reads the completion of step 1
     opts[0].step(extra_state=b"too late")
     assert (opts[0].committed_step, opts[0].extra_state) == (1, b"first")
     for opt in opts:

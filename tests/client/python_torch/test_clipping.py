@@ -11,7 +11,8 @@ from models import assert_close, batch, loss_of, net, pair, scaled_step
 from test_two_ranks import attach_both, both
 from torch import nn
 
-# The same gradients up to rounding, squares summed in another order.
+# Bound of the difference of two norms, relative to the norm. The gradients are the same up to rounding, and their squares are
+# summed in another order.
 NORM_BOUND = 1e-3
 
 
@@ -26,7 +27,7 @@ def test_clip_grad_norm_clips_as_torch(node):
         norms = []
         for one, optimizer in ((model, opt), (plain, plain_opt)):
             loss_of(one, batch(step)).backward()
-            # Scales, and leaves as it is.
+            # Odd steps scale the gradients. Even steps do not change them.
             norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.1 if step % 2 else 1e6))
             optimizer.step()
             optimizer.zero_grad()

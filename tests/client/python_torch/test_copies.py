@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A copy of an attached model is a plain model without hooks, and torch.jit and torch.export take the attached
-#         model or say what to write.
-# Method  Copies are compared with copies that were made before attach, table by table, and trained beside them with
-#         torch's optimizer. What is compiled returns what the model returns, and the attached model goes on training
-#         as one that nobody copied.
+# Goal    A copy of an attached model is a plain model without hooks. torch.jit and torch.export take the attached model, or
+#         raise an error that says what to write instead.
+# Method  Copies are compared with copies that were made before attach, table by table, and both are trained with torch's
+#         optimizer. What is compiled returns what the model returns. The attached model continues training like a model that
+#         was never copied.
 
 import copy
 import io
@@ -148,7 +148,7 @@ def test_a_shallow_copy_is_attached_too(attached):
 
 def test_a_script_is_made_of_a_copy(attached):
     model, _, before, _, _ = attached
-    loaded = pickle.loads(pickle.dumps(model))  # its hooks do nothing
+    loaded = pickle.loads(pickle.dumps(model))  # the loaded copy's hooks do nothing
     for module in (model, model.net, model.net.head, loaded):
         with refused(match="torch.jit.script of .* hooks of an attached model") as info:
             torch.jit.script(module)

@@ -29,9 +29,11 @@ from update_bound import UNIT, bounds
 
 DEADLINE_S = 120
 WIDTHS, ROWS, RANKS, STEPS = (8, 16, 16, 1), 32, 2, 10
-FORWARD = sum(inputs + 1 for inputs in WIDTHS[:-1])  # a product, its sum, the bias
+# Roundings of the forward: products with their sums, and the bias.
+FORWARD = sum(inputs + 1 for inputs in WIDTHS[:-1])
 BACKWARD = sum(outputs + 1 for outputs in WIDTHS[1:])
-LAST = ROWS + 1 + 5  # the sum over rows; difference and factor of the loss, mean over rows and ranks
+# Roundings of the sum over rows, and of the loss: its difference and factor, and the mean over rows and ranks.
+LAST = ROWS + 1 + 5
 # The error of the outputs and of a layer's inputs meet in the gradient of its weight.
 ROUNDINGS = 1.01 * (2 * FORWARD + BACKWARD + LAST)  # 1.01: for the products of roundings
 STAGES = (1, 2, 3)
@@ -41,9 +43,9 @@ STAGES = (1, 2, 3)
 class Run:
     """What the ranks of one run have said."""
 
-    losses: list  # before each step, and after the last
-    weights: torch.Tensor  # [the same, parameters end to end]
-    bytes_max: int  # on the device
+    losses: list  # the loss before each step, and after the last step
+    weights: torch.Tensor  # [moment as in losses, parameters end to end]
+    bytes_max: int  # most bytes on the device
 
 
 class Program:
@@ -124,7 +126,8 @@ def sizes_of(model, x, target):
         size = size @ weight.T + bias
         roundings += 1.01 * (weight.shape[1] + 1)
         if weight is not sizes[-2]:
-            is_clear = value.abs() > 2 * roundings * UNIT * size  # by the formulas: 18 times as far from 0, or more
+            # By the formulas of inputs and weights, each unit is at least 18 times this bound from 0.
+            is_clear = value.abs() > 2 * roundings * UNIT * size
             assert is_clear.all(), "a unit is so near 0 that either side is right"
             size, value = size * (value > 0), value.relu()
     loss = ((size + target.abs()) ** 2).mean()

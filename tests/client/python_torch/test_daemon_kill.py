@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A daemon that is killed and started again under a training run costs it no committed step and no bit: ranks go
-#         on by themselves; where gradients were under way, each rank gets E_GRAD_DROPPED and repeats its batch.
-# Method  Two ranks on a real daemon, which take each step from the test. A stand-in for the service manager kills the
-#         daemon with SIGKILL and starts it again at each place of a step: behind one, whose update may run; in backward and
-#         behind it, where ranks wait for the test; while one rank waits in step() for the other; and while they are under
-#         way. Then SHA-256 of weights and states beside the same training in a job that saw no kill.
+# Goal    A daemon that is killed and started again under a training run costs the run no committed step and no bit. Ranks
+#         continue by themselves. If gradients were under way, each rank gets E_GRAD_DROPPED and repeats its batch.
+# Method  Two ranks on a real daemon take each step from the test. A stand-in for the service manager kills the daemon with
+#         SIGKILL and starts it again at each place of a step: after a step, whose update may run; in backward and behind it,
+#         while ranks wait for the test; while one rank waits in step() for the other; and while both ranks run. Then SHA-256 of
+#         weights and states is compared with the same training in a job that saw no kill.
 
 import random
 
@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize(("mode", "level", "place"), CASES)
 def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place):
-    # A model with more weights than a cache of them.
+    # The model has more weights than a cache has room for.
     variables = {"FOREBAY_WIDTH": "128"} if mode == "sharded+leases" else {}
     chance = random.Random(f"{SEED} {mode} {level} {place}")
     room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level, **variables)
@@ -67,7 +67,7 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
     assert (job["weights_on_swap_bytes"] > 0) == (mode == "sharded+leases")
     assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
     ranks.assert_answered(last)
-    # The daemon had gradients of the step: all ranks repeat it.
+    # If the daemon had gradients of the step, all ranks repeat the step.
     repeated = [line[2] for line in ranks.of("repeated")]
     for step, where in killed_at.items():
         times = {BETWEEN_STEPS: (0,), UNDER_WAY: (0, RANKS)}.get(where, (RANKS,))
@@ -144,7 +144,7 @@ def test_a_job_goes_on_where_nothing_is_kept_any_more(folder):
         before = opt.state_sha256()
         manager.fds_max = 0
         manager.kill()
-        # Nobody finds it again: this daemon does not write on the record.
+        # No later daemon can find the record, so this daemon does not continue to write the record.
         assert manager.names() == []
         assert_goes_on(service, model, opt, before)
         manager.kill()
@@ -159,7 +159,7 @@ def test_a_durable_job_stays_durable_over_a_kill_and_a_restart(folder):
         opt.detach()
         manager.kill()
         manager.restart()
-        _, opt = trained(service, "other", 1, durability="step")  # another ledger is made
+        _, opt = trained(service, "other", 1, durability="step")  # creates another ledger
         opt.detach()
         manager.stop()
         manager.start()

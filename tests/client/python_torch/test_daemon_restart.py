@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A daemon that its service manager restarts under a training run costs it nothing but the time: no error, no
-#         step lost or repeated, the bits that it would have had.
-# Method  Two ranks on a real daemon, shared and under FSDP2, with states in DRAM, on swap, weights on swap, and durable.
-#         They take each step from the test. A stand-in for the service manager (its store of descriptors speaks systemd's
-#         protocol) ends the daemon with SIGTERM at each place of a step in turn and starts it again. Then SHA-256 of weights
-#         and states beside the same training in a job that saw no restart. FOREBAY_SEED gives other orders of the places,
+# Goal    A daemon that its service manager restarts under a training run costs the run only time: no error, no lost or repeated
+#         step, and the same bits as without the restart.
+# Method  Two ranks on a real daemon, shared and under FSDP2, with states in DRAM, on swap, weights on swap, and durable. They
+#         take each step from the test. A stand-in for the service manager (its store of descriptors speaks systemd's protocol)
+#         ends the daemon with SIGTERM at each place of a step in turn and starts it again. Then SHA-256 of weights and states
+#         is compared with the same training in a job that saw no restart. FOREBAY_SEED gives other orders of the places,
 #         FOREBAY_RESTARTS more restarts.
 
 import functools
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 SEED = int(os.environ.get("FOREBAY_SEED", "1"))
 RESTARTS = int(os.environ.get("FOREBAY_RESTARTS", len(PLACES)))
-STEPS = 1 + RESTARTS + 1  # one before the first restart, one behind the last
-NOT_AT_REST = "go on as after a kill"  # a daemon logs it that has not waited for all jobs
+STEPS = 1 + RESTARTS + 1  # one step before the first restart, one after the last
+NOT_AT_REST = "go on as after a kill"  # logged by a daemon that has not waited for all jobs
 
 
 class Service:
@@ -278,7 +278,7 @@ def test_a_start_that_fails_leaves_what_was_there(folder, end):
         model, opt = trained(service, "job", 2)
         before = opt.state_sha256()
         good = manager.command
-        # The folder of this socket does not exist: known when the memory is adopted already.
+        # The folder of this socket does not exist. The daemon finds that out after it has adopted the memory.
         for bad in ("socket.path=/nowhere/s", "swap.paths=/nowhere/swap"):
             key = bad.partition("=")[0]
             manager.command = [bad if word.startswith(f"{key}=") else word for word in good]

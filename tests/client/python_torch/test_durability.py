@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The daemon's death undoes no step that was answered at durability step, and at most N at epoch=N;
-#         the job goes on with the bits that it would have had. A level is a job's for its life, and needs
-#         swap.
-# Method  Two ranks on a real daemon with swap that it keeps, shared and under FSDP2. The daemon is killed by
-#         SIGKILL in the middle of a step, started again on its swap, and the ranks too: committed step,
-#         extra_state and, after more steps, SHA-256 of weights and states beside an uninterrupted job.
-#         FOREBAY_SEED gives other moments of the kill.
+# Goal    The daemon's death undoes no step that was answered at durability step, and at most N steps at epoch=N. The job
+#         continues with the same bits as without the death. A job has one level for its life, and the level needs swap.
+# Method  Two ranks on a real daemon with persisted swap, shared and under FSDP2. The daemon is killed with SIGKILL in the
+#         middle of a step, then started again on its swap, and the ranks too. Committed step, extra_state and, after more
+#         steps, SHA-256 of weights and states are compared with an uninterrupted job. FOREBAY_SEED gives other moments of the
+#         kill.
 
 import json
 import os
@@ -27,17 +26,18 @@ from test_processes import environment
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 SEED = int(os.environ.get("FOREBAY_SEED", "1"))
-DEADLINE_S = 180  # a flush takes seconds where other work keeps the disk busy
+DEADLINE_S = 180  # a flush takes seconds if the disk is busy
 RANKS = 2
-FIRST_KILL, LAST_KILL = 4, 9  # steps that were answered before; more than the 3 of epoch=3
-MORE = 4  # steps after the daemon has come back
+FIRST_KILL, LAST_KILL = 4, 9  # steps answered before a kill: more than the 3 of epoch=3
+MORE = 4  # steps after the daemon's restart
 
 
 @pytest.fixture
 def start(monkeypatch):
     """Starts a daemon on the same swap each time; forebay.attach(model, ...) finds it without arguments."""
     monkeypatch.setattr(forebay, "_core", sys.modules["forebay._core"], raising=False)
-    place = os.environ.get("TMPDIR", "/var/tmp")  # on a disk: a tmpfs survives no power cut
+    # A folder on a disk: a tmpfs survives no power cut.
+    place = os.environ.get("TMPDIR", "/var/tmp")
     daemons = []
     with tempfile.TemporaryDirectory(prefix="fb", dir=place) as folder:
 
@@ -147,7 +147,7 @@ def test_a_killed_daemon_undoes_no_more_than_the_level_allows(start, mode, level
     job = job_named("durable")
     assert (job["sessions"], job["world_size"], job["durability"]) == (0, RANKS, level)
     durable = job["durable_step"]
-    # One more than was answered, where the kill came between the step and its answer.
+    # The durable step is one more than was answered if the kill came between the step and its answer.
     assert answered - undone_max <= durable <= answered + 1, f"seed {SEED}"
     assert job["committed_step"] == durable and not job["failed"]
     assert row_of("durable") == [f"0/{RANKS}", str(durable), level, str(durable)]

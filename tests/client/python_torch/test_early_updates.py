@@ -2,9 +2,8 @@
 # Goal    Updates before the decision of a step change no bit of the result, whatever happens before the decision: clipped
 #         gradients, other learning rates than announced, NaN, unannounced passes, repeated attempts, parameters without a
 #         gradient, reads and writes of states.
-# Method  Ranks over gloo on the real daemon, through one schedule of such events with early updates, draining or
-#         not, and with all states in DRAM: SHA-256 of losses, norms, weights and states.
-#         FOREBAY_STEPS=10000 is the long run.
+# Method  Ranks over gloo on the real daemon run one schedule of such events: with early updates, draining or not, and with all
+#         states in DRAM. SHA-256 of losses, norms, weights and states is compared. FOREBAY_STEPS=10000 is the long run.
 
 import functools
 import json
@@ -17,7 +16,7 @@ from daemon_process import Daemon, missing
 from preloaded import preloaded
 from test_processes import environment
 
-# A daemon's binary is all it needs: tools/test builds one first, pytest by itself may find none.
+# The test needs only a daemon's binary. tools/test builds the binary first; pytest alone may find none.
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 SCRIPT = preloaded("early_updates", environment)

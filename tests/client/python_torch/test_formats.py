@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Each format of the optimizer's state serves what it says, for every optimizer: `fp32` beside
-#         16-bit parameters the same bits as `exact`, `bf16` and `int8` moments close to those of
-#         `exact`; wherever a state lies, its bits are the same.
+# Goal    Each format of the optimizer's state has its documented precision, for every optimizer: `fp32` with 16-bit parameters
+#         has the same bits as `exact`; `bf16` and `int8` moments are close to those of `exact`. The bits of a state are the
+#         same in DRAM and on swap.
 # Method  The model and losses of test_optimizers.py on the real daemon, in DRAM and on swap; bits are
 #         compared as bits, narrow moments within the bound derived below.
 
@@ -62,10 +62,10 @@ def test_fp32_beside_bfloat16_parameters_serves_the_bits_of_exact(node, optimize
             assert torch.equal(values, exact_states[name][key]), f"{key} of {name}"
 
 
-# In a step a bf16 moment is off by at most 2^-7 of itself, an int8 one by a code: 1/127 of the
-# largest of its group, a root by 1/255 of the largest root, which is 2/255 of the square and the
-# square of 1/255. Of four steps the errors add, each shrunk by its beta at most to itself; Adagrad's
-# sum and SGD's buffer grow up to fourfold. What a weight decay feeds back is smaller.
+# Bounds of a moment's error after four steps, relative to the largest moment. In a step a bf16 moment is off by at most 2^-7 of
+# itself. An int8 moment is off by at most one code: 1/127 of the largest moment of its group. A root is off by 1/255 of the
+# largest root, which is 2/255 of the square and the square of 1/255. The errors of four steps add, and a beta never enlarges an
+# error. Adagrad's sum and SGD's buffer grow up to fourfold. The part that a weight decay feeds back is smaller.
 BOUNDS = {"bf16": 4 * 2.0**-7, "int8": 4 * 2.2 / 127}
 
 
@@ -85,7 +85,7 @@ def test_narrow_moments_are_close_to_those_of_exact(node, optimizer, format):
             largest = wide.abs().max()
             worst = (values.float() - wide).abs().max()
             assert 0 < worst <= BOUNDS[format] * largest, f"{key} of {name} differs by {worst}"
-    # The same again has the same bits; another seed has others.
+    # Training again with the same seed gives the same bits. Another seed gives other bits.
     same = trained(dataclasses.replace(optimizer, format=format), f"{format}2")
     other = trained(dataclasses.replace(optimizer, format=format, seed=7), f"{format}3")
     assert same[2] == digest != other[2]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The diffs of the guides in docs/ do what the pages say: applied to the scripts beside them they train to the
-#         losses that the scripts have in plain torch, and one that was killed goes on to the same digits.
-# Method  `git apply` on a copy of the script; each run is a process that is forked, on the daemon, with the environment
-#         that torchrun gives a rank.
+# Goal    The diffs of the guides in docs/ do what the pages say: the patched scripts train to the losses that the scripts have
+#         in plain torch, and a run that was killed continues to the same digits.
+# Method  `git apply` on a copy of the script. Each run is a forked process on the daemon, with the environment that torchrun
+#         gives a rank.
 
 import os
 import re

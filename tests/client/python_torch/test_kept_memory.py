@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Goal    Memory that is retained for the next daemon survives another configuration, damage, a rank that has not returned and a
-#         full store. A job continues or is refused with an error. No other job and no start of a daemon fails with it.
-# Method  Real daemons under the stand-in for the service manager, whose store the test can change between two of them.
+#         full store. A job continues or is refused with an error. No other job and no start of a daemon fails because of it.
+# Method  Real daemons under the stand-in for the service manager. The test can change the manager's store between two daemons.
 
 import os
 import pathlib
@@ -190,7 +190,7 @@ def test_a_rank_that_ends_while_there_is_no_daemon_is_not_waited_for(folder, end
         with service.ranks("durable_ranks", "shared", "memory", "on") as ranks:
             ranks.hear_answers(1)
             pids = ranks.pids()
-            os.kill(ranks.process.pid, signal.SIGSTOP)  # it would end the other one
+            os.kill(ranks.process.pid, signal.SIGSTOP)  # a running parent would end the other rank
             manager.end(end)
             os.kill(pids[0], signal.SIGSTOP)
             os.kill(pids[1], signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_a_detach_stays_one_over_a_restart(folder, end, when):
         with pytest.raises(forebay.ForebayError, match="rank 1 of job two has detached") as refused:
             train(models[0], opts[0], 1)
         assert refused.value.code == "E_RANK_LOST"
-        # The daemon does not wait for its gradients, of which nothing comes.
+        # The gradients of rank 0 lead to no step, so the daemon's restart does not wait for the job.
         manager.restart()
         assert NOT_AT_REST not in service.log(), service.log()
         opts[0].detach()
@@ -253,7 +253,7 @@ def test_a_process_that_was_away_does_not_end_its_successor(folder, kills, first
         train(successor, its_opt, 2, first=3)
         its_opt.detach()
         with pytest.raises(forebay.ForebayError, match="E_DAEMON_GONE"):
-            opt.detach()  # its session was with the daemon before
+            opt.detach()  # opt's session was with the previous daemon
 
 
 def test_a_process_that_was_replaced_detaches_alone(folder):
@@ -263,7 +263,7 @@ def test_a_process_that_was_replaced_detaches_alone(folder):
         _, opt = trained(service, "job", 2)
         manager.kill()
         successor, its_opt = trained(service, "job", 1)
-        opt.detach()  # its first call since
+        opt.detach()  # opt's first call since the kill
         train(successor, its_opt, 1, first=3)
         its_opt.detach()
 
@@ -277,7 +277,7 @@ def test_restarts_while_ranks_are_on_their_way_back(folder):
         with service.ranks("durable_ranks", "sharded", "memory", 100000) as ranks:
             ranks.hear_answers(1)
             pids = ranks.pids()
-            reader = threading.Thread(target=ranks.end)  # they wait where nobody reads what they say
+            reader = threading.Thread(target=ranks.end)  # ranks block if their output is not read
             reader.start()
             for _ in range(40):
                 time.sleep(chance.uniform(0, 0.08))  # house: allow sleep: any moment of a return
@@ -303,14 +303,15 @@ def test_a_job_that_does_not_come_to_rest_goes_on_as_after_a_kill(folder):
         _, other = trained(service, "idle", 3)
         other.detach()
         before = opt.state_sha256()
-        model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()  # its gradients are there: between two steps it is not
+        # The job has gradients, so it is not between two steps.
+        model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
         manager.begin_restart()
         await_handled(manager.process.pid, signal.SIGTERM)
         manager.process.send_signal(signal.SIGTERM)
         manager.end_restart()
         assert jobs_of(service) == {"busy": 2, "idle": 3}
         assert NOT_AT_REST in service.log()
-        opt.zero_grad()  # they are lost
+        opt.zero_grad()  # drops the gradients, which the restart has lost
         assert opt.state_sha256() == before
         train(model, opt, 1, first=2)
         assert jobs_of(service) == {"busy": 3, "idle": 3}
@@ -320,7 +321,7 @@ def test_a_job_that_does_not_come_to_rest_goes_on_as_after_a_kill(folder):
 def test_a_store_without_room_for_the_ledger_costs_no_job(folder):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
-        manager.fds_max = 9  # four of each job, and the staging slots
+        manager.fds_max = 9  # four descriptors of each job, and one of the staging slots
         manager.start()
         train_two_jobs(service, "a", "b")
         manager.restart()

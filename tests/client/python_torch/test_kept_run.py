@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The trainings of `forebay run --keep` stand at their newest committed step, however the run ends, and --resume
-#         goes on with them: the bits are those of a run that nothing has ended.
-# Method  A training under a real `forebay run`, which is ended in the middle of a step by a signal or by SIGKILL of its
-#         processes; then --resume with the same script. Losses and SHA-256 of weights and states are compared with the
-#         run that nothing has ended. Each end by itself, with a client in C++, is in tests/tools/kept_run_test.py.
+# Goal    The trainings of `forebay run --keep` stand at their newest committed step, however the run ends. --resume continues
+#         them with the bits of an uninterrupted run.
+# Method  A training under a real `forebay run` is ended in the middle of a step by a signal or by SIGKILL of its processes;
+#         then --resume runs the same script. Losses and SHA-256 of weights and states are compared with an uninterrupted run.
+#         Each end by itself, with a client in C++, is in tests/tools/kept_run_test.py.
 
 import json
 import os
@@ -132,7 +132,7 @@ class Run:
 
     def ended(self):
         status = self.process.wait(DEADLINE_S)
-        # Until the second process has ended too: it has the pipe.
+        # Reads until the second process has ended too, because that process has the pipe open.
         self.process.stdout.read()
         return status
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Ranks that srun or mpirun has started find out which they are: for attach() by themselves, for a process
-#         group by one call; whoever has set the variables already, as torchrun does, keeps them.
+# Goal    Ranks that srun or mpirun has started find out their rank: attach() does by itself, a process group by one call.
+#         Variables that are set already, as by torchrun, are not changed.
 # Method  The variables that Slurm 23's srun, Open MPI 4.1, MPICH's hydra and Cray PALS set; two processes with
 #         those of srun train on the real daemon and meet in a group.
 

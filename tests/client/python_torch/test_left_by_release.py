@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A daemon goes on with what one of the release before has left in the service manager's store: the jobs of one
-#         that was restarted, and of one that was killed in the middle of an update.
-# Method  left/*.tar.xz are the bytes of every memfd that a daemon of commit 4b14564 (protocol 14) left, each with the step
-#         and the SHA-256 that the job had there. They become memfds again and are handed to a daemon of this build; then
-#         the job trains on. A release makes them anew, with its own programs and package:
-#         left_by_release.py handed-over left/handed-over.tar.xz; the same for killed.
+# Goal    A daemon continues with the memory that a daemon of the previous release has left in the service manager's store: the
+#         jobs of a daemon that was restarted, and of a daemon that was killed in the middle of an update.
+# Method  left/*.tar.xz are the bytes of every memfd that a daemon of commit 4b14564 (protocol 14) left, each with the step and
+#         the SHA-256 of the job at that time. The bytes become memfds again and are handed to a daemon of this build. Then the
+#         job trains on. A release creates the files from scratch, with its own programs and package: left_by_release.py
+#         handed-over left/handed-over.tar.xz; the same for killed.
 
 import copy
 import fcntl
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 LEFT = pathlib.Path(__file__).parent / "left"
 
 
-MFD_NOEXEC_SEAL, F_SEAL_EXEC = 0x8, 0x20  # of Linux 6.3
+MFD_NOEXEC_SEAL, F_SEAL_EXEC = 0x8, 0x20  # defined since Linux 6.3
 
 
 def memfd(name, data, seals, mode):

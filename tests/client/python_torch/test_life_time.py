@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    An optimizer that is dropped without detach() ends its session, unmaps the weights and
-#         leaves the model with private parameters; nothing of ours keeps model or optimizer alive.
-# Method  Drop one, the other or both, in each state of a step; look at weak references, at the
-#         node's sessions and at the process's own mappings.
+# Goal    An optimizer that is dropped without detach() ends its session, unmaps the weights and leaves the model with private
+#         parameters. No reference of the package keeps a dropped model or optimizer alive.
+# Method  Drop one, the other or both, in each state of a step. Check weak references, the node's sessions and the mappings of
+#         the process.
 
 import gc
 import pathlib
@@ -58,7 +58,7 @@ def test_dropping_the_optimizer_gives_the_model_private_parameters(node):
     gc.collect()
     assert sessions() == 0
     assert all(torch.equal(p, want[name]) for name, p in model.named_parameters())
-    graph.backward()  # its hooks find no optimizer: the gradients are torch's again
+    graph.backward()  # the hooks find no optimizer: the gradients are torch's again
     train(model, torch.optim.AdamW(model.parameters()), 1)
     model.half()
 

@@ -114,7 +114,7 @@ def test_replicas_that_differ_are_named_by_all_ranks(run):
 def test_all_go_on_from_one_step_where_ranks_die(run, deaths):
     attached = [line[3] for line in run.lines if line[:2] == ["attached", deaths]]
     ranks, point = deaths.removeprefix("die=").split("@")
-    # Who dies when it knows what all have prepared leaves others that commit it.
+    # A rank that dies after it knows what all have prepared leaves the step to the other ranks, which commit it.
     step = 3 if point == "decide" else 2
     assert sorted(attached) == [0] * RANKS + [step] * RANKS, ranks
     assert named(run.lines, "digest", deaths) == named(run.reference, "digest", HOW[0])

@@ -23,13 +23,13 @@ def ranks_of(*nodes):
     return ",".join(str(node * NODE_RANKS + rank) for node in nodes for rank in range(NODE_RANKS))
 
 
-# Daemons that are killed before their node has said what it has prepared, and when all are known.
+# Daemons are killed before their node has sent what it has prepared, or after all nodes' messages are known.
 KILLS = {
     f"kill+hold={ranks_of(*nodes)}@{point}": nodes for point in ("gather", "decide") for nodes in ((0,), (1,), (0, 1))
 }
 REPLICAS = f"hsdp+kill+hold={ranks_of(1)}@gather"
-# Ranks of the node whose memory is lost end; the other node has committed step 3 by then, and has made it durable where
-# every step is.
+# The ranks of the node whose memory is lost end. The other node has committed step 3 by then. It has also made step 3 durable
+# if every step is durable.
 LOSSES = {
     f"lose+level={level}+hold={ranks_of(node)}@decide": node
     for node, level in ((0, "step"), (1, "step"), (1, "epoch=2"))

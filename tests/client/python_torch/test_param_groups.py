@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A model trains with as many parameter groups as layer-wise learning rates need, up to 4096, and with parameters
-#         of long names; what is beyond is refused with the number there is and the one there may be.
-# Method  Beside torch's optimizer over the same groups; under a stand-in for the service manager, which kills the daemon
-#         and restarts it between steps; durable, with a daemon that is stopped and started.
+# Goal    A model trains with as many parameter groups as layer-wise learning rates need, up to 4096, and with long parameter
+#         names. More is refused with the number of the model and the limit.
+# Method  Training is compared with torch's optimizer over the same groups: under a stand-in for the service manager, which
+#         kills the daemon and restarts it between steps; and durable, with a daemon that is stopped and started.
 
 import copy
 

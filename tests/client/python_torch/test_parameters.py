@@ -25,7 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.device_of = nn.Parameter(torch.empty(0, dtype=torch.float64))
         self.body = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 0)  # of no classes
+        self.head = nn.Linear(8, 0)  # a head without classes
         self.codes = nn.Parameter(torch.empty(3, 0, dtype=torch.int64), requires_grad=False)
 
     def forward(self, x):
@@ -164,7 +164,7 @@ def test_parameters_of_a_loss_train_with_the_model(node, make, name):
     assert opt.read_state(name)["exp_avg"].shape == loss.weight.shape
     sha256 = opt.state_sha256()
     opt.detach()
-    model, loss = model_and_loss()  # another process of the run
+    model, loss = model_and_loss()  # as in another process of the run
     opt = forebay.attach(model, make(model, loss))
     assert opt.committed_step == 4 and opt.state_sha256() == sha256
     assert_close(loss, plain[1], 4, lr=LR)
@@ -177,7 +177,7 @@ def test_states_of_a_loss_go_both_ways(node):
     model, loss = copy.deepcopy(plain)
     other = adamw(both_parameters(model, loss))
     other.load_state_dict(theirs.state_dict())
-    opt = forebay.attach(model, other)  # which has stepped
+    opt = forebay.attach(model, other)  # `other` has the states of earlier steps
     norms = train_both(model, loss, opt, 2, first=2)
     plain_norms = train_both(*plain, theirs, 2, first=2)
     assert_trained_alike(nn.ModuleList([model, loss]), nn.ModuleList(plain), 4, norms, plain_norms)
@@ -195,7 +195,8 @@ def test_two_ranks_train_one_loss(node):
         return forebay.attach(model, adamw(both_parameters(model, loss)), rank=rank, world_size=2, timeout=30)
 
     opts = both(attach)
-    norms = both(lambda rank: train_both(*pairs[rank], opts[rank], 3))  # the same batches: the mean is that of one
+    # Both ranks train on the same batches, so the mean of their gradients is that of one rank.
+    norms = both(lambda rank: train_both(*pairs[rank], opts[rank], 3))
     plain_norms = train_both(*plain, adamw(both_parameters(*plain)), 3)
     for pair, of_rank in zip(pairs, norms):
         assert_trained_alike(nn.ModuleList(pair), nn.ModuleList(plain), 3, of_rank, plain_norms)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Goal    Adapters of peft train on a frozen base to the numbers of the plain Trainer; the base has no states.
-# Method  As test_transformers.py. Under a base of bfloat16 an adapter's last bit can turn the rounding of an activation,
-#         by 2^-9 of it: there the plain Trainer has an AdamW with the daemon's roundings, and all weights are compared to
-#         the bit.
+# Method  The method of test_transformers.py. Under a base of bfloat16 an adapter's last bit can turn the rounding of an
+#         activation, by 2^-9 of the activation. In that case the plain Trainer has an AdamW with the daemon's roundings, and
+#         all weights are compared to the bit.
 
 import pytest
 import torch

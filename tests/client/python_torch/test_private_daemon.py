@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The daemon of `forebay run` may end under a training run: the next one goes on with its jobs, where it could
-#         hand them over, and has what is durable where it could not.
-# Method  Ranks under a real `forebay run`, which take each step from the test. The daemon gets SIGTERM at each place of a
-#         step in turn, or SIGKILL between two jobs; SHA-256 of weights and states beside the same training in a job that
-#         saw no restart. FOREBAY_SEED gives other orders of the places, FOREBAY_RESTARTS more restarts.
+# Goal    The daemon of `forebay run` may end under a training run. The next daemon continues the jobs if the ended daemon could
+#         hand them over. Otherwise the next daemon has what is durable.
+# Method  Ranks under a real `forebay run` take each step from the test. The daemon gets SIGTERM at each place of a step in
+#         turn, or SIGKILL between two jobs. SHA-256 of weights and states is compared with the same training in a job that saw
+#         no restart. FOREBAY_SEED gives other orders of the places, FOREBAY_RESTARTS more restarts.
 
 import contextlib
 import json

@@ -85,7 +85,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before(node):
     }
     for step in range(2):
         loss_of(model, batch(step)).backward()
-        opt.stats()  # begins its own count anew, and no other
+        opt.stats()  # resets its own count only, not that of metrics()
         opt.step()
         values = opt.metrics(daemon=False)
         timeline = opt.stats()["timeline"]

@@ -63,7 +63,7 @@ def test_states_are_the_ranks_and_the_model_stays_private(trainer):
         assert all(torch.equal(ours[state], theirs[state]) for state in theirs)
     reader.load_weights()
     with torch.no_grad():
-        own.norm.weight.add_(1)  # its own memory
+        own.norm.weight.add_(1)  # writes private memory, not the job's
     assert not torch.equal(own.norm.weight, model.norm.weight)
     assert any(not torch.equal(own.get_parameter(name), values) for name, values in before.items())
     reader.detach()
@@ -102,7 +102,7 @@ def test_all_states_of_a_parameter_are_of_one_step(trainer):
     theirs = opt.read_state(name)
     assert all(torch.equal(states[state], theirs[state]) for state in theirs)
     assert states["step"] == 2 and reads == 4
-    states, reads = read(name, [opt.step])  # has no gradient: the states are the same after it
+    states, reads = read(name, [opt.step])  # this step has no gradient and changes no state
     assert states["step"] == 2 and reads == 2 and opt.committed_step == 3
     reader._timeout = 0.0
     with pytest.raises(forebay.ForebayTimeoutError, match=f"states of {name} ended") as caught:

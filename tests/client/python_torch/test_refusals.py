@@ -99,7 +99,7 @@ def test_another_optimizer(node, kind, made):
     other = other or kind(model.parameters(), lr=0.1)
     train(model, opt, 1)
     named = rf"{kind.__name__}.step\(\) on parameter embedding.weight"
-    with refused(match=named):  # no gradient: torch would do nothing
+    with refused(match=named):  # refused without a gradient too, though torch would do nothing
         other.step()
     loss_of(model, batch(0)).backward()
     with refused(match=named):
@@ -186,7 +186,7 @@ def test_ddp(attached, process_group):
         nn.parallel.DistributedDataParallel(model)
     with refused(match="DistributedDataParallel around Block layers.1"):
         nn.parallel.DistributedDataParallel(nn.Sequential(model.layers[1]))
-    nn.parallel.DistributedDataParallel(net())  # of another model
+    nn.parallel.DistributedDataParallel(net())  # allowed: another model
     with refused(match="DistributedDataParallel: it reduces gradients"):
         forebay.attach(nn.parallel.DistributedDataParallel(net(seed=3)), job="ddp")
 
@@ -325,7 +325,7 @@ def test_an_optimizer_that_is_not_forebays(node, wrong):
 
 def test_second_attach_of_a_model(attached):
     model, opt = attached
-    loss_of(model, batch(1)).backward()  # gradients that the daemon has are no hindrance
+    loss_of(model, batch(1)).backward()  # delivered gradients do not change the refusal
     with refused(match="attached already"):
         forebay.attach(model)
     opt.step()
@@ -338,7 +338,7 @@ def test_a_job_attached_again_with_another_layout_is_refused_with_both(attached,
 
 
 def test_another_run_continues_a_job_only_where_it_asks_to(node):
-    for steps in (0, 2):  # from its initial parameters on
+    for steps in (0, 2):  # 0: the job has its initial parameters
         model = net()
         opt = forebay.attach(model, forebay.AdamW(lr=1e-2), run="first")
         train(model, opt, steps)

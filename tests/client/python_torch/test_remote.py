@@ -95,7 +95,7 @@ def place(gateway_network, tmp_path_factory):
 @pytest.mark.parametrize("how", SHARED)
 def test_remote_ranks_train_and_see_what_local_ones_do(place, tmp_path, how):
     words = (f"shared.{how}", 2, 4, how)
-    remote = place.ranks(*words, LOCAL_WORLD_SIZE="1")  # as where each is on a node of its own
+    remote = place.ranks(*words, LOCAL_WORLD_SIZE="1")  # as if each rank had its own node
     local = locally(place.nodes[1], tmp_path, remote_ranks.main, *words)
     assert len(local) > 0 and sorted(map(str, remote)) == sorted(map(str, local))
 
@@ -122,7 +122,7 @@ def test_sharded_remote_ranks_train_as_local_ones_do(place, tmp_path):
 
 
 def of_the_user(*words):
-    codecs.lookup("ascii")  # loaded while the interpreter's files may be read
+    codecs.lookup("ascii")  # loads the codec while the interpreter's files are readable
     os.setuid(UID)
     nodes_ranks.main(*words)
 
@@ -133,7 +133,7 @@ def test_a_sharded_job_of_one_daemon_may_have_ranks_on_two_nodes(
 ):
     """One of them is the daemon's, whose rank reaches it on its socket or through the gateway too. Each has a launcher."""
     monkeypatch.delenv("FOREBAY_RUN")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's where it got none
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's value if it got no id
     scenarios = ("launched+die=1@call", "clip+hsdp")
     os.chmod(folder, 0o711)
     place = Place(gateway_network, folder, port=PORT + 4)
@@ -155,7 +155,8 @@ def test_a_sharded_job_of_one_daemon_may_have_ranks_on_two_nodes(
 def test_a_node_of_a_job_over_two_may_have_its_daemon_elsewhere(gateway_network, tmp_path):
     """Ranks 2 and 3 reach one on the node of ranks 0 and 1, which have another."""
     digests = []
-    place = Place(gateway_network, tmp_path / "remote", port=PORT + 6)  # without the jobs of other tests
+    # A new place has no jobs of other tests.
+    place = Place(gateway_network, tmp_path / "remote", port=PORT + 6)
     for number, is_remote in enumerate((True, False)):
         port, folder = two_nodes.PORT + 50 * number, tmp_path / str(number)
         for name in ("first", "second"):

@@ -67,6 +67,6 @@ def test_what_the_page_shows_trains_on_a_daemon_of_another_node(gateway_network,
     said, _ = ranks.communicate(timeout=DEADLINE_S)
     assert ranks.returncode == 0, said
     assert "is sharded over 2 ranks" in said
-    os.killpg(gateway.pid, signal.SIGKILL)  # it is a child of the shell
+    os.killpg(gateway.pid, signal.SIGKILL)  # kills the shell and the gateway, its child
     gateway.communicate(timeout=DEADLINE_S)
     daemon.stop()

@@ -37,7 +37,7 @@ class Waiting:
     """A rank that has made its first step and waits."""
 
     def __init__(self, place, job, *words, ranks=1):
-        if place.gateway.process.poll() is not None:  # of a test that failed
+        if place.gateway.process.poll() is not None:  # a failed test may have ended the gateway
             place.gateway.start()
         wait = {"FOREBAY_DAEMON_WAIT": "1"}
         self.output = place.start(remote_ranks.main, job, ranks, 4, "wait", *words, **wait)

@@ -40,7 +40,7 @@ def test_a_certificate_that_has_expired_is_refused(place):
     certificate, key = place.authority.issue("expired", days=-1)
     code, text = refusal(place, client=make_client_folder(place.folder / "expired", place.authority, certificate, key))
     assert code == "E_CONFIG" and "expired/cert.pem: is valid from" in text and "to 2020-01-02 00:00:00 UTC" in text
-    # The gateway would not have believed it either.
+    # The gateway refuses the certificate too.
     own = ["-cert", certificate, "-key", key, "-connect", f"{ADDRESSES[0]}:{PORT}", "-tls1_2"]
     command = place.nodes[1].command("openssl", "s_client", *own, folder=place.folder)
     said = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -132,7 +132,7 @@ def test_an_address_that_is_not_a_host_and_a_port_is_refused(address):
 
 
 def test_a_socket_that_is_no_gateway_is_refused(place):
-    # The daemon's node listens there, and speaks no TLS.
+    # A process on the daemon's node listens at the port, and speaks no TLS.
     script = "import socket; s = socket.create_server(('', 7799)); print('listens', flush=True); s.accept()[0].sendall(b'220 mail\\r\\n' * 9)"
     command = place.nodes[0].command("python3", "-c", script)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

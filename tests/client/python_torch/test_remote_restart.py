@@ -38,7 +38,7 @@ def agents_of(place):
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if all(word in words for word in own):
             found.append(int(process.name))
@@ -87,7 +87,7 @@ class KeptPlace(Place):
         self.nodes[0].run("ip", "link", "set", LINK, "down")
         time.sleep(AWAY_S)  # house: allow sleep: longer than the keepalive
         self.nodes[0].run("ip", "link", "set", LINK, "up")
-        for node in self.nodes:  # an attach right behind the last step finds it
+        for node in self.nodes:  # an attach right after the last step needs the link
             await_link(node)
 
     def kill_daemon(self):
@@ -101,7 +101,7 @@ class KeptPlace(Place):
 
 WHAT = [name for name in vars(KeptPlace) if name.partition("_")[0] in ("kill", "restart", "hold", "cut")]
 WHAT.append("restart_daemon")
-STEPS = 1 + len(WHAT) + 1  # one before the first, one behind the last
+STEPS = 1 + len(WHAT) + 1  # one step before the first fault, one after the last
 
 
 def train(*words):
@@ -110,7 +110,7 @@ def train(*words):
 
 @pytest.mark.parametrize(("mode", "where"), CASES)
 def test_ranks_go_on(gateway_network, folder, mode, where):
-    # A model with more weights than a cache of them.
+    # The model has more weights than a cache has room for.
     variables = {"GLOO_SOCKET_IFNAME": "lo", **({"FOREBAY_WIDTH": "128"} if where == "swap" else {})}
     room = room_without_states(folder, mode, "memory", **variables) if where == "swap" else ["dram.limit=1GiB"]
     place = KeptPlace(gateway_network, f"{folder}/place", *room, port=PORT + 8, keepalive=KEEPALIVE_MS)
@@ -236,7 +236,7 @@ def test_a_detach_right_behind_a_lost_connection_is_heard(kept_place, what):
     rank.kill()
 
 
-@pytest.mark.parametrize("turn", range(5))  # more than one may see
+@pytest.mark.parametrize("turn", range(5))  # repeated, because one kill may miss the moment
 def test_a_trainer_that_is_killed_when_it_is_back_is_not_waited_for(kept_place, turn):
     rank = Asked(kept_place, "shared", f"killed.{turn}")
     rank.answer("attached", 0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Training scripts of any form do the same attached as with torch's optimizer: losses and gradients bit by bit,
-#         parameters, moments and `step` within the bound that the roundings of one update give; or they are refused
-#         with a documented id and a hint, and nothing was applied.
-#         Loops with two models and two optimizers, as GANs have them, too, and scripts over a model that FSDP2 shards.
-# Method  Scripts from the grammar of script_grammar.py by their seed, each as a job of its own, which is deleted afterwards;
-#         sharded ones in one rank over gloo, beside torch's FSDP2.
-#         FOREBAY_FUZZ_SCRIPTS=5000 runs more of them, FOREBAY_FUZZ_SEED=N begins elsewhere; a difference names its seed.
+# Goal    Training scripts of any form give the same results attached as with torch's optimizer: losses and gradients are equal
+#         bit by bit; parameters, moments and `step` are within the bound that the roundings of one update give. Or a script is
+#         refused with a documented id and a hint, and nothing was applied. The same holds for loops with two models and two
+#         optimizers, as GANs have them, and for scripts over a model that FSDP2 shards.
+# Method  Scripts come from the grammar of script_grammar.py, by a seed. Each script is a separate job, which is deleted
+#         afterwards. Sharded scripts run in one rank over gloo, and are compared with torch's FSDP2. FOREBAY_FUZZ_SCRIPTS=5000
+#         runs more scripts, FOREBAY_FUZZ_SEED=N begins elsewhere; a difference names its seed.
 
 import collections
 import os
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 SCRIPTS = int(os.environ.get("FOREBAY_FUZZ_SCRIPTS", "200"))
-PAIRS_EACH = 5  # scripts with one optimizer for each with two
-SHARDED_EACH = 4  # shared ones for each that is sharded
+PAIRS_EACH = 5  # scripts with one optimizer for each script with two
+SHARDED_EACH = 4  # shared scripts for each sharded script
 FIRST = int(os.environ.get("FOREBAY_FUZZ_SEED", "0"))
 PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "reference" / "troubleshooting.md"
 
@@ -33,7 +33,7 @@ PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "reference" / "tro
 @pytest.fixture
 def quiet():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what scripts do on purpose
+        warnings.simplefilter("ignore")  # ignores warnings about what scripts do on purpose
         yield
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A model that FSDP2 shards trains attached as it does with torch's AdamW, resumes with the
-#         same bits, gives its present values to whoever reads it, and names what it refuses.
-# Method  1, 2 and 3 ranks over gloo on the real daemon, each case beside torch's FSDP2 of the same
-#         model on the same batches; 4 and 8 ranks beside one process. All cases of a number of ranks
-#         share one launch of sharded_ranks.py; the result of each is a test here.
+# Goal    A model that FSDP2 shards trains attached as it does with torch's AdamW, and resumes with the same bits. A reader gets
+#         the model's present values. A refusal names what is refused.
+# Method  1, 2 and 3 ranks over gloo on the real daemon, each case compared with torch's FSDP2 of the same model on the same
+#         batches; 4 and 8 ranks compared with one process. All cases of a number of ranks share one launch of sharded_ranks.py;
+#         the result of each case is a test here.
 
 import json
 import subprocess
@@ -31,9 +31,10 @@ from test_processes import HERE, ROOT, environment, package
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 DEADLINE_S = 120
-CASE_S = 5  # in the mean; a case that hangs ends by the limits of its collectives and calls (sharded_ranks.DEADLINE_S)
+# Mean seconds of a case. A case that hangs is ended by the limits of its collectives and calls (sharded_ranks.DEADLINE_S).
+CASE_S = 5
 SIZES = (1, 2, 3)
-MESHES = (4, 8)  # ranks of two and of three dimensions
+MESHES = (4, 8)  # ranks of meshes of two and of three dimensions
 
 
 # Launches of a case each, in this order: (case, ranks, run).
@@ -48,7 +49,8 @@ ALONE = [
 
 WITHOUT_WAITS = "without_waits_a_rank_alone_computes_something_else"
 
-# On a GPU that is late: each way of the bytes, by ranks whose memory it takes in two ways.
+# Cases on a GPU that works late, as (ranks, case). The cases cover each path of the bytes. The GPU of even ranks can register
+# read-only memory, the GPU of odd ranks cannot.
 ON_A_DEVICE = [
     (1, "uneven_and_empty_shards"),
     (1, "clip_grad_norm_of_torch"),
@@ -91,7 +93,7 @@ ON_A_DEVICE = [
             "a_tensor_that_changes_while_it_is_copied",
             "a_buffer_that_is_filled_again",
             "gradients_through_conjugated_and_negated_tensors",
-            "a_gpu_that_fails",  # the last: its processes cannot go on
+            "a_gpu_that_fails",  # the last case: its processes cannot continue
         )
     ],
 ]
@@ -119,7 +121,8 @@ def launches(items):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """By launch and case, the errors of its ranks."""
-    daemon = Daemon(tmp_path_factory.mktemp("sharded"), "dram.limit=2GiB")  # a job for each case
+    # Has room for a job of each case.
+    daemon = Daemon(tmp_path_factory.mktemp("sharded"), "dram.limit=2GiB")
     items = [item for item in request.session.items if item.path == request.path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREBAY_SOCKET", daemon.socket)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The optimizer's states leave and enter a job in torch's format: what was read and loaded has the same
-#         bits where the format keeps them, torch's optimizer goes on from it and it from torch's as if nothing had
-#         been moved, between ranks, through torch.save; what does not fit is refused by name before anything was
-#         written, and a load that does not end is noticed.
+# Goal    The optimizer's states leave and enter a job in torch's format. States that were read and loaded have the same bits if
+#         their format retains the bits. Torch's optimizer continues from a job's states, and a job from torch's, as if nothing
+#         had been moved, between ranks and through torch.save. What does not fit is refused by name before anything was
+#         written. A load that does not end is noticed.
 # Method  Small models on the daemon; torch's optimizers on losses that are linear in the
 #         parameters, compared with the bound of test_optimizers.py; the bits by state_sha256().
 
@@ -77,7 +77,7 @@ def test_the_master_of_a_16_bit_parameter_comes_along(node):
     train(first, opt, 3)
     saved = opt.state_dict()
     assert saved["state"][0]["master"].dtype == torch.float32
-    second = net(seed=2).bfloat16()  # its weights are others
+    second = net(seed=2).bfloat16()  # has other weights than `model`
     other = attach(second, "second")
     other.load_state_dict(saved)
     assert other.state_sha256() == opt.state_sha256()
@@ -107,7 +107,7 @@ def test_narrow_moments_come_back(node, format_):
             if format_ == "bf16":
                 assert torch.equal(wanted[moment], found[moment]), (name, moment)
                 continue
-            # Half a code of the scale of its group, which is below the whole parameter's largest.
+            # The bound is half a code of the group's scale, which is at most the parameter's largest value.
             root = torch.sqrt if moment == "exp_avg_sq" else (lambda values: values)
             codes = 255 if moment == "exp_avg_sq" else 127
             bound = 0.51 * float(root(wanted[moment]).abs().max()) / codes
@@ -371,7 +371,7 @@ def test_a_load_that_fails_is_noticed_by_every_attachment_until_one_ends(
             opt.load_state_dict(fresh)
             assert not opt.read_state("head.weight")["exp_avg"].any()
             opt.load_state_dict(saved)
-        if dtype == torch.bfloat16:  # whose masters are loaded too
+        if dtype == torch.bfloat16:  # bfloat16 parameters have masters, which are loaded too
             assert opt.state_sha256() == digest
         assert opt.read_state("head.weight")["step"] == 2
         train(again, opt, 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    The optimizer's states leave and enter a job through a file of pieces, with the same bits, whatever torch's
-#         default dtype is. A file that is broken, that changes or does not fit is refused by name, and one in the
-#         making touches nothing but itself.
+# Goal    The optimizer's states leave and enter a job through a file of pieces, with the same bits, whatever torch's default
+#         dtype is. A file that is broken, that changes or does not fit is refused by name. Writing a file touches nothing but
+#         that file.
 # Method  Small models on the daemon; headers that are written by hand.
 
 import copy

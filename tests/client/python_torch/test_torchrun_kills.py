@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Whatever dies of a launch of torchrun and its daemon, the training goes on at its last answered step, and
+# Goal    If any process of a launch of torchrun dies, or the daemon dies, the training continues at its last answered step and
 #         ends with the bits of a training without kills.
-# Method  A daemon with durability step on kept swap and tools/train_gpt.py; the daemon is killed, then a rank.
+# Method  A daemon with durability step on persisted swap, and tools/train_gpt.py. The daemon is killed, then a rank.
 #         `torchrun_kills.py KILLS` is the long form. FOREBAY_SEED gives other moments.
 
 import os

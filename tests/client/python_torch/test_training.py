@@ -181,14 +181,14 @@ def test_max_grad_norm_clips_as_torch(node):
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         plain_opt.step()
         plain_opt.zero_grad()
-        # The same gradients up to rounding, squares summed in another order.
+        # Both norms are of the same gradients up to rounding, with the squares summed in another order.
         assert abs(opt.grad_norm - norm.item()) <= 1e-3 * norm.item()
     assert_close(model, plain, 3)
 
 
 def test_frozen_parameters_keep_their_bytes(node):
     model = net()
-    model.layers[0].up.weight.requires_grad_(False)  # one of its group
+    model.layers[0].up.weight.requires_grad_(False)  # one parameter of its group
     for tensor in model.layers[1].parameters():  # the whole group
         tensor.requires_grad_(False)
     before = {
@@ -207,7 +207,7 @@ def test_unused_parameters_are_skipped(node):
             x = self.embedding(tokens)
             x = x + nn.functional.linear(
                 x, self.layers[0].up.weight[: x.shape[-1]]
-            )  # the rest of layer 0: unused
+            )  # the rest of layer 0 is unused
             return self.head(self.norm(self.layers[1](x)))  # layer 2: unused
 
     torch.manual_seed(5)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Hugging Face's Trainer trains an attached model to the numbers of the plain one, on one rank and two, and
-#         goes on behind the committed step after kill -9 with the bits of a run that was not killed.
+# Goal    Hugging Face's Trainer trains an attached model to the numbers of the plain model, on one rank and two. After kill -9
+#         the Trainer continues behind the committed step with the bits of a run that was not killed.
 # Method  Tiny GPT-2 and BERT with random weights, with dropout and shuffled data. Ranks are forked from one process
 #         that has imported transformers (huggingface_ranks.py), on the real daemon.
 
@@ -54,7 +54,8 @@ def test_clipping_and_the_tokens_of_each_rank(runs, ranks, clip):  # noqa: F811
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", ["gpt2", "bert"])
 def test_gradients_are_accumulated(runs, model, ranks):  # noqa: F811
-    arguments = {"gradient_accumulation_steps": 4}  # of 11 batches, or 6: the last step of an epoch has fewer
+    # An epoch has 11 batches, or 6 on two ranks. The last step of an epoch has fewer than 4 batches.
+    arguments = {"gradient_accumulation_steps": 4}
     plain = runs("trainer", ranks, model=model, arguments=arguments, plain=True)
     ours = runs("trainer", ranks, model=model, arguments=arguments)
     assert_is_as(ours, plain)
@@ -71,7 +72,8 @@ def test_a_checkpoint_is_resumed_from(runs, ranks):  # noqa: F811
         folder = str(source.folder / "out" / "checkpoint-8")
         resumed = runs("trainer", ranks, model="gpt2", resume=folder, **options)
         for own, theirs in zip(resumed.ranks, whole.ranks):
-            assert_same_numbers(own["logged"][:-1], theirs["logged"][:-1])  # the last has the mean loss of the call
+            # The last entry has the mean loss of one call.
+            assert_same_numbers(own["logged"][:-1], theirs["logged"][:-1])
         assert_same_training(resumed, whole, whole.ranks[0]["outputs"][0][0])
 
 
@@ -85,8 +87,9 @@ def assert_goes_on(ours, whole):
 EVENTS = [
     ("on_step_begin", 4),
     ("on_pre_optimizer_step", 4),
-    ("on_optimizer_step", 5),  # committed; the scheduler, logging, evaluation and saving are to come
-    ("on_evaluate", 6),  # the end of an epoch of two ranks
+    # After the commit; before the scheduler, logging, evaluation and saving.
+    ("on_optimizer_step", 5),
+    ("on_evaluate", 6),  # the end of an epoch on two ranks
     ("on_save", 8),
     ("on_epoch_end", 5),
     ("on_train_end", 0),
@@ -128,7 +131,7 @@ def test_what_callbacks_and_schedulers_know_goes_on_too(runs):  # noqa: F811
 
 def test_the_best_model_is_loaded_at_the_end(runs):  # noqa: F811
     arguments = {"load_best_model_at_end": True, "save_steps": 3, "metric_for_best_model": "loss"}
-    arguments["greater_is_better"] = True  # so that it is not the last one
+    arguments["greater_is_better"] = True  # makes an earlier model than the last one the best
     ours = runs("trainer", arguments=arguments)
     logged = [entry for entry in ours.ranks[0]["logged"] if "eval_loss" in entry]
     best = max(logged, key=lambda entry: entry["eval_loss"])
@@ -209,7 +212,7 @@ def test_a_second_trainer_on_one_model(runs):  # noqa: F811
     assert_is_as(whole, plain)
     assert whole.ranks[0]["committed"] == whole.ranks[0]["outputs"][1][0]
     for event, step in (("on_step_begin", 0), ("on_optimizer_step", 5), ("on_train_end", 0)):
-        kill = {"rank": 0, "step": step, "event": event}  # in the second one
+        kill = {"rank": 0, "step": step, "event": event}  # the second trainer is killed
         assert_goes_on(runs("trainer", trainers=2, kill=kill), whole)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Ranks train on the mean of their gradients, wait for each other, and go on after a loss.
-# Method  Two ranks are two threads of this process, each with a model and an attachment of its own.
-#         Torch's side is one model that is stepped with the mean of the two gradients.
+# Goal    Ranks train on the mean of their gradients, wait for each other, and continue after the loss of a rank.
+# Method  Two ranks are two threads of this process, each with its own model and attachment. Torch's side is one model that is
+#         stepped with the mean of the two gradients.
 
 import concurrent.futures
 import os
@@ -123,11 +123,11 @@ def test_different_learning_rates_are_refused(node):
 
     assert both(run) == ["E_STEP", "E_STEP"]
     opts[1].param_groups[0]["lr"] = 1e-2
-    both(lambda rank: opts[rank].step())  # the gradients are still there
+    both(lambda rank: opts[rank].step())  # the refused step has retained the gradients
     assert opts[0].committed_step == 2
     opts[1].param_groups[0]["lr"] = 1e-3
     assert both(run) == ["E_STEP", "E_STEP"]
-    for opt in opts:  # or the batch is left out
+    for opt in opts:  # zero_grad() skips the batch
         opt.zero_grad()
     opts[1].param_groups[0]["lr"] = 1e-2
     train_ranks(models, opts, 1, first=2)
@@ -152,7 +152,7 @@ def test_one_rank_alone_waits_until_its_time_is_up(node):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         late = pool.submit(finish, 1)
         assert late.result() == 1, "rank 0 had called step already"
-    loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
+    loss_of(models[0], batch(2))  # reads the completion of step 1
     assert opts[0].committed_step == 1
     opts[0].step()  # asks for step 1 again, which is committed and changes nothing
     assert opts[0].committed_step == 1
@@ -179,7 +179,7 @@ def test_a_step_that_ctrl_c_ended_is_asked_for_again(node):
         with pytest.raises(KeyboardInterrupt):
             opts[0].step(extra_state=b"first")
         pool.submit(opts[1].step).result(30)
-        loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
+        loss_of(models[0], batch(2))  # reads the completion of step 1
         assert opts[0].committed_step == 1
         opts[0].step(extra_state=b"first")
     assert [opt.committed_step for opt in opts] == [1, 1]

@@ -124,7 +124,7 @@ def test_an_optimizer_that_has_stepped_goes_on(node, kind):
     again = net()
     torchs = kind(again.parameters(), lr=LR)
     train(again, torchs, 1)
-    opt = forebay.attach(again, torchs)  # the job's states are newer
+    opt = forebay.attach(again, torchs)  # the job's newer states replace those of torchs
     assert opt.read_state("norm.bias")["step"] == 4 and opt.committed_step == 2
     opt.detach()
 
@@ -229,7 +229,7 @@ def test_a_closure(node):
             loss.backward()
             return loss
 
-        with torch.no_grad():  # torch's optimizers switch it on for a closure
+        with torch.no_grad():  # torch's optimizers enable gradients for a closure
             return optimizer.step(closure).item()
 
     for number in range(3):
@@ -238,7 +238,8 @@ def test_a_closure(node):
     assert_close(model, plain, 3)
     with pytest.raises(RuntimeError, match="of the closure"):
         opt.step(fail)
-    assert opt.step() is None and opt.committed_step == 4  # without a gradient: nothing moves
+    # Without a gradient the step changes nothing.
+    assert opt.step() is None and opt.committed_step == 4
     assert_close(model, plain, 3)
     opt.detach()
 
@@ -395,7 +396,7 @@ class Adapted(nn.Module):
 def test_a_frozen_base_of_another_type(node, base, adapter):
     torch.manual_seed(3)
     model = Adapted(base, adapter)
-    with torch.no_grad():  # a low half that is a NaN of 16 bits
+    with torch.no_grad():  # a value whose low half is a NaN of 16 bits
         if base == torch.float32:
             model.base.weight.view(torch.int32)[0, 0] = 0x3F80FFFF
     plain = copy.deepcopy(model)
@@ -483,7 +484,7 @@ def test_a_forked_worker_of_a_data_loader_holds_the_model(node):
     for tokens, _ in torch.utils.data.DataLoader(Scored(model, 3), num_workers=1, batch_size=None):
         for which, optimizer in ((model, opt), (plain, plain_opt)):
             train(which, optimizer, 1, loss=lambda model, _, tokens=tokens: loss_of(model, tokens))
-    assert opt.committed_step == 3  # the worker has ended, and the session goes on
+    assert opt.committed_step == 3  # the worker has ended, and the session continues
     assert_close(model, plain, 3)
     opt.detach()
 

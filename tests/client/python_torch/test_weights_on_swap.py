@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A sharded model whose weights and gradients do not fit in DRAM trains with the bits that it has where they
-#         do, in the smallest limit that the daemon names, and survives its trainers.
-# Method  Ranks over gloo on the real daemon, in a small limit and in a large one: losses, gradients' norms, SHA-256
-#         of weights and states. The limit is taken from the error's hint; the daemon's memory is what the kernel
-#         counts. With FOREBAY_FULL_SIZE awkward models are as large as they come: 12 GiB of DRAM, 16 of disk.
+# Goal    A sharded model whose weights and gradients do not fit in DRAM trains with the same bits as in enough DRAM, in the
+#         smallest limit that the daemon names, and survives its trainers.
+# Method  Ranks over gloo on the real daemon train in a small limit and in a large one. Losses, gradients' norms and SHA-256 of
+#         weights and states are compared. The limit is taken from the error's hint; the daemon's memory is what the kernel
+#         counts. With FOREBAY_FULL_SIZE awkward models have their full size: 12 GiB of DRAM, 16 GiB of disk.
 
 import functools
 import json
@@ -71,7 +71,7 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     small, error = run(needed, ranks, format, dtype)
     assert small is not None, error
     waits = None
-    if ranks == 2 or FULL_SIZE:  # once is enough in the short form
+    if ranks == 2 or FULL_SIZE:  # the short form tests one case only
         waits, error = run(needed, ranks, format, dtype, "wait")
         assert waits is not None, error
     width = 4 if dtype == "float32" else 2
@@ -85,12 +85,12 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
         assert path["written_in_all"] == path["written_bytes"] > job["state_written_bytes"], "in the first start"
     if waits is not None:
         job = waits[2]
-        # Zeros over its slots, then each step the same.
+        # Every step writes the same number of bytes.
         assert job["state_written_bytes"] == STEPS * job["last_step_written_bytes"] > 0
         # Fetches in the order of the previous step are read ahead. Each rank has its own order.
         assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
-    # With early updates also what a clipped step has updated anew. A forward that begins before the update has ended
-    # is not ahead of it: how many fetches are, depends on the moment.
+    # With early updates the job also writes the blocks that a clipped step has updated again. A forward that begins before the
+    # update has ended is not ahead of the update, so the number of fetches ahead depends on the moment.
     job = small[2]
     anew = job["dropped_updates"] / job["blocks"]
     assert STEPS <= job["state_written_bytes"] / job["last_step_written_bytes"] <= STEPS + anew
@@ -109,7 +109,7 @@ def test_attach_prints_what_is_on_swap_and_the_whole_sum():
         f"forebay: swap: {size(job['swap_bytes'])} taken; a step of one pass reads {size(job['step_read_bytes'])} and "
         f"writes {size(job['step_written_bytes'])}, and at most {gradients} more each way for gradients" in said
     )
-    # In the smallest limit nothing is left: the sum of the node is the limit.
+    # The smallest limit leaves no byte unused: the sum of the node is the limit.
     sums = re.search(r": the job ([\d.]+) MiB; the daemon itself ([\d.]+) MiB; of ([\d.]+) MiB", said)
     assert sums, said
     whole, own, limit = map(float, sums.groups())
@@ -119,7 +119,7 @@ def test_attach_prints_what_is_on_swap_and_the_whole_sum():
     assert "the daemon itself" in said and "forebay: swap:" not in said and "on swap" not in said
 
 
-# With weights in DRAM and states on swap, and with both on swap; without early updates too.
+# Weights are in DRAM with states on swap, or both are on swap. The run that waits for the update has no early updates.
 @pytest.mark.parametrize("has_room_for_weights", [True, False])
 def test_waiting_for_the_update_changes_no_bit(has_room_for_weights):
     limit = (44 if FULL_SIZE else 36) << 20 if has_room_for_weights else smallest_limit(2, "exact", "bfloat16")
@@ -132,7 +132,7 @@ def test_waiting_for_the_update_changes_no_bit(has_room_for_weights):
         assert (job["weights_on_swap_bytes"] == 0) == has_room_for_weights
         assert job["resident_blocks"] < job["blocks"] / 2
         assert job["published_step"] == job["committed_step"] == STEPS, "states were read"
-    # A step that waits is answered at its publication; the decision is a part of it either way.
+    # A step that waits is answered at its publication. The step's time includes the decision in both runs.
     for _, _, job, _, _ in (drains, waits):
         assert 0 < job["last_decision_seconds"] < job["last_step_seconds"]
 
@@ -167,7 +167,8 @@ def test_an_awkward_model_has_the_bits_that_it_has_in_dram(model):
     assert small is not None, error
     digest, losses, job, used_bytes, _ = small
     assert [digest, losses] == large[:2]
-    if model != "embedding" or not FULL_SIZE:  # of which two partitions a rank are more than all weights
+    # Two partitions a rank of the full-size embedding model are more than all weights.
+    if model != "embedding" or not FULL_SIZE:
         assert job["weights_on_swap_bytes"] == job["params"] * 2, "all of them"
     assert job["resident_blocks"] == 0
     assert used_bytes <= needed

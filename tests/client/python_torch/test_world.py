@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Ranks know of each other however they were started, or are refused: the numbers are those of the process group,
-#         of arguments or of variables, which do not contradict each other. Of two processes of one launch that were taken
-#         for the same rank the second is refused while the first trains; a process that hangs is replaced.
-# Method  Ranks that are spawned or forked on the real daemon, beside torch's own steps; single processes that a test
-#         stops, continues and replaces; variables of launchers.
+# Goal    Ranks know of each other however they were started, or are refused. Their numbers are those of the process group, of
+#         arguments or of variables, which must not contradict each other. If two processes of one launch are taken for the same
+#         rank, the second is refused while the first trains. A process that hangs is replaced.
+# Method  Ranks that are spawned or forked train on the real daemon, and their results are compared with torch's own steps. A
+#         test stops, continues and replaces single processes. Other tests set the variables of launchers.
 
 import os
 import pathlib
@@ -116,7 +116,7 @@ def test_processes_of_different_launches_and_dead_ones_are_replaced(daemon):
     with Trainer(daemon, "again") as first:
         assert first.hears() == "attached 0"
         assert first.trains() == "trained 1"
-        # Another launcher, in a process group of its own: it runs the trainer as its child.
+        # Another launcher, in a separate process group, runs the trainer as its child.
         launcher = (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)")
         with Trainer(daemon, "again", *launcher) as other:
             assert other.hears() == "attached 1"
@@ -125,7 +125,7 @@ def test_processes_of_different_launches_and_dead_ones_are_replaced(daemon):
             assert other.ends() == 0
     with Trainer(daemon, "again") as killed:
         assert killed.hears() == "attached 2"
-        killed.process.kill()  # nobody has waited for it
+        killed.process.kill()  # the killed process is not reaped yet
         with Trainer(daemon, "again") as restarted:
             assert restarted.hears() == "attached 2"
             assert restarted.trains() == "trained 3"
@@ -145,8 +145,9 @@ def test_a_launcher_that_does_not_say_the_rank(monkeypatch):
     assert found() == (0, 1)
     assert found(RANK="1", WORLD_SIZE="2") == (1, 2)
     assert found(WORLD_SIZE="1", LOCAL_RANK="0") == (0, 1)
-    assert found(LOCAL_RANK="-1") == (0, 1)  # scripts of before torchrun say so where there are no ranks
-    assert found(WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2") == (1, 2)  # all ranks are here
+    assert found(LOCAL_RANK="-1") == (0, 1)  # scripts older than torchrun pass -1 without ranks
+    # All ranks are on this node.
+    assert found(WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2") == (1, 2)
     assert found(rank=1, WORLD_SIZE="2", LOCAL_RANK="1") == (1, 2)
     assert found(rank=0, world_size=1, WORLD_SIZE="2", LOCAL_RANK="1") == (0, 1)
     assert found(world_size=1, LOCAL_RANK="1") == (0, 1)

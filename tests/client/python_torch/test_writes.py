@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    Whatever writes into the parameters of a shared attachment in place writes into the job: this process computes with
-#         the values at once, the next step updates them; values that were exchanged and exchanged back leave no bit; what
-#         cannot be taken is an error that a script can catch, with the parameters as they were.
-# Method  The same writes on a private twin, with torch's optimizer. Two ranks are two threads, as in test_two_ranks.py.
+# Goal    Any in-place write into the parameters of a shared attachment writes into the job. This process computes with the
+#         values at once, and the next step updates them. Values that are exchanged and exchanged back leave no trace. A write
+#         that cannot be taken is an error that a script can catch, with unchanged parameters.
+# Method  The same writes are made on a private twin with torch's optimizer. Two ranks are two threads, as in test_two_ranks.py.
 
 import copy
 import errno
@@ -26,7 +26,7 @@ def up(model):
 
 def data_of(model):
     for parameter in model.parameters():
-        parameter.data += 0.1  # as peft merges: an operator in place, and .data is set to what it was
+        parameter.data += 0.1  # merges like peft: an in-place operator, then .data is set to itself
 
 
 def in_numpy(model):
@@ -100,7 +100,8 @@ def test_every_way_to_write(node):
         assert_close(model, plain, 1)
         equalize(model, plain)
     assert kinds == [(type(one), one.data_ptr()) for one in model.parameters()]
-    opt.step()  # without a gradient: what was written is the job's, and nobody has pages of its own
+    # The step has no gradient. The written values become the job's, and no rank has private pages.
+    opt.step()
     assert not opt._engine.attachment.has_written_weights
     assert_equal(model, plain)
     reader = forebay.attach_reader(seen := net(seed=9))
@@ -438,7 +439,7 @@ def test_a_write_while_step_runs(node, ends):
     loss_of(models[0], batch(0)).backward()
     waiting = threading.Thread(target=step)
     waiting.start()
-    while opts[0]._engine.under_way is None:  # it is sent, and waits for rank 1
+    while opts[0]._engine.under_way is None:  # until rank 0's step is sent and waits for rank 1
         pass
     if not ends:
         waiting.join()

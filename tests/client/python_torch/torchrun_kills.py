@@ -21,9 +21,9 @@ from daemon_process import Daemon
 from test_processes import ROOT, environment
 
 RANKS = 2
-STEPS_A_KILL = 4  # of the training
-DEADLINE_S = 120  # without a step
-EARLY_S = 6.0  # within which a kill hits ranks that may not have attached yet
+STEPS_A_KILL = 4  # steps of the training for each kill
+DEADLINE_S = 120  # most seconds without a step
+EARLY_S = 6.0  # seconds in which a kill may hit ranks that have not attached
 PROGRESS = re.compile(r"^step +(\d+)/")
 TARGETS = ("daemon", "rank", "daemon and rank", "ranks")  # in turn
 
@@ -130,7 +130,7 @@ class Campaign:
             self.daemon = start_daemon(self.folder)
 
     def killed(self):
-        # A kill of the daemon may take two restarts: of ranks that found none yet.
+        # A kill of the daemon may cost two restarts: ranks that restart first may find no daemon yet.
         launch = self.start("killed", 3 * self.kills + 3)
         follower = threading.Thread(target=self.follow, args=(launch,))
         follower.start()
@@ -155,7 +155,7 @@ class Campaign:
         for resume in resumes:
             before = (row["step"] for row in steps if row["time"] < resume["time"])
             answered = max(before, default=0)
-            # One more where a kill came between the step and its answer.
+            # The resumed step is one more than was answered if a kill came between the step and its answer.
             assert answered <= resume["step"] <= answered + 1, f"{resume}, answered {answered}"
         for log in logs:
             numbers = [row["step"] for row in log if row["event"] == "step"]
@@ -174,7 +174,8 @@ class Campaign:
 
 def run(kills, seed):
     """{target: kills of it}, how often ranks went on, seconds."""
-    place = os.environ.get("TMPDIR", "/var/tmp")  # on a disk: a tmpfs survives no power cut
+    # A folder on a disk: a tmpfs survives no power cut.
+    place = os.environ.get("TMPDIR", "/var/tmp")
     with tempfile.TemporaryDirectory(prefix="fb", dir=place) as folder:
         campaign = Campaign(folder, kills, seed)
         try:

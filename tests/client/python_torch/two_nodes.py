@@ -15,7 +15,7 @@ from network_nodes import ADDRESSES, LINK
 from test_daemon_restart import Service
 
 HERE = pathlib.Path(__file__).parent
-PORT = 29577  # in the nodes' network: nobody else's
+PORT = 29577  # unused by other processes of the nodes' network
 NODE_RANKS = 2
 
 

@@ -4,8 +4,9 @@
 import torch
 
 UNIT = 2.0**-24  # float32's unit roundoff
-ROUNDINGS = 8  # of one quantity, both sides together, its float32 coefficients included
-NORM_ROUNDINGS = 64  # of a clipped gradient: a norm over at most a few hundred elements, and its quotient
+ROUNDINGS = 8  # roundings of one quantity on both sides, with its float32 coefficients
+# Roundings of a clipped gradient: of a norm over at most a few hundred elements, and of the quotient.
+NORM_ROUNDINGS = 64
 
 
 def bounds(rule, group, before, gradient, e_gradient, e_states=None):

@@ -154,7 +154,8 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     wrap(model)
     adamw = forebay.AdamW(lr=1e-3, format=format)
     opt = forebay.attach(model, adamw, job="large", mode="sharded", drain=not waits, early_updates=not waits)
-    if rank > 0 and way not in MODELS:  # ranks that fetch in orders of their own, each the same in every step
+    # Each rank fetches in another order, which is the same in every step.
+    if rank > 0 and way not in MODELS:
         for number, layer in enumerate(model.layers):
             other = model.layers[(5 * number + rank) % len(model.layers)].down.weight
             layer.register_forward_pre_hook(lambda *_, shard=other: read(shard))
@@ -175,13 +176,14 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
         loss.backward()
         if orders is not None:
             orders.at(BEHIND_BACKWARD)
-            orders.at(BEFORE_STEP)  # or before clipping, in which ranks wait for each other too
+            orders.at(BEFORE_STEP)  # before clipping too, where ranks also wait for each other
         if step % 2 == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
-        if step == 0 and way not in ("experts", "embedding"):  # written in place between two steps
+        # Writes a weight in place between two steps.
+        if step == 0 and way not in ("experts", "embedding"):
             up = model.layers[3].up
             with torch.no_grad():
                 getattr(up, "base", up).weight.mul_(0.5)
@@ -208,7 +210,7 @@ def main(arguments):
     if way.isdigit():
         try:
             launch(ranks, steps, format, dtype, int(way), way)
-        except Exception as error:  # of the rank that was killed, or of one that lost it
+        except Exception as error:  # the killed rank's, or that of a rank that lost it
             print(error, file=sys.stderr)
         else:
             sys.exit("no rank was killed")

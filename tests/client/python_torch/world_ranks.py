@@ -125,14 +125,14 @@ def contradictions(rank, folder):
             del os.environ[name]
     assert all(found["name"] != "none" for found in forebay.status()["jobs"])
 
-    # Arguments that the group confirms count whatever the variables say; so do variables that agree.
+    # Arguments that agree with the group are used, whatever the variables say. Variables that agree are used too.
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
     opt = attach(linear(), job="confirmed", rank=rank, world_size=2)
     dist.barrier()
     opt.detach()
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2"})
     trains_with_the_others(rank, 2, "agreed")
-    # A task of srun says nothing of the ranks that it has spawned.
+    # The variables of an srun task do not describe ranks that the task has spawned.
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ.update({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"})
     os.environ.update({"SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"})
@@ -170,20 +170,21 @@ def group_after_attach(rank, folder):
     """Each rank attaches alone; the process group comes later."""
     model = linear()
     opt = attach(model, job=f"alone{rank}")
-    train(opt, model, rank)  # one rank trains without a group
+    train(opt, model, rank)  # a job of one rank trains without a group
     join(f"file://{folder}/later", rank, 2)
     dist.new_group([0], timeout=PATIENCE)
-    dist.new_group([1], timeout=PATIENCE)  # its number in it is 0 of 1, but nobody has passed that
+    # This rank is 0 of 1 in the group, which attach() was not given.
+    dist.new_group([1], timeout=PATIENCE)
     for _ in range(2):
         backward(model, rank)
         refused(opt.step, "E_RANK", "has attached as rank 0 of 1", f"has it as rank {rank} of 2", "detach()")
         opt.zero_grad()
     assert opt.committed_step == 1
     opt.detach()
-    trains_with_the_others(rank, 2, "later")  # as the hint says
+    trains_with_the_others(rank, 2, "later")  # attaches again, as the hint says
     dist.destroy_process_group()
 
-    # One of the same size, whose ranks are those of the job, comes later without harm.
+    # A group of the job's size, with the job's ranks, may be created after attach.
     model = linear()
     opt = attach(model, job="announced", rank=rank, world_size=2, run="announced")
     join(f"file://{folder}/announced", rank, 2)
