@@ -44,9 +44,9 @@ namespace protocol = forebay::protocol;
 
 constexpr std::array<uint32_t, 4> kWidths{8, 16, 16, 1};
 constexpr uint32_t kLayers = kWidths.size() - 1;
-constexpr uint32_t kRows = 32;  // of all ranks
+constexpr uint32_t kRows = 32;  // rows of the batch, of all ranks together
 constexpr auto kTimeout = std::chrono::seconds(60);
-// With eps near the size of the gradients the updates depend on their scale, too.
+// The optimizer's parameters. eps is near the size of the gradients, so that the updates depend on the gradients' scale.
 constexpr protocol::HyperParams kAdamW{
     .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-2, .weight_decay = 0.1};
 
@@ -64,7 +64,7 @@ struct Options {
 
 // ----------------------------------------------------------------------------------------- the model
 
-// Multiples of 1/32, so that a target is exact in float32.
+// Returns an element of the training inputs. Inputs are multiples of 1/32, so that a target is exact in float32.
 float Input(uint32_t row, uint32_t column) {
   const uint32_t number = (row * row * 7 + row * (column * 13 + 1) + column * 29) % 61;
   return (static_cast<float>(number) - 30) / 32;
@@ -97,7 +97,7 @@ protocol::LayoutSpec Model() {
   return spec;
 }
 
-// The rows of `inputs` through one layer.
+// Computes a layer's outputs for the rows of `inputs`.
 Floats Forward(uint32_t layer, const Floats& weights, const Floats& inputs) {
   const uint32_t from = kWidths[layer];
   const uint32_t to = kWidths[layer + 1];
@@ -115,7 +115,7 @@ Floats Forward(uint32_t layer, const Floats& weights, const Floats& inputs) {
   return outputs;
 }
 
-// The gradient of a layer's weight and bias, from that of its outputs.
+// Returns the gradient of a layer's weight and bias, computed from the gradient of the layer's outputs.
 Floats LayerGradient(uint32_t layer, const Floats& inputs, const Floats& outputs_gradient) {
   const uint32_t from = kWidths[layer];
   const uint32_t to = kWidths[layer + 1];
@@ -129,7 +129,7 @@ Floats LayerGradient(uint32_t layer, const Floats& inputs, const Floats& outputs
   return gradient;
 }
 
-// The gradient of a layer's inputs, which are outputs of the layer before: 0 if the input is 0.
+// Returns the gradient of a layer's inputs, which are the outputs of the previous layer. The gradient is 0 if the input is 0.
 Floats InputsGradient(uint32_t layer, const Floats& weights, const Floats& inputs,
                       const Floats& outputs_gradient) {
   const uint32_t from = kWidths[layer];
@@ -148,13 +148,13 @@ Floats InputsGradient(uint32_t layer, const Floats& weights, const Floats& input
 
 // -------------------------------------------------------------------------------------- the training
 
-// One rank. Members are destroyed in reverse order.
+// Training of one rank. Members are destroyed in reverse order.
 class Training {
  public:
   // Attaches, and writes the initial weights if the job is new.
   static absl::StatusOr<std::unique_ptr<Training>> Create(const Options& options);
 
-  // Trains the steps that are missing, evaluates, and detaches.
+  // Trains the remaining steps, evaluates the model, and detaches.
   absl::Status Run();
 
  private:
@@ -169,12 +169,12 @@ class Training {
 
   const Options options_;
   std::shared_ptr<gpu::Device> device_;
-  std::shared_ptr<gpu::CudaDevice> cuda_;  // empty: the host
+  std::shared_ptr<gpu::CudaDevice> cuda_;  // null: the job runs on the host
   std::unique_ptr<gpu::Stream> compute_;
   std::shared_ptr<Attachment> attachment_;
   std::shared_ptr<gpu::Communicator> communicator_;
   std::unique_ptr<Pipeline> pipeline_;
-  std::ofstream weights_file_;              // of rank 0
+  std::ofstream weights_file_;              // open on rank 0 only
   std::array<Floats, kLayers + 1> values_;  // the inputs of each layer, then the outputs
 };
 
@@ -210,7 +210,7 @@ absl::StatusOr<std::unique_ptr<Training>> Training::Create(const Options& option
         own->communicator_,
         gpu::HostCommunicator::Create({.rank = options.rank, .size = options.size}, exchange));
   }
-  // One layer ahead of compute.
+  // Prefetches the weights of one layer ahead of compute.
   ASSIGN_OR_RETURN(own->pipeline_,
                    Pipeline::Create(own->attachment_, own->device_, own->communicator_,
                                     {.stage = static_cast<ZeroStage>(options.stage),
@@ -279,7 +279,7 @@ absl::Status Training::BackwardPass() {
     ASSIGN_OR_RETURN(const auto room, pipeline_->Gradient(layer, *compute_));
     RETURN_IF_ERROR(compute_->Copy(room, std::as_bytes(std::span(gradient))));
     RETURN_IF_ERROR(pipeline_->Reduce(layer, *compute_));
-    RETURN_IF_ERROR(compute_->Synchronize());  // the copy has read `gradient`
+    RETURN_IF_ERROR(compute_->Synchronize());  // `gradient` must outlive the copy
   }
   return absl::OkStatus();
 }
@@ -334,7 +334,7 @@ bool ParseVariable(const char* name, uint32_t& number) {
   return text == nullptr || Parse(text, number);
 }
 
-// Empty: an argument or a variable that is none of ours.
+// Parses the arguments and the environment. Returns nullopt if an argument or a variable is invalid.
 std::optional<Options> ParseOptions(std::span<char* const> arguments) {
   Options options;
   for (size_t i = 1; i + 1 < arguments.size(); i += 2) {
