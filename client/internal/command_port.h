@@ -44,7 +44,7 @@ class CommandPort {
 
   enum class Pause : uint8_t {
     kWoken,        // something arrived, or no sleep was needed
-    kUndisturbed,  // the time was up, or a signal arrived
+    kUndisturbed,  // nothing arrived until the time was up or a signal came
   };
 
   // Allocates the records of commands from `memory`, which must outlive the port.

@@ -503,7 +503,7 @@ namespace {
 constexpr uint64_t kValuesAtOnce = uint64_t{1} << 16;  // elements that a worker copies at once
 static_assert(kValuesAtOnce % protocol::kScaleElems == 0);
 
-// Returns the planes of the elements `part` of the action. Returns the weights alone if the elements have no states.
+// Returns the planes (weights and states) of the action's elements in the range `part`; the weights alone if they have no states.
 StatePlanes PlanesOf(const SetState& action, ElemRange part, const StateMemory& memory) {
   StateRange range{.elems = part.end - part.begin, .weights = action.weights};
   range.weights.offset_bytes += part.begin * protocol::SizeBytes(memory.dtype);

@@ -97,7 +97,7 @@ inline daemon::NodeState::Options OptionsOf(const JobCase& with, bool keeps_jobs
   if (with.place >= Place::kWeightsOnSwap) {
     options.dram_limit_bytes = LeastDramOf(LayoutOf(with), options, kCaseRanks, RequestOf(0, with),
                                            with.place == Place::kWeightsOnSwap);
-    // Swap is just large enough too.
+    // DRAM and swap are both just large enough for the job.
     options.swap = SwapPaths({NodeWith(with, options)->state().Node().swap_used_bytes});
     return options;
   }

@@ -51,8 +51,9 @@ using protocol::DType;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Array for `torch.from_dlpack` and `numpy.from_dlpack`. Not marked read-only, because torch would warn. The page table stops a
-// write to the weights, and the handler of SIGSEGV explains the write.
+// Array for `torch.from_dlpack` and `numpy.from_dlpack`. It is not marked read-only, because torch would warn. The pages of the
+// weights are read-only: at a write, the handler of SIGSEGV makes them this process's own between steps (WrittenPages), and prints
+// an explanation otherwise.
 using View = nb::ndarray<nb::array_api>;
 using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 

@@ -708,7 +708,7 @@ struct CommitLedger {
   bool pause = false;  // wait briefly first: the previous try has failed
 };
 
-// An attach to `job` waits for DRAM.
+// An attach to `job` waits for DRAM; the log says so.
 struct RoomAwaited {
   std::string job;  // name in the form in which root writes it
   uint64_t missing_bytes = 0;

@@ -280,7 +280,7 @@ void SumPages::EndPrepared() {
   recorded_step_ = 0;
 }
 
-// Records the place of a page of the running update, before its old place is used for another page.
+// Records the place of a page of gradient sums that the running update needs, before another page gets its old place.
 void SumPages::Record(uint32_t index) {
   const Page& page = pages_[index];
   if (recorded_step_ == 0) return;

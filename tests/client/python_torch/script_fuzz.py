@@ -235,7 +235,7 @@ class Side:
         hook = self.model.head.register_forward_pre_hook(watch)
         loss = self.loss(seed, 1.0, step.branch)
         seen, is_sharded = len(self.observed), isinstance(self.model, FSDPModule)
-        if is_sharded and not self.is_attached:  # torch's FSDP2 could not continue after Broken
+        if is_sharded and not self.is_attached:  # plain FSDP2 cannot train after an exception
             reshard(self.model)
         else:
             with contextlib.suppress(Broken):

@@ -553,7 +553,7 @@ class ShardedEngine(Engine):
         again = member.arrived and member.backward == self._backwards
         if again or (self._pass not in (0, self._backwards) and self._arrived() > 0):
             self.attachment.begin_pass()
-            # the number of passes was not announced, so the last pass is unknown
+            # if the number of passes was not announced, the last one is unknown: nothing is updated early
             if self._passes == 1:
                 self.announce = lambda: None
         self._pass = member.backward = self._backwards
