@@ -122,7 +122,7 @@ struct DurableJob {
   uint64_t block_elems = 0;
   uint64_t slot_bytes = 0;              // size of a slot for a block or a part of the weights
   std::vector<bool> weights_on_swap;    // by partition; empty: all weights are in DRAM
-  uint64_t step = 0;                    // the newest decided step: see KeptMemory::update
+  uint64_t step = 0;                    // published step, or decided one (KeptMemory::update)
   std::vector<uint64_t> param_updates;  // by parameter: number of steps with a gradient
   std::vector<uint32_t> trace;          // partitions, in the order in which a step fetches them
   ExtraStates extra_states;             // by rank

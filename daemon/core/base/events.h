@@ -103,7 +103,8 @@ struct SessionReconnected {
   uint64_t newest_tag = 0;
 };
 
-// A rank that was attached to the previous daemon has detached from that daemon, or its process has ended. Raised repeatedly.
+// A rank that was attached to the previous daemon, and has no session with this one, has detached from that daemon, or its
+// process has ended. Raised repeatedly.
 struct RankEnded {
   JobId job = 0;
   uint32_t rank = 0;
@@ -246,7 +247,8 @@ struct CreateJobMemory {
   StatePart float_sums = {};
 };
 
-// Writes zeros to the job's swap slots. Emitted together with CreateJobMemory if blocks are on swap. Ends with a TaskDone.
+// Writes zeros to the job's swap slots, except slots of a recovered job. Emitted together with CreateJobMemory if the job has
+// such slots. Ends with a TaskDone of its own.
 struct CreateJobSwap {
   TaskId task = 0;
   JobId job = 0;
@@ -294,7 +296,7 @@ struct AnswerAttach {
   absl::Status status;
   JobId job = 0;
   uint64_t committed_step = 0;
-  bool writes_initial = false;   // the rank writes initial parameters
+  bool writes_initial = false;   // the rank writes initial parameters; sharded: its own
   uint64_t weights_bytes = 0;    // size of the weights arena
   bool weights_on_swap = false;  // the arena is smaller than the weights
   uint64_t grad_arena_bytes = 0;
@@ -329,7 +331,7 @@ struct AnswerCommand {
 struct CloseSession {
   SessionId session = 0;
   absl::Status reason;                // OK after a detach or death; else why it was evicted
-  bool is_of_old_generation = false;  // the session was fenced, so no rank waits for it
+  bool is_of_old_generation = false;  // fenced, but not lost itself: no rank waits for it
 };
 
 // Frees the memory of a job that has no session and no task. The weights are freed once no process uses them. Ends with
@@ -405,8 +407,9 @@ struct GradientSource {
   uint64_t offset_bytes = 0;
 };
 
-// Sets an accumulator in the step arena to the sum of the sources in their order, or adds that sum if `assign` is false. Also
-// sums the squares of the result. If a source is not finite, the accumulator's content is undefined.
+// Sets an accumulator in the step arena to the sum of the sources in their order. If `assign` is false, the sum begins with the
+// accumulator's value, and the sources are added to it one after the other. Also sums the squares of the result. If a source is
+// not finite, the accumulator's content is undefined.
 struct AddGradients {
   TaskId task = 0;
   JobId job = 0;
@@ -472,7 +475,7 @@ struct WeightsPlace {
   std::optional<uint64_t> new_offset_bytes = {};
 };
 
-// Contiguous elements of one parameter that UpdateBlock updates.
+// Elements of one parameter that UpdateBlock updates. They are contiguous in the block.
 struct UpdateSegment {
   WeightsPlace weights = {};
   uint64_t accumulator_offset_bytes = 0;

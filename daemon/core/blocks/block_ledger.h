@@ -96,8 +96,8 @@ class BlockLedger {
   // Makes the pending version of one block current, between steps.
   void PublishBlock(uint32_t block);
   // Sets the current version of a block to the version that a killed daemon had on swap, which may be newer than the durable
-  // version. Called after Recover(). Does nothing for a version without a slot. The block then counts as changed since it was
-  // saved.
+  // version. Called after Recover() and RecoverInPlace(). A version without a slot leaves the current version as it is. In both
+  // cases the block counts as changed since it was saved.
   void RecoverKilled(uint32_t block, const Version& version);
 
   // Adds a version that a killed daemon wrote in addition to the current version, in an early update or in a step that the
@@ -168,7 +168,7 @@ class BlockLedger {
   void AddSlots(const std::vector<nvme::Slot>& slots);
   void AddSlot(const nvme::Slot& slot);
   // Removes up to `count` free slots from the table. Slots on marked paths go first. Then free slots whose last write did not
-  // fail go, from the path with the most free slots for its share. kKept: no slot of a suspect path is removed.
+  // fail go, from the path with the most free slots for its share. kKept: slots of a suspect, unmarked path stay.
   enum class Suspects : uint8_t { kIncluded, kKept };
   std::pmr::vector<nvme::Slot> RemoveFreeSlots(size_t count,
                                                Suspects suspects = Suspects::kIncluded);
@@ -202,8 +202,8 @@ class BlockLedger {
     double credit = 0;
   };
   static constexpr double kCreditMax = 2;
-  // Weight of a read, compared with a write. With a smaller weight, the shares of writes adapt to reads more slowly. With
-  // weight 1, writes would alternate between the paths without end.
+  // Weight of a read, compared with a write. With a smaller weight, the places of blocks adapt to reads more slowly. With
+  // weight 1, blocks would change their paths without end.
   static constexpr double kReadWeight = 0.5;
   // Minimum credit of a path that lacks slots. With less credit only a few of the path's blocks went to other paths, and later
   // blocks compensate for these.

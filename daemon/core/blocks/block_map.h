@@ -136,8 +136,8 @@ class BlockMap {
   uint32_t state_blocks_ = 0;
   std::vector<Sequence> states_;                    // by owner
   std::vector<Sequence> frozen_;                    // by owner
-  std::vector<uint64_t> sequence_elems_;            // by box: position of its first element
-  std::vector<std::vector<uint32_t>> param_boxes_;  // by parameter: boxes that Locate() returns
+  std::vector<uint64_t> sequence_elems_;            // by box: its first element in its sequence
+  std::vector<std::vector<uint32_t>> param_boxes_;  // by parameter: boxes that Locate() searches
   std::vector<uint32_t> owner_of_partition_;        // index of the owner in the layout
 };
 

@@ -34,7 +34,7 @@ struct BlockLocation {
 };
 
 struct PartitionLocation {
-  Tier tier = Tier::kDram;            // kNvme: weights are in planes of blocks
+  Tier tier = Tier::kDram;            // kNvme: in planes of blocks; WeightsCache has copies
   uint64_t weights_offset_bytes = 0;  // offset in the weights arena
   uint64_t bytes = 0;
 };
@@ -62,15 +62,17 @@ class Placement {
 
   const BlockLocation& WhereBlock(uint32_t block) const { return blocks_.at(block); }
   PartitionLocation WherePartition(uint32_t partition) const { return partitions_.at(partition); }
-  uint64_t weights_bytes() const { return weights_bytes_; }  // weights in DRAM, in whole pages
+  // Bytes of the weights in DRAM, each partition's rounded up to whole pages.
+  uint64_t weights_bytes() const { return weights_bytes_; }
 
   uint32_t blocks() const { return static_cast<uint32_t>(blocks_.size()); }
   uint32_t resident_blocks() const { return resident_blocks_; }
   uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
   // Number of swap slots for the blocks that are on swap or are to be evicted. Each block with states has kSwapSlotsPerBlock.
   // Each frozen block has one slot, and one additional slot is for the next version of one frozen block at a time. With durable
-  // steps blocks in DRAM and parts of the weights have slots too, each block that is to be evicted has two additional slots,
-  // and one additional slot is for a block that leaves a slot in doubt.
+  // steps every block with states, in DRAM too, has DurableSlots::per_block slots, and every part of the weights has
+  // kSwapSlotsPerWeightsPart. Each block that is to be evicted then has kSwapSlotsPerBlock additional slots, and the one
+  // additional slot is also for a block that leaves a slot in doubt (DurableSlots::spare).
   uint32_t slots_needed() const;
   // Returns the number of these slots that one block has, in a job with durable steps.
   uint32_t slots_of(uint32_t block) const { return block < state_blocks_ ? durable_.per_block : 1; }

@@ -128,7 +128,7 @@ class Job {
   void OnRankEnded(const RankEnded& event);
   std::vector<HandedOver::Session> SessionsHandedOver() const;
 
-  // True if the job comes from a ledger, or is named by one.
+  // True if the job was recovered, or if the next ledger names it. Ledgers may then name the job's slots.
   bool is_in_ledger() const {
     return spec_.recovered != nullptr || durable_.ForLedger() != nullptr;
   }

@@ -26,8 +26,8 @@ absl::Status ReserveKilled(DurableJob& job, NodeOptions& node);
 // reserve these slots.
 void ReserveBefore(NodeOptions& node);
 
-// Reserves the spare slots of the jobs, unless another job has them, and adds the jobs to `node.recovered`. Called after
-// ReserveKilled() of all jobs.
+// Reserves the spare slots of the jobs, and their slots for pages of gradient sums, unless another job has them. Adds the jobs
+// to `node.recovered`. Called after ReserveKilled() of all jobs.
 void AddKilled(std::vector<DurableJob> jobs, NodeOptions& node);
 
 // Returns the node's job with the same owner and name, or null if the node has no such job.

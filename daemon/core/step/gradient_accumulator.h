@@ -58,7 +58,7 @@ class GradientAccumulator {
     uint64_t begin = 0;  // range in elements of the partition
     uint64_t end = 0;
     uint64_t arena_offset_bytes = 0;
-    uint64_t grad_arena_bytes = 0;  // size of the session's arena
+    uint64_t grad_arena_bytes = 0;  // bytes of the session's arena for gradients
     uint32_t pass = 0;              // backward pass of its rank in this attempt
     CommandId command;
   };
@@ -147,7 +147,8 @@ class GradientAccumulator {
   uint64_t DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin, uint64_t end) const;
   // True if the rank has delivered some of the range in its pass `turn.pass`.
   bool HasTaken(Turn turn, uint32_t partition, uint64_t begin, uint64_t end) const;
-  // True if all ranks have called step, all contributions are summed and no task runs.
+  // True if all ranks have called step (or have ended their delivery with AskNorm()), all contributions are summed, no task
+  // runs, and no norm is pending.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
   const absl::Status& fault() const { return fault_; }
@@ -298,7 +299,7 @@ class GradientAccumulator {
   std::pmr::map<TaskId, Pass> summing_;
   std::vector<Norm> norms_;
   std::pmr::map<TaskId, Id> moving_;
-  std::vector<uint64_t> narrow_offsets_;  // by partition
+  std::vector<uint64_t> narrow_offsets_;  // offsets of the old 16-bit accumulators, by partition
   bool needs_float_sums_ = false;
   std::vector<bool> in_last_pass_;  // by rank
   std::pmr::vector<SumChange> sum_changes_;

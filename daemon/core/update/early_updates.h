@@ -93,7 +93,7 @@ class EarlyUpdates {
   std::pmr::set<uint32_t> waiting_;
   std::pmr::map<uint32_t, Block> blocks_;
   std::pmr::set<uint32_t> free_slots_;
-  std::pmr::map<uint32_t, uint32_t> removed_slots_;  // slots of removed updates that still run
+  std::pmr::map<uint32_t, uint32_t> removed_slots_;  // by block, slots that a task may still write
   std::pmr::map<uint32_t, std::pmr::vector<Range>> readers_;  // by block
   std::vector<uint32_t> partition_readers_;
 };

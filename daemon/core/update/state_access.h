@@ -90,7 +90,7 @@ class StateAccess {
   };
   enum class Phase : uint8_t {
     kIdle,         // no command is in progress
-    kWaitingSlot,  // waits for a staging slot, a running read, or a lease
+    kWaitingSlot,  // waits for a staging slot, a running read, or the end of a lease
     kReading,      // the block is read into a staging slot
     kAccessing,    // a worker reads or sets elements
     kWriting,      // the block is written to swap

@@ -78,8 +78,8 @@ class StepPipeline {
   // Reads blocks ahead while no step is applied.
   void Prefetch();
 
-  // Orders the blocks for the update by the position in `trace` of each block's first partition. Blocks without a partition in
-  // `trace` come last. Not called while a step is applied.
+  // Orders the blocks for the update by the earliest position in `trace` of any partition of the block. Blocks without a
+  // partition in `trace` come last. Not called while a step is applied.
   void FollowTrace(const std::vector<uint32_t>& trace);
   // Begins to apply a step. `is_as_announced`: the scalars equal those of BeginEarly(). Tasks start with the next Pump().
   void Begin(StepOrder order, bool is_as_announced);
@@ -325,7 +325,7 @@ class StepPipeline {
   bool is_early_ = false;
   bool early_failed_ = false;     // an early write failed: stop early work until the decision
   uint32_t early_tasks_ = 0;      // running early updates and writes
-  uint32_t early_prefetch_left_;  // later positions are read ahead or need no read
+  uint32_t early_prefetch_left_;  // positions from it on are read ahead or need no read
   uint32_t prefetch_next_;        // position: earlier swapped blocks are staged or have failed
   // Blocks whose read ahead failed. They are not read ahead again before the decision.
   std::set<uint32_t> prefetch_failed_;
@@ -345,7 +345,7 @@ class StepPipeline {
   // Norms from UpdatePass::kNorms, by block.
   std::pmr::map<uint32_t, std::pmr::vector<SegmentNorms>> norms_;
   std::vector<float> trust_;            // trust ratios by parameter, once the norms are known
-  std::pmr::deque<uint32_t> resident_;  // resident blocks whose update has not begun
+  std::pmr::deque<uint32_t> resident_;  // resident blocks whose update has not begun, in order
   std::pmr::set<uint32_t> swapped_;     // positions of swapped blocks whose update has not begun
   uint32_t updating_ = 0;
   uint64_t blocks_left_ = 0;                     // blocks not updated and written yet
