@@ -257,7 +257,8 @@ class Attachment {
   // of this rank, from the step found at attach
   std::span<const std::byte> extra_state() const;
   std::span<const std::byte> rank0_extra_state() const;  // of rank 0, from the same step
-  // Partitions (sharded: this rank's own) in the order in which a step touches them. Empty before the first step.
+  // Partitions in the order in which a step touches them. A rank with sharded attachment gets its own partitions alone. Empty
+  // before the first step.
   std::span<const uint32_t> trace() const;
   const protocol::Layout& layout() const;
   std::string device_access() const;  // how the device reaches the arenas, for people
@@ -380,9 +381,10 @@ class Attachment {
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
 
-  // Adds a gradient in device memory that work begun on `ready` so far fills. Returns when the copies have begun, on a stream
-  // of the session. A piece is delivered when the copies into it have ended, also between two calls. Errors of AddGradient
-  // above, and E_RANGE if the memory is another device's or its address misaligned.
+  // Adds a gradient like the call above, with the same wait for room, from device memory that work begun on `ready` so far
+  // fills. Returns when the copies have begun, on a stream of the session. A piece is delivered when the copies into it have
+  // ended, also between two calls. Errors are those above, and E_RANGE if the memory is another device's or its address
+  // misaligned.
   //
   // Ownership  `bytes` live until `keep` was dropped, which happens when they were copied: on any thread,
   //            while the session is locked. The stream is borrowed.
@@ -426,7 +428,7 @@ class Attachment {
 
   // Forgets open slots, open pieces and the stored gradient error. If something of this attempt was delivered, this rank begins
   // its next attempt at the step: the daemon discards the gradients that all ranks have delivered in older attempts, and a Step
-  // of those ranks returns E_GRAD_DROPPED.
+  // of a rank in an older attempt returns E_GRAD_DROPPED.
   absl::Status DropGradients();
 
   // Announces, before the last backward pass of step `t`, that Step will have these hyper-parameters and this edit, and will

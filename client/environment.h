@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads every environment variable that the client uses.
+// Reads every environment variable that the client uses. An empty variable counts as unset.
 #pragma once
 
 #include <optional>

@@ -21,7 +21,8 @@ namespace internal {
 class WrittenPages;
 }  // namespace internal
 
-inline constexpr int kWindowsMax = 1024;  // a write into a further window is not explained
+// A write into a further window ends the process without an explanation.
+inline constexpr int kWindowsMax = 1024;
 
 struct WindowPart {
   uint64_t begin_bytes = 0;  // into the window

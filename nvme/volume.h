@@ -27,6 +27,7 @@ struct Protections;  // tests alone: nvme/internal/protections.h
 struct VolumeOptions {
   // 1 to Volume::kPathsMax.
   std::vector<PathOptions> paths;
+  // kInspect: Zero, Write and CommitLedger are refused.
   OpenMode mode = OpenMode::kReclaim;
   // Life of the swap files. kUnlinked is allowed only with kReclaim.
   FileLife life = FileLife::kKept;

@@ -35,7 +35,7 @@ void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome);
 absl::Status StatusOf(schema::Outcome::Reader outcome);
 
 // Converts a broken connection to a Status: the error with which the peer aborted the connection, E_DAEMON_GONE if the peer has
-// closed it, else E_PROTOCOL. `what` names the call.
+// died or closed it, else E_PROTOCOL. `what` names the call.
 absl::Status StatusOf(const kj::Exception& exception, std::string_view what);
 
 }  // namespace forebay::protocol

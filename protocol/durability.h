@@ -12,7 +12,7 @@ namespace forebay::protocol {
 
 enum class DurabilityLevel : uint8_t {
   kMemory,  // all training; a trainer's death undoes nothing at any level
-  kEpoch,   // a bounded number of steps
+  kEpoch,   // at most Durability::steps steps
   kStep,    // no step that was answered
 };
 

@@ -28,8 +28,8 @@ class GradSlots {
                      std::pmr::memory_resource* memory = std::pmr::get_default_resource())
       : options_(options), ranges_(memory) {}
 
-  // Allocates an open range. Returns its offset, or nullopt if no run is free. Waiting for busy ranges then helps only if
-  // FitsWithoutBusy().
+  // Allocates an open range. Returns its offset, or nullopt if no free run can hold the range and still leave one for the
+  // largest piece. Waiting for busy ranges then helps only if FitsWithoutBusy().
   std::optional<uint64_t> AllocateOpen(uint64_t size_bytes);
   bool FitsWithoutBusy(uint64_t size_bytes) const;
 

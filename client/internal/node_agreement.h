@@ -45,8 +45,8 @@ struct NodeMessage {
   struct State {
     uint64_t committed_step = 0;
     uint64_t prepared_step = 0;   // 0 if no step is prepared
-    uint64_t durable_step = 0;    // newest durable step
-    uint64_t durable_before = 0;  // an older durable step; 0 if no older step exists
+    uint64_t durable_step = 0;    // newest durable step, to which the node can go back; 0: none
+    uint64_t durable_before = 0;  // an older durable step, likewise; 0: none
     bool is_new = false;          // true if the job's initial parameters are not written
   };
 

@@ -172,8 +172,8 @@ class SwapSpace {
   void CommitLedger(TaskId task, std::span<const std::byte> ledger,
                     std::span<const nvme::Slot> slots, std::vector<SwapDone>& done);
 
-  // Returns the slot, identity and checksum with which VerifyBlock() compares bytes that were read. nullopt if the place has no slot:
-  // then the bytes are zeros that were never written.
+  // Returns the slot, identity and checksum with which VerifyBlock() compares bytes that were read. Returns nullopt if the
+  // place has no slot: then the bytes are zeros that were never written.
   std::optional<nvme::ExpectedContent> Expected(const BlockPlace& place,
                                                 const BlockIdentity& identity,
                                                 uint64_t checksum) const;

@@ -257,7 +257,7 @@ class Engine:
         for group in self.groups:
             group.in_backward, group.forwards = False, 0
             self.release_unused(group)
-        # releases also leases that an interrupted `lease` still holds
+        # releases also a lease that an interrupt kept from being stored in a group's `lease`
         if self.attachment is not None:
             self.attachment.release_all()
 

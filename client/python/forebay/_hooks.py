@@ -41,7 +41,7 @@ class BeforeForward(InertOnCopy):
             after_backward = AfterBackward(self._engine, self._numbers)
             for node in graph_nodes((args, kwargs), set()):
                 node.register_prehook(after_backward)
-        # Registers all hooks first, because AfterForward runs also if a fetch fails.
+        # Counts the forward in all groups before the first fetch, because AfterForward runs also if a fetch fails.
         for number in self._numbers:
             engine.groups[number].forwards += 1
         engine.clock.add_short(began)

@@ -73,7 +73,8 @@ class KeptRecord {
   UndoLog& undo() { return undo_; }
 
   // Returns the job with DurableJob::kept set, and with its extra_state read from `step_arena` (a descriptor; -1: the job has
-  // no step arena). The record does not know which state of the job is durable.
+  // no step arena). The record knows neither which state of the job is durable, nor which slots are free: other jobs may have
+  // some of the spare_slots by now.
   //
   // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
   //         E_JOB_FAILED  it was dropped.

@@ -198,7 +198,7 @@ class ShardedEngine(Engine):
         self.rank = rank
         self.nodes: Nodes | None = None  # None: the job is on one node
         self._prefetch_bytes = prefetch_bytes
-        # group -> unit, in the order of gathers before the first step
+        # group -> unit, in the order in which forwards before the first step gather them
         self._order: dict[int, Unit] = {}
 
     def shards(self) -> Iterator[ShardMember]:
