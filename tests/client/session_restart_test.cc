@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    A session whose daemon is restarted continues with the next daemon. Unanswered commands are sent again. Old leases
-// are void, except leases on weights on swap, which continue. No call waits longer than its limit. If the next daemon does not
-// have the same job and memory, the session ends.
+//         are void, except leases on weights on swap, which continue. No call waits longer than its limit. If the next daemon
+//         does not have the same job and memory, the session ends.
 // Method  Both ends of a real ring in one process; one script plays the daemon before, another the one after
 //         the restart.
 

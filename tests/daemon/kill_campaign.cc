@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kills a daemon and its trainers at random moments, at each level of durability, and reports a lost step.
+// Kills a daemon and its trainers at random moments, at each level of durability. Prints how many answered steps the kills
+// undid. Fails if they undid a step that the level guarantees.
 //
 // usage: kill_campaign KILLS [SEED [NAME]]     KILLS over all kinds of jobs and levels, in the working directory,
 //                                              which is on a disk. NAME: one kind and level, as the program prints it

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    Only the daemon's own user may act on behalf of another user, and then has that user's name and no access to other
-//         users' jobs. After such a connection is lost, only its rank can resume the session, and only within the agreed time.
+// Goal    Only the daemon's own user may act on behalf of another user, and then has that user's job names, and no access to
+//         other users' jobs. After such a connection is lost, only its rank can resume the session, and only within the agreed
+//         time.
 // Method  A real daemon, with connections of root and of another uid.
 
 #include <sys/stat.h>

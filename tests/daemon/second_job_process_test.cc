@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    A second job is admitted although the first has all its states in DRAM: the first job moves to swap as many blocks as
 //         the second needs. Both train on with the bits of the scalar reference, and the DRAM in the status equals the kernel's
-//         count. The other job is unharmed if a client or the daemon dies while blocks move, or if the disk fails then. A job
+//         count. If a client of one job dies while blocks move, or if the disk fails then, the other job is unharmed. A job
 //         that cannot fit is refused at once, with the numbers.
 // Method  A real daemon with a small dram.limit. A library loaded into the daemon makes its writes hang or fail, so that the
 //         test can act in the middle of a move.

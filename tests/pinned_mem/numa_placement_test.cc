@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    An arena is placed on the NUMA nodes of the CPUs that work on it: states in stripes in proportion to the workers,
-//         everything else interleaved. No arena is on node 0 by default.
+//         everything else interleaved. No arena goes to node 0 only because it is the default.
 // Method  Machines that hwloc creates from a text; no system calls.
 
 #include "pinned_mem/numa_placement.h"

@@ -98,8 +98,8 @@ inline protocol::LayoutSpec ShardedDurableSpec() {
   return spec;
 }
 
-// Makes four jobs: a shared one, a shared one with frozen parameters (LoRA), a sharded one, and one whose weights are on swap
-// except for one partition. Slots begin at `begin_bytes` on both paths.
+// Makes four jobs: a shared one, a shared one with frozen parameters (LoRA), a sharded one, and one whose weights, frozen ones
+// among them, are on swap except for one partition. Slots begin at `begin_bytes` on both paths.
 inline daemon::DurableNode MakeDurableNode(uint64_t begin_bytes) {
   protocol::LayoutSpec shared;
   shared.params = ParamsOf({{{300, 7}, 0}, {{513}, 1}});

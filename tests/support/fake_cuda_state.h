@@ -65,7 +65,7 @@ struct Work {
 // The work of a stream.
 struct Queue {
   std::deque<Work> work;
-  bool is_running = false;  // true while the first operation runs
+  bool is_running = false;  // true while RunFirst() examines the first operation
   bool is_late = false;     // runs only if other work waits for it
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded into a daemon before its own libraries (LD_PRELOAD). Its writes to swap files fail or hang as the file
-// FOREBAY_TEST_DISK says. "fail TEXT": writes to paths that contain TEXT fail with EIO. "hang TEXT": such writes block until
-// the file changes. Any other contents, or no file: writes work. Only for the thread engine, which calls libc to write;
-// io_uring does not.
+// Loaded into a daemon before its own libraries (LD_PRELOAD). Its writes to swap files fail or hang as the file that
+// FOREBAY_TEST_DISK names says. "fail TEXT": writes to paths that contain TEXT fail with EIO. "hang TEXT": such writes block
+// until the file says something else. Any other contents, or no file: writes work. Makes system calls only. Only for the
+// thread engine, which calls libc to write; io_uring does not.
 
 #include <fcntl.h>
 #include <poll.h>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Live heap of a process that has loaded live_heap (LD_PRELOAD). The counters are in the file FOREBAY_TEST_HEAP.
+// Live heap of a process that has loaded live_heap (LD_PRELOAD). The counters are in the file that FOREBAY_TEST_HEAP
+// names.
 #pragma once
 
 #include <atomic>

@@ -195,7 +195,7 @@ class NodeHarness {
   void SetAttempt(uint64_t session, uint64_t attempt);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
-  // Announces the scalars of a step.
+  // Announces the scalars of a step: the session's later deliveries belong to the step's last backward pass.
   uint64_t Announce(uint64_t session, uint64_t step, double lr = 0.1);
   // Calls step for each session, then runs all tasks. Returns the errors of the answers.
   std::vector<protocol::ErrorId> StepAll(const std::vector<uint64_t>& sessions, uint64_t step);

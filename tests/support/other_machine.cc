@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded into a program before its own libraries (LD_PRELOAD): the program sees the machine-id of the machine
-// FOREBAY_TEST_MACHINE. An empty name means a machine without a machine-id.
+// Loaded into a program before its own libraries (LD_PRELOAD): the program sees the machine-id of the machine that
+// FOREBAY_TEST_MACHINE names. An empty name means a machine without a machine-id.
 
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded into a program before its own libraries (LD_PRELOAD): shifts its wall clock by the seconds in the file
-// FOREBAY_TEST_CLOCK, which is read at each clock call. The monotonic clock is unchanged. The kernel's file timestamps and its
-// waits for a wall-clock time are not shifted: a wait for a shifted time would last years.
+// Loaded into a program before its own libraries (LD_PRELOAD): shifts its wall clock by the seconds in the file that
+// FOREBAY_TEST_CLOCK names, which is read at each clock call. The monotonic clock is unchanged. The kernel's file timestamps
+// and its waits for a wall-clock time are not shifted: a wait for a shifted time would last years.
 
 #include <fcntl.h>
 #include <sys/syscall.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bench copies: measures a GPU's copies from and to the daemon's memory, and the time to register that memory with the
-// driver. Each result is compared with the same operation on private memory of the process.
+// driver. Each result is compared with the same operation on memory of this process alone.
 
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -47,7 +47,7 @@ double Seconds(Clock::duration time) { return std::chrono::duration<double>(time
 
 class Mapped {
  public:
-  // Maps `fd`, or private memory of the process if `fd` is -1.
+  // Maps `fd`, or new memory of this process alone if `fd` is -1.
   static absl::StatusOr<std::unique_ptr<Mapped>> Make(int fd, uint64_t size_bytes, int protection) {
     const int flags = fd < 0 ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED;
     void* const at = ::mmap(nullptr, size_bytes, protection, flags, fd, 0);
@@ -198,7 +198,7 @@ class Copies {
   gpu::DeviceMemory from_;
 };
 
-// Private memory of this process. Copies from and to it are the limit.
+// Memory of this process alone. Copies from and to it are the limit.
 struct OwnMemory {
   std::unique_ptr<Mapped> weights;
   std::unique_ptr<Mapped> gradients;

@@ -105,7 +105,7 @@ class SwapLoop {
     return sample;
   }
 
-  // The contiguous range of the swap file that holds one slot of each block.
+  // The contiguous range of the swap file that holds both slots of every block: 2 * `bytes` bytes.
   DiskLimit::Part part() const {
     const uint64_t begin = std::min(current_[0].offset_bytes, next_[0].offset_bytes);
     return {.path = std::string(space_->path_name(0)),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bench step: measures forward, backward and update of a job whose states are on swap. Forward and backward sleep in place of
-// computing, like a CPU that waits for a GPU. Forward takes a third of the compute time and backward two thirds.
+// computing, like a CPU that waits for a GPU. Forward takes a third of the compute time and backward two thirds, evenly over
+// the groups.
 
 #include <algorithm>
 #include <chrono>
@@ -119,7 +120,8 @@ absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
   const uint64_t staging = 64 * kMiB;
   BenchJobOptions job_options = JobOptions(options, 0);
   const uint64_t new_weights = when.early ? job_options.params * kWeightsBytes : 0;
-  // A resident block needs no DRAM for new weights. With early updates no DRAM is spare, so that no block becomes resident.
+  // A resident block needs DRAM for its states, but none for new weights: spare DRAM for the difference would be enough for
+  // it. With early updates no DRAM is spare, so that no block becomes resident.
   const uint64_t spare = when.early ? 0 : 2 * kMiB;
   job_options.daemon.dram = absl::StrCat(beside_states + staging + new_weights + spare);
   job_options.drain = when.drain;

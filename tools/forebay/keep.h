@@ -40,7 +40,7 @@ absl::Status CheckKeptDaemon(KeptRunFile& file, PrivateDaemon& daemon);
 // Errors  E_SWAP_IO  a training is not durable at its newest step. Also the errors of a restart of the daemon.
 absl::Status EndKept(KeptRunFile& file, PrivateDaemon& daemon, int signal_fd);
 
-// Returns each run that can be resumed, with its swap and the durable steps of its trainings.
+// Returns each --keep run, running or ended, with its swap and the durable steps of its trainings.
 absl::StatusOr<nlohmann::ordered_json> ListKept(const std::filesystem::path& state_folder);
 std::string KeptText(const nlohmann::ordered_json& runs);
 

@@ -62,7 +62,7 @@ class PrivateDaemon {
   //
   // Errors  E_OPTION, E_SWAP_PATH  no folder can be created, or the program is missing.
   //         E_NO_DAEMON            the daemon ended before it was ready; its message says why.
-  //         E_TIMEOUT              the daemon was not ready in time.
+  //         E_TIMEOUT              the daemon was not ready within a minute.
   //         E_INTERRUPTED          one of `abort_fds` became readable.
   static absl::StatusOr<std::unique_ptr<PrivateDaemon>> Start(const PrivateDaemonOptions& options,
                                                               std::span<const int> abort_fds = {});
