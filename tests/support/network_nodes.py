@@ -118,6 +118,7 @@ class Forked:
         if self.pid == 0:
             status = 1
             try:
+                os.setsid()  # tests stop its children (kill_at_once.py)
                 os.dup2(child_input, 0)
                 os.dup2(child_output, 1)
                 os.dup2(child_output, 2)

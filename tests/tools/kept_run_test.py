@@ -252,7 +252,7 @@ class Held(Started):
         )
         self.log = log
         with open(log, "wb") as messages:
-            super().__init__(node.folders, script, flags=flags, run=(), stderr=messages)
+            super().__init__(node.folders, script, flags=flags, run=(), stderr=messages, start_new_session=True)
 
     def processes(self):
         return {

@@ -78,6 +78,7 @@ class Run:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                start_new_session=True,
             )
         self.watchdog = threading.Timer(DEADLINE_S, self.process.terminate)
         self.watchdog.start()
