@@ -303,7 +303,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   ASSIGN_OR_RETURN(Prepared prepared, Prepare(config));
   ExecutorOptions& options = prepared.executor;
   const DecodedLedger handed_over = ReadHandedOver(left);
-  std::vector<RecordedJob> recorded = ReadRecords(left);
+  ASSIGN_OR_RETURN(std::vector<RecordedJob> recorded, ReadRecords(left));
   LeftStaging staging;
   const bool has_slots = std::ranges::any_of(
       recorded, [](const RecordedJob& one) { return !one.job.AllSlots().empty(); });

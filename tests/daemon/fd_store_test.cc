@@ -360,6 +360,8 @@ TEST_F(FdStoreTest, TheUnitAsksForAsMuchAsTheDaemonMayKeep) {
   ASSERT_TRUE(unit.good());
   const std::string text{std::istreambuf_iterator<char>(unit), {}};
   EXPECT_THAT(text, HasSubstr(absl::StrCat("\nFileDescriptorStoreMax=", kStoredFdsMax, "\n")));
+  // systemd closes what it keeps of a service that has failed.
+  EXPECT_THAT(text, HasSubstr("\nStartLimitIntervalSec=0\n"));
   EXPECT_THAT(text, HasSubstr(absl::StrCat("\nEnvironment=FDSTORE=", kStoredFdsMax, "\n")));
 }
 

@@ -336,13 +336,14 @@ absl::Status CheckVolume(const DecodedLedger& ledger, const std::vector<Recorded
   return absl::OkStatus();
 }
 
-std::vector<RecordedJob> ReadRecords(DescriptorsByName& left) {
+absl::StatusOr<std::vector<RecordedJob>> ReadRecords(DescriptorsByName& left) {
   std::map<JobId, RecordedJob> jobs;  // the newest intact record of each job
   for (auto next = left.begin(); next != left.end();) {
     const auto it = next++;
     if (!it->first.starts_with(kRecordPrefix)) continue;
     auto node = left.extract(it);
     absl::StatusOr<RecordedJob> read = ReadRecord(node.key(), std::move(node.mapped()), left);
+    if (protocol::IdOf(read.status()) == ErrorId::kConfig) return read.status();
     if (!read.ok()) {
       spdlog::warn("{}", protocol::FormatError(read.status()));
       continue;

@@ -11,6 +11,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "daemon/core/base/durable_job.h"
 #include "daemon/core/base/limits.h"
 #include "daemon/exec/arena_policy.h"
@@ -65,7 +66,9 @@ struct RecordedJob {
 };
 
 // Takes the records out of `left`. Omits records from which no job can continue, and logs the reason.
-std::vector<RecordedJob> ReadRecords(DescriptorsByName& left);
+//
+// Errors  E_CONFIG  a record is of a newer version. This daemon must not start, since it would free the job of the record.
+absl::StatusOr<std::vector<RecordedJob>> ReadRecords(DescriptorsByName& left);
 
 // Checks that the slots of all jobs are on the volume of `swap`; null: the daemon has no swap.
 //

@@ -46,6 +46,15 @@ absl::Status CorruptRecord(const std::string& what) {
   return MakeError(ErrorId::kCorrupt, absl::StrCat("the record of a job: ", what));
 }
 
+absl::Status NewerRecord(uint64_t version) {
+  return MakeError(
+      ErrorId::kConfig,
+      absl::StrCat("the daemon before keeps a job in memory, in a record of version ", version,
+                   ", made by a newer forebayd; this one reads version ", kRecordVersion),
+      "start the newer forebayd again; to give up what is kept, stop the service before it is "
+      "started (systemctl stop forebayd)");
+}
+
 uint64_t Aligned(uint64_t bytes) { return protocol::RoundUp(bytes, kAlignment); }
 
 uint64_t DigestsMax(const BlockMap& map) {
@@ -407,11 +416,13 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd
     return std::unique_ptr<KeptRecord>(
         new KeptRecord(std::move(fd), {static_cast<std::byte*>(mapped), bytes}));
   }
+  const bool is_newer = header->magic == kMagic && header->version > kRecordVersion;
   const absl::Status status =
-      is_ours ? CorruptRecord(absl::StrCat("it is damaged, or cut: ", bytes, " bytes of ",
-                                           header->file_bytes))
-              : CorruptRecord(absl::StrCat("version ", header->version,
-                                           "; this forebayd reads version ", kRecordVersion));
+      is_newer  ? NewerRecord(header->version)
+      : is_ours ? CorruptRecord(absl::StrCat("it is damaged, or cut: ", bytes, " bytes of ",
+                                             header->file_bytes))
+                : CorruptRecord(absl::StrCat("version ", header->version,
+                                             "; this forebayd reads version ", kRecordVersion));
   ::munmap(mapped, bytes);  // the daemon that wrote the record may still read it
   return status;
 }

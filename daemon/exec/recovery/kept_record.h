@@ -37,7 +37,8 @@ class KeptRecord {
                                                           uint64_t workers);
   // Takes over a record that another process has left.
   //
-  // Errors  E_CORRUPT  the memfd holds no record, or a record of another version.
+  // Errors  E_CORRUPT  the memfd holds no record, or a record of an older version.
+  //         E_CONFIG   the record is of a newer version; names both versions.
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Adopt(protocol::UniqueFd fd);
 
   KeptRecord(const KeptRecord&) = delete;

@@ -10,6 +10,7 @@ import time
 from ordered_steps import DEADLINE_S
 
 # Words of a record's header.
+VERSION = 1
 PUBLISHED, DECIDED, ATTEMPT, FIXED_WORDS = 24, 25, 26, [*range(2, 23), 27, 29, 30, 31]
 ATTEMPT_BITS = 16
 

@@ -16,7 +16,7 @@ import forebay
 import pytest
 import torch
 from daemon_process import ROOT, missing
-from kept_record import DECIDED, FIXED_WORDS, PUBLISHED, await_decision, record, words
+from kept_record import DECIDED, FIXED_WORDS, PUBLISHED, VERSION, await_decision, record, words
 from kill_at_once import kill_at_once
 from models import net, train
 from ordered_steps import BETWEEN_STEPS, DEADLINE_S
@@ -112,6 +112,28 @@ def test_other_swap_paths_do_not_cost_a_kept_job(folder):
             manager.command = good
             manager.start()
             assert opt.state_sha256() == before
+        assert_goes_on(service, model, opt, before)
+
+
+def test_a_record_of_a_newer_daemon_is_not_freed(folder):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "job", 2)
+        before = opt.state_sha256()
+        manager.end(signal.SIGKILL)
+        fd = record(manager, 1)
+        version = words(fd)[VERSION]
+        stored = [name for name, _ in manager.store]
+        os.pwrite(fd, struct.pack("<Q", version + 1), 8 * VERSION)
+        with pytest.raises(RuntimeError, match="no READY=1"):
+            manager.start()
+        refusal = f"a record of version {version + 1}, made by a newer forebayd; this one reads version {version}"
+        assert "E_CONFIG" in service.log() and refusal in service.log()
+        assert [name for name, _ in manager.store] == stored
+        os.pwrite(fd, struct.pack("<Q", version), 8 * VERSION)
+        manager.start()
+        assert opt.state_sha256() == before
         assert_goes_on(service, model, opt, before)
 
 
