@@ -303,7 +303,8 @@ absl::Status Attachment::Detach() {
   const CallLock lock(s);
   if (s.detached && protocol::IdOf(lock.status()) != ErrorId::kForked) return absl::OkStatus();
   RETURN_IF_ERROR(lock.status());
-  const bool is_back = s.ReattachOnce();
+  const WaitLimits limits{.deadline = Deadline::After(s.parts.timeout)};
+  const bool is_back = s.ReattachOnce(limits);
   bool has_daemon = !s.EndIfRestarting() && is_back;
   RETURN_IF_ERROR(s.WaitForCopies([&] { return !s.HasCopies(); }, s.Limits(s.parts.timeout)));
   has_daemon = has_daemon && !s.EndIfRestarting();
@@ -313,13 +314,12 @@ absl::Status Attachment::Detach() {
   s.fetches.clear();
   if (s.parts.connection == nullptr) return s.device_error;
   absl::Status status = s.device_error;
-  const WaitLimits limits{.deadline = Deadline::After(s.parts.timeout)};
   for (bool asks = has_daemon && !s.is_ended; asks;) {
     status = s.parts.connection->control->Detach(limits);
     // If the connection was lost meanwhile and cannot be made again, the session ends on this side only.
     const bool is_lost = s.IsRestartingSoon(status);
     if (is_lost) status = absl::OkStatus();
-    asks = is_lost && !limits.deadline.Expired() && s.ReattachOnce() && !s.EndIfRestarting();
+    asks = is_lost && !limits.deadline.Expired() && s.ReattachOnce(limits) && !s.EndIfRestarting();
   }
   s.UpdateCalls();
   s.port.Close(DaemonGoneError());

@@ -106,11 +106,11 @@ absl::Status Attachment::State::TryReattach(const WaitLimits& limits) {
   return GoOnWith(std::move(granted), held.size(), limits);
 }
 
-bool Attachment::State::ReattachOnce() {
+bool Attachment::State::ReattachOnce(const WaitLimits& limits) {
   port.PollAlive().IgnoreError();
   if (!port.is_restarting()) return true;
   if (!parts.attach_again) return false;
-  return TryReattach({.deadline = Deadline::After(kLastAttempt)}).ok();
+  return TryReattach(limits).ok();
 }
 
 absl::Status Attachment::State::Reattach(const WaitLimits& limits) {

@@ -469,8 +469,9 @@ class Attachment {
   //         E_UNSUPPORTED  the attachment has no daemon.
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes, Timeout timeout);
 
-  // Ends the session in good order. Views stay readable. While the daemon is being restarted, Detach does not tell the daemon:
-  // the next daemon notices that the rank does not return.
+  // Ends the session in good order. Views stay readable. If the connection is lost, Detach first tries once to make it again, in
+  // at most AttachOptions::timeout. While the daemon is being restarted, Detach does not tell the daemon: the next daemon
+  // notices that the rank does not return.
   absl::Status Detach();
 
   Counters counters() const;

@@ -212,9 +212,9 @@ struct Attachment::State {
   // Ends the session if its daemon is being restarted, for a caller that is about to end it. Does not wait for the next daemon,
   // which sees that the session does not return. Returns whether the session was ended.
   bool EndIfRestarting();
-  // Attaches again, once, before a detach: the daemon then hears of the detach. Waits for no daemon that is not running.
-  // Returns whether the session is with a daemon.
-  bool ReattachOnce();
+  // Attaches again, once, before a detach: the daemon then hears of the detach. Waits for no daemon that is not running. If the
+  // daemon is on another node, a process is started for the attempt. Returns whether the session is with a daemon.
+  bool ReattachOnce(const internal::WaitLimits& limits);
   // Asks the running daemon once to grant the session again. Errors of AttachAgain and GoOnWith.
   absl::Status TryReattach(const internal::WaitLimits& limits);
   void UpdateCalls();

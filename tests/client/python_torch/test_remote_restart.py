@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 from network_nodes import LINK, await_link
 from ordered_steps import IN_STEP, PLACES, Orders, await_sleep
-from remote_gateway import PORT
+from remote_gateway import GATEWAY, PORT
 from test_daemon_restart import NOT_AT_REST, SEED, Service, room_without_states
 from test_remote import DEADLINE_S, Place
 from test_remote_faults import await_end
@@ -189,8 +189,8 @@ def asked(mode, job, rank, ranks):
 class Asked:
     said = 0
 
-    def __init__(self, place, mode, job, rank=0, ranks=1):
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "FOREBAY_DAEMON_WAIT": str(DEADLINE_S)}
+    def __init__(self, place, mode, job, rank=0, ranks=1, **variables):
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "FOREBAY_DAEMON_WAIT": str(DEADLINE_S), **variables}
         self.output = place.start(asked, mode, job, rank, ranks, **environment)
 
     def ask(self, what):
@@ -233,6 +233,19 @@ def test_a_detach_right_behind_a_lost_connection_is_heard(kept_place, what):
     rank.ask("detach")
     rank.answer("detach")
     await_end(kept_place, f"detached.{what}")
+    rank.kill()
+
+
+def test_a_detach_is_heard_however_long_its_agent_takes_to_start(kept_place, folder):
+    agent = pathlib.Path(folder) / "agent"
+    agent.write_text(f"#!/bin/sh\nsleep 1.5\nexec {GATEWAY} \"$@\"\n")  # house: allow sleep: a busy machine
+    agent.chmod(0o755)
+    rank = Asked(kept_place, "shared", "detached.late", FOREBAY_GATEWAY=str(agent))
+    rank.answer("attached", 0)
+    kept_place.kill_agent()
+    rank.ask("detach")
+    rank.answer("detach")
+    await_end(kept_place, "detached.late")
     rank.kill()
 
 
