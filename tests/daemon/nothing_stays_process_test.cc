@@ -31,6 +31,7 @@
 #include "client/admin.h"
 #include "client/client.h"
 #include "client/flat_shards.h"
+#include "daemon/exec/executor.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/doorbell.h"
@@ -147,6 +148,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
             }));
     ASSERT_OK_AND_ASSIGN(admin_, client::AdminClient::Connect({.socket = socket_}));
     ASSERT_OK(Train("job"));
+    FillReasons();
   }
   void TearDown() override {
     if (heap_ != nullptr) ::munmap(heap_, sizeof(LiveHeap));
@@ -176,6 +178,16 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     RETURN_IF_ERROR(session->Attach({.grad_arena_bytes = kArenaBytes}, layout_));
     RETURN_IF_ERROR(session->Map());
     return session;
+  }
+  // The daemon retains the reasons of the last sessions that it has ended or refused. A session that attaches before the daemon
+  // has noticed the end of its predecessor ends that one, which can happen in any turn. So the daemon has as many reasons as it
+  // retains from the start.
+  void FillReasons() {
+    client::AttachOptions options = Options("missing");
+    options.reader = true;
+    for (size_t i = 0; i < Executor::kEvictedKeptMax; ++i) {
+      EXPECT_THAT(Attachment::Attach(options), HasError(ErrorId::kJobName));
+    }
   }
   static absl::Status FetchFirst(RawSession& session) {
     protocol::Command fetch{};
