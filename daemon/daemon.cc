@@ -302,7 +302,6 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
                                                       Forget forget, DescriptorStore store) {
   ASSIGN_OR_RETURN(Prepared prepared, Prepare(config));
   ExecutorOptions& options = prepared.executor;
-  const DecodedLedger handed_over = ReadHandedOver(left);
   ASSIGN_OR_RETURN(std::vector<RecordedJob> recorded, ReadRecords(left));
   LeftStaging staging;
   const bool has_slots = std::ranges::any_of(
@@ -324,7 +323,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
     if (config.swap_life == nvme::FileLife::kKept) {
       prepared.swap->written_before = WrittenBefore(*prepared.swap);
     }
-    prepared.swap->keeps_slots = handed_over.sequence > 0 || has_slots;
+    prepared.swap->keeps_slots = has_slots;
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
     staging = FindStaging(prepared.swap->staging_slot_bytes, left);
     options.state.swap = state->swap->free_slots();
@@ -341,15 +340,10 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   }
   options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
   if (config.swap_mode != nvme::OpenMode::kReclaim) {
-    RETURN_IF_ERROR(CheckVolume(handed_over, recorded, state->swap.get()));
+    RETURN_IF_ERROR(CheckVolume(recorded, state->swap.get()));
   }
-  std::vector<AdoptedArenas> adopted =
-      AdoptJobs(handed_over, recorded, state->swap.get(), options.arenas, left, options.state);
-  // Adopts jobs that did not become quiescent in time, or all jobs if the earlier daemon was killed.
-  for (AdoptedArenas& of_killed : AdoptKilled(std::move(recorded), state->swap.get(), staging,
-                                              options.arenas, left, options.state)) {
-    adopted.push_back(std::move(of_killed));
-  }
+  std::vector<AdoptedArenas> adopted = AdoptJobs(std::move(recorded), state->swap.get(), staging,
+                                                 options.arenas, left, options.state);
   options.state.keeps_jobs = store.keep != nullptr;
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
@@ -413,7 +407,7 @@ Daemon::Daemon(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 Daemon::~Daemon() { Stop(); }
 
-absl::Status Daemon::HandOver(KeepDescriptors keep, std::chrono::seconds limit,
+absl::Status Daemon::StopJobs(FlushStore flush, std::chrono::seconds limit,
                               absl::AnyInvocable<bool()> on_wait) {
   struct Outcome {
     protocol::Mutex mutex;
@@ -421,13 +415,14 @@ absl::Status Daemon::HandOver(KeepDescriptors keep, std::chrono::seconds limit,
     std::optional<absl::Status> status;
   };
   const auto outcome = std::make_shared<Outcome>();
-  FOREBAY_CHECK(state_->inbox->Push([keep = std::move(keep), outcome](Executor& executor) mutable {
-    executor.HandOver(std::move(keep), [outcome](const absl::Status& status) {
-      const std::lock_guard<protocol::Mutex> lock(outcome->mutex);
-      outcome->status = status;
-      outcome->arrived.notify_all();
-    });
-  }));
+  FOREBAY_CHECK(
+      state_->inbox->Push([flush = std::move(flush), outcome](Executor& executor) mutable {
+        executor.StopJobs(std::move(flush), [outcome](const absl::Status& status) {
+          const std::lock_guard<protocol::Mutex> lock(outcome->mutex);
+          outcome->status = status;
+          outcome->arrived.notify_all();
+        });
+      }));
   auto end = std::chrono::steady_clock::now() + limit;
   std::unique_lock<protocol::Mutex> lock(outcome->mutex);
   for (bool is_due = false; !outcome->status;) {
@@ -435,11 +430,11 @@ absl::Status Daemon::HandOver(KeepDescriptors keep, std::chrono::seconds limit,
     const bool may_wait = on_wait() && std::chrono::steady_clock::now() < end;
     if (outcome->status || may_wait) continue;
     if (is_due) {
-      return MakeError(ErrorId::kTimeout, "the jobs' last ledger is not durable yet");
+      return MakeError(ErrorId::kTimeout, "the ledger on swap is not durable yet");
     }
     is_due = true;
     end = std::chrono::steady_clock::now() + kLastLedgerLimit;
-    FOREBAY_CHECK(state_->inbox->Push([](Executor& executor) { executor.HandOverDue(); }));
+    FOREBAY_CHECK(state_->inbox->Push([](Executor& executor) { executor.StopDue(); }));
   }
   return *outcome->status;
 }

@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/config.h"
-#include "daemon/exec/recovery/hand_over.h"
+#include "daemon/exec/recovery/left_jobs.h"
 #include "daemon/exec/scrub.h"
 
 namespace forebay::daemon {
@@ -36,7 +36,7 @@ class Daemon {
   //         E_UNSUPPORTED                             jobs.durability without swap files that outlive the daemon.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   //
-  // `left`: descriptors that the daemon before this one has handed over, or had when it was killed. Its jobs continue. If a job
+  // `left`: descriptors that the daemon before this one has left. Its jobs continue. If a job
   // cannot continue, the log says why, and the job is recovered from the disk if it is durable there. `forget` is called before
   // a byte of the arenas changes, so that no other daemon finds them again, except those whose names it gets; its error is
   // returned. `store` gets the descriptors from which jobs continue if this daemon is killed. Without `store` the jobs end with
@@ -72,13 +72,13 @@ class Daemon {
   Daemon& operator=(const Daemon&) = delete;
   ~Daemon();  // calls Stop()
 
-  // Makes the jobs quiescent before Stop(). `keep` is called on the loop thread with the descriptors by which the next daemon
-  // finds the jobs, and ranks are notified to attach again. A job in the middle of a step is waited for up to `limit`; after
-  // that the status is E_TIMEOUT. The next daemon continues such a job from its record if this process then ends at once,
-  // without Stop(). The same holds for all jobs if `keep` fails. If `keep` is null, nothing is retained in memory, and the jobs
-  // become quiescent only if the newest step of a job at a durable level is not durable yet. `on_wait` is called about once a
-  // second during the wait; if it returns false, the wait ends. For the thread of Start().
-  absl::Status HandOver(KeepDescriptors keep, std::chrono::seconds limit,
+  // Makes the jobs quiescent before Stop(). `flush` is called on the loop thread when the jobs are recorded for the next daemon,
+  // and ranks are then notified to attach again. A job in the middle of a step is waited for up to `limit`; after that the
+  // status is E_TIMEOUT. The next daemon continues such a job from its record if this process then ends at once, without
+  // Stop(). The same holds for all jobs if `flush` fails. If `flush` is null, nothing is retained in memory, and the jobs become
+  // quiescent only if the newest step of a job at a durable level is not durable yet. `on_wait` is called about once a second
+  // during the wait; if it returns false, the wait ends. For the thread of Start().
+  absl::Status StopJobs(FlushStore flush, std::chrono::seconds limit,
                         absl::AnyInvocable<bool()> on_wait);
 
   // Ends all sessions, waits for work in flight, removes the socket. A repeat does nothing.

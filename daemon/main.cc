@@ -49,8 +49,8 @@ using forebay::daemon::LogLevel;
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
 
-// Time limit of a hand-over; it fits into TimeoutStopSec= of the unit with the steps that follow.
-constexpr std::chrono::seconds kHandOverLimit(45);
+// Time limit of a planned stop; it fits into TimeoutStopSec= of the unit with the steps that follow.
+constexpr std::chrono::seconds kStopLimit(45);
 constexpr std::chrono::seconds kMakeDurableLimit(10);
 // Time limit of a stop by SIGINT, which comes from a person or from `forebay run`. A second SIGINT ends the wait.
 constexpr std::chrono::seconds kInterruptedLimit(3600);
@@ -241,18 +241,12 @@ auto OnWait(Daemon& daemon, const Service& service, int signals_fd) {
 }
 
 // Retains the jobs in memory for the next daemon, if the service manager stores descriptors for it. A second signal ends the
-// wait for jobs that are in the middle of a step. Does not return if some jobs do not become quiescent, or if the store has no
-// room.
-void HandOver(Daemon& daemon, Service& service, int signals_fd) {
-  const auto keep = [&store =
-                         service.store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
-    const auto ledger = kept.extract(forebay::daemon::kLedgerDescriptor);
-    for (const auto& [name, fd] : kept) RETURN_IF_ERROR(store.Keep(name, fd.get()));
-    if (!ledger.empty()) RETURN_IF_ERROR(store.Keep(ledger.key(), ledger.mapped().get()));
-    return store.Flush(kStoreLimit);
-  };
+// wait for jobs that are in the middle of a step. Does not return if some jobs do not become quiescent, or if the service manager
+// does not answer.
+void StopJobs(Daemon& daemon, Service& service, int signals_fd) {
+  const auto flush = [&store = service.store] { return store.Flush(kStoreLimit); };
   const absl::Status status =
-      daemon.HandOver(keep, kHandOverLimit, OnWait(daemon, service, signals_fd));
+      daemon.StopJobs(flush, kStopLimit, OnWait(daemon, service, signals_fd));
   if (status.ok()) return;
   spdlog::warn("the others go on as after a kill of this daemon: {}",
                forebay::protocol::FormatError(status));
@@ -264,7 +258,7 @@ void HandOver(Daemon& daemon, Service& service, int signals_fd) {
 // A second signal ends the wait.
 void MakeDurable(Daemon& daemon, const Service& service, std::chrono::seconds limit,
                  int signals_fd) {
-  const absl::Status status = daemon.HandOver(nullptr, limit, OnWait(daemon, service, signals_fd));
+  const absl::Status status = daemon.StopJobs(nullptr, limit, OnWait(daemon, service, signals_fd));
   if (!status.ok()) spdlog::warn("{}", forebay::protocol::FormatError(status));
 }
 
@@ -300,7 +294,7 @@ int Serve(const Config& config, Service& service) {
   // SIGINT ends the jobs that are in memory alone: no daemon is to continue them.
   const int signal = ReadSignal(signals_fd.get());
   if (signal == SIGTERM && store.is_available()) {
-    HandOver(**daemon, service, signals_fd.get());
+    StopJobs(**daemon, service, signals_fd.get());
   } else {
     MakeDurable(**daemon, service, signal == SIGINT ? kInterruptedLimit : kMakeDurableLimit,
                 signals_fd.get());

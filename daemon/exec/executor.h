@@ -30,7 +30,7 @@
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/node_snapshot.h"
 #include "daemon/exec/rank_exchange.h"
-#include "daemon/exec/recovery/hand_over.h"
+#include "daemon/exec/recovery/left_jobs.h"
 #include "daemon/exec/scrub.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/session_poller.h"
@@ -104,11 +104,13 @@ class Executor {
     scrub_.Start(request, std::move(answer));
   }
   void CancelScrub(uint64_t number) { scrub_.Cancel(number); }
-  // Makes the jobs quiescent, so that the next daemon can continue them. `keep` gets the descriptors by which the next daemon
-  // finds the jobs. If `keep` succeeds, clients are notified to attach again. `done` gets the outcome. Call it once.
-  void HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done);
+  // Makes the jobs quiescent, so that the next daemon can continue them. `flush` returns when the keeper of the store has all
+  // descriptors; null: no daemon continues the jobs from memory. If `flush` succeeds, clients are notified to attach again.
+  // `done` gets the outcome; E_TIMEOUT: some jobs are not quiescent, and the next daemon continues them as after a kill. Call it
+  // once.
+  void StopJobs(FlushStore flush, absl::AnyInvocable<void(const absl::Status&)> done);
   // Stops waiting for jobs that are in the middle of a step.
-  void HandOverDue();
+  void StopDue();
   // Sets the store of descriptors on a node that retains its jobs over a restart. Call it before all functions below.
   void SetStore(DescriptorStore store) { store_ = std::move(store); }
   // Takes over the arenas of the jobs that the state machine was made with. Call it before the loop runs. If the executor ends
@@ -169,8 +171,8 @@ class Executor {
     uint64_t trace_bytes = 0;   // bytes for trace events at the end of the gradient arena
     bool has_detached = false;  // the client has asked to end the session
     bool broken = false;        // the client wrote invalid indices: the ring is not used any more
-    // The ring is not used any more; the next daemon continues the session.
-    bool is_handed_over = false;
+    // The ring is not used any more: the next daemon continues the session.
+    bool is_stopped = false;
     std::chrono::nanoseconds wait{};  // `wait` of Attach()
     bool was_mapped = false;
     JobId kept_of = 0;     // job whose retained gradient arena the session has; 0: the arena is new
@@ -240,7 +242,7 @@ class Executor {
   void Run(StepCommitted& action);
   void Run(EarlyUpdatesDropped& action);
   void Run(StepPublished& action);
-  void Run(HandedOver& action);
+  void Run(JobsStopped& action);
   void Run(RecordJob& action);
   void Run(RecordBlock& action) { SetRecord(action); }
   void Run(RecordInstalled& action) { SetRecord(action); }
@@ -323,8 +325,10 @@ class Executor {
   uint64_t RankWaitNs(JobId job) const;
   bool HasRanks(JobId job) const;  // True if the job has attached ranks.
   bool HasSession(JobId job, uint32_t rank) const;
-  std::map<SessionId, JobId> RanksOf(const DurableNode& node) const;
-  absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
+  // Returns the sessions of the job's ranks that have memory.
+  std::vector<SessionId> RanksOf(JobId job) const;
+  // Leaves the memory and the record of a job that has stopped to the next daemon.
+  void Leave(JobId job);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
   // Returns the session whose client knows it by `number`. Returns 0 if no session has that number, or if the number is of an
@@ -396,8 +400,8 @@ class Executor {
   uint64_t last_record_ = 0;
   DescriptorStore store_;
   std::map<std::string, std::weak_ptr<pinned_mem::PinnedArena>> stored_;  // by name
-  KeepDescriptors keep_;
-  absl::AnyInvocable<void(const absl::Status&)> handed_over_;
+  FlushStore flush_;
+  absl::AnyInvocable<void(const absl::Status&)> stopped_;
 };
 
 }  // namespace forebay::daemon

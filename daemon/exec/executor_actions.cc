@@ -236,7 +236,7 @@ void Executor::Run(AnswerAttach& action) {
 
 void Executor::Run(AnswerCommand& action) {
   const auto found = sessions_.find(action.session);
-  if (found == sessions_.end() || found->second.broken || found->second.is_handed_over) return;
+  if (found == sessions_.end() || found->second.broken || found->second.is_stopped) return;
   Session& session = found->second;
   if (!action.status.ok()) session.io->KeepError(action.completion.tag, action.status);
   const absl::Status sent = session.io->channel().Send(action.completion);
@@ -259,11 +259,11 @@ void Executor::Run(CloseSession& action) {
   if (session.io != nullptr) {
     poller_.Remove(action.session);
     if (session.job_id == 0) KeepGradientsFurther(session, session.io->grad());
-    if (session.job_id != 0 && !session.request.reader && !session.is_handed_over) {
+    if (session.job_id != 0 && !session.request.reader && !session.is_stopped) {
       DropStored(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
       OnRankLeft(session, action.is_of_old_generation);
     }
-    if (!session.is_handed_over) session.io->channel().Close(protocol::ChannelState::kEnded);
+    if (!session.is_stopped) session.io->channel().Close(protocol::ChannelState::kEnded);
     Retire(std::move(session.io));
   }
   if (session.extra_state != nullptr) Retire(std::move(session.extra_state));

@@ -61,7 +61,6 @@ class KeptRecordTest : public ::testing::Test {
     kept.session.durability = job_.durability;
     kept.attempt = 2;
     kept.dram_bytes = uint64_t{1} << 30;
-    kept.was_killed = true;
     kept.spare_slots = {SlotOf(1)};
     job_.kept = kept;
     step_arena_ = UniqueFd(::memfd_create("step", MFD_CLOEXEC));
@@ -125,7 +124,6 @@ TEST_F(KeptRecordTest, SaysTheJobAsItWasMade) {
   EXPECT_EQ(found.trace, job_.trace);
   EXPECT_EQ(found.kept->resident, job_.kept->resident);
   EXPECT_EQ(found.kept->attempt, 2U);
-  EXPECT_TRUE(found.kept->was_killed);
   EXPECT_THAT(found.kept->spare_slots, ElementsAre(SlotOf(1)));
   EXPECT_EQ(ExtraStateOf(found, 0), "zero");
   for (size_t i = 0; i < job_.blocks.size(); ++i) {

@@ -29,6 +29,7 @@ using protocol::ErrorId;
 using testing::ExpectEqual;
 using testing::HasError;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using testing::MakeDurableNode;
 
 constexpr uint64_t kNonce = 0x1234'5678'9abc'def0;
@@ -99,27 +100,24 @@ TEST(LedgerCodec, ABlockTakesFourWords) {
   EXPECT_EQ(with - without, 100U * 32);
 }
 
-// ------------------------------------------------------------------------------ what is handed over
+// ---------------------------------------------------------------------------- what is in memory alone
 
-// Returns MakeDurableNode() with the memory of its jobs. The first job is not durable and has memory only.
-DurableNode MakeHandedOverNode() {
+// Returns MakeDurableNode() as its records have it: with the memory of its jobs. The first job is not durable.
+DurableNode MakeKeptNode() {
   DurableNode node = MakeDurableNode(kBeginBytes);
-  node.last_lease = 41;
   uint64_t offset_bytes = uint64_t{1} << 40;
   for (std::shared_ptr<const DurableJob>& job : node.jobs) {
-    DurableJob handed_over = *job;
+    DurableJob kept_job = *job;
     const uint64_t id = job->id;
-    KeptMemory& kept = handed_over.kept.emplace();
+    KeptMemory& kept = kept_job.kept.emplace();
     for (size_t block = 0; block < job->blocks.size(); ++block) {
       kept.resident.push_back(block % 2 == 0);
       kept.written_steps.push_back(job->step - block % 3);
     }
-    handed_over.durability = {.level = protocol::DurabilityLevel::kStep, .steps = 1};
-    if (job == node.jobs.front()) {
-      handed_over.durability = {};
-      handed_over.weights.clear();
-      for (size_t block = 0; block < job->blocks.size(); block += 2) handed_over.blocks[block] = {};
-    }
+    kept_job.durability = {.level = protocol::DurabilityLevel::kStep, .steps = 1};
+    if (job == node.jobs.front()) kept_job.durability = {};
+    kept_job.weights.clear();
+    for (size_t block = 0; block < job->blocks.size(); block += 2) kept_job.blocks[block] = {};
     kept.weights_bytes = 1 + id;
     kept.step_bytes = 9 + id;
     kept.dram_bytes = 2 + id;
@@ -130,8 +128,7 @@ DurableNode MakeHandedOverNode() {
                     .trace = id % 2 == 0,
                     .accumulate = id % 2 == 1,
                     .early_updates = id % 3 == 0,
-                    .counts_handed_over = id % 2 == 0,
-                    .durability = handed_over.durability};
+                    .durability = kept_job.durability};
     kept.early_weights_slots = 6;
     kept.attempt = 7 + id;
     for (int i = 0; i < 3; ++i, offset_bytes += uint64_t{1} << 30) {
@@ -140,17 +137,16 @@ DurableNode MakeHandedOverNode() {
       kept.sum_slots.push_back(
           {.path = 2, .offset_bytes = offset_bytes, .size_bytes = 2 * job->slot_bytes});
     }
-    job = std::make_shared<const DurableJob>(std::move(handed_over));
+    job = std::make_shared<const DurableJob>(std::move(kept_job));
   }
   return node;
 }
 
-TEST(LedgerCodec, WhatIsHandedOverComesBack) {
-  const DurableNode node = MakeHandedOverNode();
-  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeHandedOver(node, kNonce, 43));
+TEST(LedgerCodec, WhatIsKeptComesBack) {
+  const DurableNode node = MakeKeptNode();
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeKept(node, kNonce));
   ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(bytes));
-  EXPECT_EQ(decoded.sequence, 43U);
-  EXPECT_EQ(decoded.node.last_lease, 41U);
+  EXPECT_THAT(decoded.handed_over, IsEmpty());
   ExpectEqual(decoded.node, node);
   for (size_t i = 0; i < node.jobs.size(); ++i) {
     EXPECT_EQ(decoded.node.jobs[i]->AllSlots(), node.jobs[i]->AllSlots());
@@ -159,7 +155,7 @@ TEST(LedgerCodec, WhatIsHandedOverComesBack) {
   }
 }
 
-TEST(LedgerCodec, WrongValuesOfWhatIsHandedOverAreNamed) {
+TEST(LedgerCodec, WrongValuesOfWhatIsKeptAreNamed) {
   const std::vector<std::pair<std::function<void(DurableJob&)>, std::string>> cases = {
       {[](DurableJob& job) { job.kept->resident.pop_back(); }, "blocks with a place"},
       {[](DurableJob& job) { job.kept->written_steps.push_back(0); }, "blocks with a step"},
@@ -170,11 +166,11 @@ TEST(LedgerCodec, WrongValuesOfWhatIsHandedOverAreNamed) {
       {[](DurableJob& job) { job.kept.reset(); }, "parts of weights"},
   };
   for (const auto& [make, why] : cases) {
-    DurableNode node = MakeHandedOverNode();
+    DurableNode node = MakeKeptNode();
     DurableJob job = *node.jobs[0];
     make(job);
     node.jobs[0] = std::make_shared<const DurableJob>(std::move(job));
-    ASSERT_OK_AND_ASSIGN(const auto bytes, EncodeHandedOver(node, kNonce, 43));
+    ASSERT_OK_AND_ASSIGN(const auto bytes, EncodeKept(node, kNonce));
     const auto decoded = DecodeLedger(bytes);
     EXPECT_THAT(decoded, HasError(ErrorId::kCorrupt)) << why;
     EXPECT_THAT(std::string(decoded.status().message()), HasSubstr(why));
@@ -182,12 +178,14 @@ TEST(LedgerCodec, WrongValuesOfWhatIsHandedOverAreNamed) {
 }
 
 TEST(LedgerCodec, AVolumeHasNothingOfWhatIsInMemoryAlone) {
-  DurableNode node = MakeHandedOverNode();
-  // The first job is in memory alone, and so not in the volume.
-  node.jobs.erase(node.jobs.begin());
+  const DurableNode kept = MakeKeptNode();
+  DurableNode node = MakeDurableNode(kBeginBytes);
+  for (size_t i = 0; i < node.jobs.size(); ++i) {
+    DurableJob job = *node.jobs[i];
+    job.kept = kept.jobs[i]->kept;
+    node.jobs[i] = std::make_shared<const DurableJob>(std::move(job));
+  }
   ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node)));
-  EXPECT_EQ(decoded.sequence, 0U);
-  EXPECT_EQ(decoded.node.last_lease, 0U);
   ExpectEqual(decoded.node, node);
   for (const auto& job : decoded.node.jobs) EXPECT_FALSE(job->kept);
 }

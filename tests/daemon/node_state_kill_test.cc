@@ -167,7 +167,7 @@ TEST(NodeStateKillOfAWorld, ASessionOfAnotherWorldIsRefused) {
     if (is_killed) {
       ASSERT_TRUE(run.Kill());
     } else {
-      run.HandOver();
+      run.Stop();
     }
     AttachRequest request = RequestOf(0, with, /*reattach=*/true);
     request.world_size = 4;
@@ -189,7 +189,7 @@ class NodeStateRankEnds : public ::testing::TestWithParam<bool> {
     if (GetParam()) {
       EXPECT_TRUE(run_.Kill());
     } else {
-      run_.HandOver();
+      run_.Stop();
     }
   }
   ~NodeStateRankEnds() override { EXPECT_EQ(node().fault(), ""); }
@@ -301,10 +301,10 @@ TEST_P(NodeStateRankEnds, ADaemonThatIsAskedToStopDoesNotWaitForOneThatIsToAttac
   const uint64_t first = Attach(0, /*reattach=*/false);
   Deliver(first, 0);
   node().RunTasks();
-  node().Send(HandOverRequested{});
+  node().Send(StopRequested{});
   node().RunTasks();
-  ASSERT_TRUE(run_.is_handed_over());
-  EXPECT_THAT(run_.handed_over().node->jobs, SizeIs(1));
+  ASSERT_TRUE(run_.has_stopped());
+  EXPECT_THAT(run_.stopped().jobs, SizeIs(1));
 }
 
 TEST_P(NodeStateRankEnds, AnotherRunHasTheJob) {
@@ -346,16 +346,16 @@ TEST_P(NodeStateRankEnds, ADetachIsKnownToWhoComesBackLaterAndNotToANewRun) {
   EXPECT_EQ(node().ErrorOf(call), protocol::ErrorId::kNone);
 }
 
-// Rank 1 has detached, so that rank 0's gradients are discarded. The hand-over does not wait for a step.
+// Rank 1 has detached, so that rank 0's gradients are discarded. The stop does not wait for a step.
 TEST_P(NodeStateRankEnds, ADaemonThatIsAskedToStopDoesNotWaitForOneThatHasDetached) {
   const uint64_t first = Attach(0, /*reattach=*/true);
   Deliver(first, 0);
   node().Send(Ended(true));
   node().RunTasks();
-  node().Send(HandOverRequested{});
+  node().Send(StopRequested{});
   node().RunTasks();
-  ASSERT_TRUE(run_.is_handed_over());
-  ASSERT_THAT(run_.handed_over().node->jobs, SizeIs(1));
+  ASSERT_TRUE(run_.has_stopped());
+  ASSERT_THAT(run_.stopped().jobs, SizeIs(1));
   run_.NextDaemon();
   const uint64_t next = Request(0, /*reattach=*/true);
   EXPECT_GT(node().attached(next)->attempt, 0U);
@@ -492,7 +492,7 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesEndWhereAFetchWaitsForTheirRoom)
 }
 
 // A planned restart does not wait for a rank that can no longer attach. The next daemon retains the leases of that rank too.
-TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesAreHandedOver) {
+TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesOutliveAStop) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};
   Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
   run.AttachAll();
@@ -503,9 +503,9 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesAreHandedOver) {
   run.node_->model().HoldWeights(run.sessions_[0], held);
   ASSERT_TRUE(run.Kill());
   run.node_->Attach(run.layout_, RequestOf(1, with, /*reattach=*/true));
-  run.node_->Send(HandOverRequested{});
+  run.node_->Send(StopRequested{});
   run.node_->RunTasks();
-  ASSERT_TRUE(run.is_handed_over());
+  ASSERT_TRUE(run.has_stopped());
   run.NextDaemon();
   run.node_->Attach(run.layout_, RequestOf(1, with, /*reattach=*/true));
   AttachRequest request = RequestOf(0, with, /*reattach=*/true);

@@ -128,7 +128,7 @@ struct Words {
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
   void operator()(const StepPublished& a) const { Put({a.job, a.step}); }
-  void operator()(const HandedOver& a) const { Put({a.node->jobs.size(), a.sessions.size()}); }
+  void operator()(const JobsStopped& a) const { Put({a.jobs.size(), a.sessions.size()}); }
   void operator()(const RecordJob& a) const { Put({a.job->id, a.job->step}); }
   void operator()(const RecordBlock& a) const { Put({a.job, a.block, a.checksum}); }
   void operator()(const RecordInstalled& a) const { Put({a.job, a.block}); }

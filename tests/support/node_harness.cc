@@ -61,33 +61,22 @@ std::unique_ptr<NodeHarness> NodeHarness::Restart(NodeModel left, uint32_t world
   return std::make_unique<NodeHarness>(options, world_size, std::move(left));
 }
 
-std::unique_ptr<NodeHarness> NodeHarness::GoOn(NodeHarness& before, NodeState::Options options,
-                                               const std::function<void(DurableJob&)>& change) {
-  const auto said = before.Logged<HandedOver>();
-  FOREBAY_CHECK(said.size() == 1);
-  options.recovered = before.model_.durable();
-  std::set<nvme::Slot> taken;
-  const auto take = [&](const DurableJob& job) {
-    for (const nvme::Slot& slot : job.AllSlots()) {
-      if (taken.insert(slot).second) FOREBAY_CHECK(options.swap.Reserve(slot));
-    }
-  };
-  for (const auto& job : options.recovered.jobs) take(*job);
-  for (const auto& job : said[0].node->jobs) {
-    take(*job);
-    std::erase_if(options.recovered.jobs, [&](const auto& other) { return other->id == job->id; });
-    DurableJob changed = *job;
-    change(changed);
-    options.recovered.jobs.push_back(std::make_shared<const DurableJob>(std::move(changed)));
-  }
-  options.recovered.last_job = said[0].node->last_job;
-  options.recovered.last_lease = said[0].node->last_lease;
-  return std::make_unique<NodeHarness>(options, before.world_size_,
-                                       before.model_.HandedOver(*said[0].node));
+std::unique_ptr<NodeHarness> NodeHarness::AfterStop(NodeHarness& before,
+                                                    NodeState::Options options) {
+  FOREBAY_CHECK(before.Logged<JobsStopped>().size() == 1);
+  before.model_.CheckStopped();
+  return Continue(before, std::move(options));
 }
 
 std::unique_ptr<NodeHarness> NodeHarness::AfterKill(NodeHarness& before,
                                                     NodeState::Options options) {
+  std::unique_ptr<NodeHarness> next = Continue(before, std::move(options));
+  if (next != nullptr) next->Send(daemon::UpdatesResumed{});
+  return next;
+}
+
+std::unique_ptr<NodeHarness> NodeHarness::Continue(NodeHarness& before,
+                                                   NodeState::Options options) {
   options.recovered = before.model_.durable();
   for (const auto& job : options.recovered.jobs) {
     for (const nvme::Slot& slot : job->Slots()) FOREBAY_CHECK(options.swap.Reserve(slot));
@@ -100,7 +89,6 @@ std::unique_ptr<NodeHarness> NodeHarness::AfterKill(NodeHarness& before,
   NodeModel left = before.model_.Killed(options.recovered);
   auto next = std::make_unique<NodeHarness>(options, before.world_size_, std::move(left));
   next->records_ = std::move(before.records_);
-  next->Send(daemon::UpdatesResumed{});
   return next;
 }
 

@@ -73,12 +73,9 @@ class NodeHarness {
   static std::unique_ptr<NodeHarness> Restart(NodeModel left, uint32_t world_size,
                                               daemon::NodeState::Options options);
 
-  // The daemon of `before` has handed over its jobs (HandedOver) and ended. Creates the next daemon. `change` edits each job
-  // that is handed over.
-  static std::unique_ptr<NodeHarness> GoOn(
-      NodeHarness& before, daemon::NodeState::Options options,
-      const std::function<void(daemon::DurableJob&)>& change = [](daemon::DurableJob&) {});
-
+  // The daemon of `before` has stopped its jobs (JobsStopped) and ended. Creates the next daemon.
+  static std::unique_ptr<NodeHarness> AfterStop(NodeHarness& before,
+                                                daemon::NodeState::Options options);
   // The daemon of `before` was killed on a node that retains its jobs. Creates the next daemon. Returns null if no record is
   // readable.
   static std::unique_ptr<NodeHarness> AfterKill(NodeHarness& before,
@@ -248,6 +245,10 @@ class NodeHarness {
   SessionInfo& InfoOf(uint64_t session) { return sessions_.at(session); }
   uint64_t AllocateOffset(uint64_t session, uint64_t bytes);
   uint64_t SendStepRequest(uint64_t session, protocol::Op op, daemon::StepRequestCopied copied);
+
+  // Creates the daemon that continues the jobs of the records of `before`. Returns null if no record is readable.
+  static std::unique_ptr<NodeHarness> Continue(NodeHarness& before,
+                                               daemon::NodeState::Options options);
 
   daemon::NodeState state_;
   uint32_t world_size_;

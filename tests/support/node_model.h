@@ -102,10 +102,10 @@ class NodeModel {
   NodeModel AfterPowerCut(std::mt19937_64& random) const;
   // Reads return old data for all slots that a failed flush should have covered: the device has dropped the new data.
   void LoseDoubted();
-  // The state that the next node finds after this one has handed over the jobs of `node`, with their arenas.
-  NodeModel HandedOver(const daemon::DurableNode& node);
-  // The state that the next node finds after this one was killed, with the arenas of the jobs of `node`. Running tasks may have
-  // come to any point.
+  // Checks that no task runs and that no job is in the middle of a step.
+  void CheckStopped();
+  // The state that the next node finds after this one has stopped or was killed, with the arenas of the jobs of `node`. Running
+  // tasks may have come to any point.
   NodeModel Killed(const daemon::DurableNode& node);
   // Checks the record of a job that can resume from it: the newest decided step and the places of the published blocks; during
   // an update, also the blocks already written for the decided step.

@@ -265,9 +265,11 @@ std::map<uint64_t, uint64_t> NodeModel::WrittenSteps(uint64_t id) {
   return steps;
 }
 
-NodeModel NodeModel::HandedOver(const DurableNode& node) {
-  if (!running_.empty()) Fault("a node is handed over while tasks run");
-  return GoOn(node);
+void NodeModel::CheckStopped() {
+  if (!running_.empty()) Fault("a node has stopped while tasks run");
+  for (const auto& [id, job] : jobs_) {
+    if (job.is_updating) Fault("a job has stopped in the middle of a step");
+  }
 }
 
 // True if the retained update is of a decided step. An update with `prepared` set belongs to a step that is only prepared.
@@ -351,13 +353,13 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
     const KeptUpdate* const update = job->kept->update.get();
     if (kept.committed_step + (IsDecided(update) ? 1 : 0) != job->step ||
         kept.is_updating != IsDecided(update)) {
-      Fault("a job is handed over in the middle of a step");
+      Fault("a job goes on in the middle of a step");
     }
     for (uint32_t block = 0; block < job->blocks.size(); ++block) {
       const auto slot = kept.published.find(block);
       const bool is_on_swap = !job->kept->resident[block] && slot != kept.published.end();
       if (is_on_swap && (!job->blocks[block] || job->blocks[block]->slot != slot->second)) {
-        Fault(absl::StrCat("block ", block, " is handed over in another slot than it is in"));
+        Fault(absl::StrCat("block ", block, " goes on in another slot than it is in"));
       }
     }
     // Drops the step arena and its overflow, which are not retained, and gradient sums that no update needs.
@@ -388,9 +390,6 @@ NodeModel NodeModel::GoOn(const DurableNode& node) {
       if (const auto held = held_.find(lease.lease); held != held_.end()) next.held_.insert(*held);
     }
     const std::vector<nvme::Slot> slots = job->AllSlots();
-    if (!job->kept->was_killed && kept.slots != std::set<nvme::Slot>(slots.begin(), slots.end())) {
-      Fault("a job is handed over with other slots than it has");
-    }
     kept.slots = {slots.begin(), slots.end()};
   }
   return next;

@@ -142,21 +142,21 @@ class Training {
   void FailFlushes(int count) { failing_ = count; }
   int failing() const { return failing_; }
 
-  bool is_handed_over() const { return !node_->Logged<daemon::HandedOver>().empty(); }
-  daemon::HandedOver handed_over() const { return node_->Logged<daemon::HandedOver>().at(0); }
-  // Requests a hand-over and takes turns until the job is handed over. Then creates the next daemon.
-  void HandOver() {
-    node_->Send(daemon::HandOverRequested{});
-    for (int turn = 0; turn < 4000 && !is_handed_over(); ++turn) Turn();
-    ASSERT_TRUE(is_handed_over());
-    ASSERT_THAT(handed_over().node->jobs, ::testing::SizeIs(1));
-    ASSERT_EQ(handed_over().node->jobs[0]->step, answered_);
-    ASSERT_THAT(handed_over().sessions, ::testing::SizeIs(kCaseRanks));
+  bool has_stopped() const { return !node_->Logged<daemon::JobsStopped>().empty(); }
+  daemon::JobsStopped stopped() const { return node_->Logged<daemon::JobsStopped>().at(0); }
+  // Requests a stop and takes turns until the job has stopped. Then creates the next daemon.
+  void Stop() {
+    node_->Send(daemon::StopRequested{});
+    for (int turn = 0; turn < 4000 && !has_stopped(); ++turn) Turn();
+    ASSERT_TRUE(has_stopped());
+    ASSERT_THAT(stopped().jobs, ::testing::SizeIs(1));
+    ASSERT_EQ(node_->Logged<daemon::RecordJob>().back().job->step, answered_);
+    ASSERT_THAT(stopped().sessions, ::testing::SizeIs(kCaseRanks));
     NextDaemon();
   }
   void NextDaemon() {
     EXPECT_EQ(node_->fault(), "");
-    node_ = NodeHarness::GoOn(*node_, options_);
+    node_ = NodeHarness::AfterStop(*node_, options_);
   }
 
   // Resumes an update that was killed: finishes up to `tasks` running tasks.

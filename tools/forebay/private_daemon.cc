@@ -272,7 +272,7 @@ int PrivateDaemon::StopDurably(int signal_fd) {
 
 int PrivateDaemon::Stop() {
   if (!process_.has_value()) return 0;
-  // SIGINT ends the daemon without a hand-over of its jobs. Before the daemon is ready it has no jobs and may ignore SIGINT.
+  // SIGINT ends the daemon, and its jobs with it. Before the daemon is ready it has no jobs and may ignore SIGINT.
   process_->Signal(is_ready() ? SIGINT : SIGTERM);
   std::optional<int> status = AwaitEnd(kStopLimit);
   if (!status.has_value()) {

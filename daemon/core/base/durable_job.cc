@@ -56,7 +56,7 @@ std::shared_ptr<const DurableJob> OfStep(const std::shared_ptr<const DurableJob>
 
 std::shared_ptr<const DurableJob> InLedger(const std::shared_ptr<const DurableJob>& job) {
   if (job == nullptr || job->durability.level == protocol::DurabilityLevel::kMemory) return nullptr;
-  return job->kept && job->kept->was_killed ? job->kept->durable : job;
+  return job->kept ? job->kept->durable : job;
 }
 
 std::vector<nvme::Slot> DurableJob::BlockSlots() const {

@@ -69,8 +69,8 @@ struct KeptUpdate {
   std::optional<KeptPrepared> prepared = {};
 };
 
-// Memory of a job that is retained for the next daemon, because this daemon hands the job over or is killed: its arenas, with
-// all bytes that are not on swap. A KeptMemory is never written to a disk.
+// Memory of a job that is retained for the next daemon when this daemon stops or is killed: its arenas, with all bytes that are
+// not on swap. A KeptMemory is never written to a disk.
 struct KeptMemory {
   // Two lists by block of BlockMap: true if the states are in the state arena; the last step that changed them.
   std::vector<bool> resident;
@@ -92,11 +92,10 @@ struct KeptMemory {
   std::vector<nvme::Slot> sum_slots;
   // Leases of ranks, on weights in a job with weights on swap, that have not ended.
   std::vector<KeptLease> leases = {};
-  // True if the daemon was killed. Then DurableJob::blocks has the current slots, whether durable or not, and `durable` is the
-  // durable step (null: none). False if the daemon handed the job over. Then, at a durable level, the job's own step is
-  // durable.
-  bool was_killed = false;
+  // The durable step; null: none. DurableJob::blocks has the current slots, whether durable or not.
   std::shared_ptr<const DurableJob> durable = {};
+  // False if the job has no record yet, because the daemon of the release before has left it.
+  bool has_record = true;
   // Values that the answers to calls of the job's step carry: the gradient norm, whether the gradient was clipped, and the
   // number of masters that overflowed.
   double norm = 0;
@@ -132,8 +131,8 @@ struct DurableJob {
   // Slots of the parts of the weights arena, which is cut at multiples of slot_bytes. Bytes at the end of the arena that only
   // cache weights from swap have no part.
   std::vector<DurableBytes> weights;
-  // Set if the job was handed over or its daemon was killed. At level memory, blocks in DRAM then have no slot, and `weights`
-  // is empty: only the retained arenas have the bytes of these blocks and of the weights.
+  // Set if the memory of the job is retained. Then blocks in DRAM have no slot, and `weights` is empty: only the retained
+  // arenas have the bytes of these blocks and of the weights.
   std::optional<KeptMemory> kept = {};
   // The durable step before this one, in a job over several nodes: another node may have no newer step. Name, layout and sizes
   // equal those of this DurableJob, and `kept` and `before` of the older step are empty. Null if the job has no older step.

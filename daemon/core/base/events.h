@@ -188,9 +188,9 @@ struct BlockMoveRequested {
 };
 
 // The daemon will stop, and another daemon continues its jobs. Each job becomes quiescent between two steps and does not change
-// after that. HandedOver answers when all jobs are quiescent; after HandOverDue, when all jobs that can become quiescent are.
-struct HandOverRequested {};
-struct HandOverDue {};
+// after that. JobsStopped answers when all jobs are quiescent. After StopDue the answer does not wait for jobs any more.
+struct StopRequested {};
+struct StopDue {};
 
 // The first event: jobs continue the update during which the previous daemon was killed. Raised again before the daemon makes
 // jobs durable for good, so that a job to which no rank has attached ends its update too.
@@ -213,8 +213,8 @@ struct JobFreed {
 struct Event
     : std::variant<AttachRequested, SessionMapped, SessionEnded, SessionReconnected, RankEnded,
                    CommandArrived, StepRequestCopied, SummaryCopied, TaskDone, StagingSlotKept,
-                   StagingSlotReturned, LeaseTimeExpired, BlockMoveRequested, HandOverRequested,
-                   HandOverDue, UpdatesResumed, DeleteJobRequested, JobFreed> {
+                   StagingSlotReturned, LeaseTimeExpired, BlockMoveRequested, StopRequested,
+                   StopDue, UpdatesResumed, DeleteJobRequested, JobFreed> {
   using variant::variant;
   Event(const Event& other);
   Event(Event&& other) noexcept;
@@ -752,16 +752,11 @@ struct StepPublished {
   uint64_t step = 0;
 };
 
-// The jobs of `node` are quiescent, with DurableJob::kept set. Jobs of durable levels are durable at their step, and the
-// volume's ledger is newer than all written bytes. The jobs no longer change, and the sessions of their ranks get no answers.
-struct HandedOver {
-  std::shared_ptr<const DurableNode> node;
-  struct Session {
-    SessionId session = 0;
-    JobId job = 0;
-    uint32_t rank = 0;
-  };
-  std::vector<Session> sessions = {};  // sessions that continue with the next daemon
+// Answers StopRequested. Jobs at durable levels are durable at their step.
+struct JobsStopped {
+  // Quiescent jobs, each with a record of its step. The jobs no longer change, and the sessions of their ranks get no answers.
+  std::vector<JobId> jobs = {};
+  std::vector<SessionId> sessions = {};  // sessions of ranks that continue with the next daemon
 };
 
 // A swap path has failed repeatedly (PathTable), or works again.
@@ -779,7 +774,7 @@ struct Action
           ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock, PromoteBlock, DecodeState,
           SetState, LoadWeights, SpillSums, LoadSums, SavePart, RestorePart, KeepExtraStates,
           RestoreExtraStates, DigestWeights, CommitLedger, RoomAwaited, StartLeaseTimer, StepCalled,
-          StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, RecordJob, RecordBlock,
+          StepCommitted, EarlyUpdatesDropped, StepPublished, JobsStopped, RecordJob, RecordBlock,
           RecordInstalled, RecordStaged, RecordSums, RecordAttempt, RecordPrepared, RecordDecision,
           RecordTrust, RecordStep, RecordUpdates, RecordLease, RecordLeaseEnd, DropRecord,
           UpdateNotResumed, JobWentBack, SwapPathMarked> {

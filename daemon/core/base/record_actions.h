@@ -34,11 +34,13 @@ struct StatePart {
 
 // An action of this file takes effect at once, before the actions that were emitted after the action.
 
-// Records the whole job, between two steps. The actions below then record its changes.
+// Records the whole job, between two steps. The actions below then record its changes. The last one records a job that stops.
 struct RecordJob {
   std::shared_ptr<const DurableJob> job;     // extra_states of the DurableJob is empty
   std::vector<StatePart> extra_states = {};  // ranges of the step arena, by rank
   uint32_t sum_pages = 0;  // number of pages of gradient sums; 0 if the sums are not paged
+  // True if the job has a record, which stays valid if the new record cannot be made.
+  bool has_record = false;
 };
 
 // Records that a block's bytes have moved to a swap slot or to DRAM.

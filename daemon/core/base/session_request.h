@@ -17,9 +17,6 @@ struct SessionRequest {
   bool trace = false;
   bool accumulate = false;  // sums of gradients are float32 from the start
   bool early_updates = false;
-  // The DRAM limit includes the copies of extra_state that a hand-over makes. False in a job that a daemon of the release
-  // before has left: that daemon did not count them.
-  bool counts_handed_over = true;
   protocol::Durability durability = {};
 
   bool operator==(const SessionRequest&) const = default;

@@ -570,11 +570,7 @@ void Job::OnTaskDone(const TaskDone& done) {
       durable_.OnSaved(done);
       return;
     case TaskKind::kKeepExtraStates:
-      if (durable_.in_progress()) {
-        fatal = durable_.OnKept(done);
-      } else {
-        OnExtraStatesKept(done);
-      }
+      fatal = durable_.OnKept(done);
       break;
     case TaskKind::kRestore:
       OnRestored(done);
@@ -669,7 +665,7 @@ void Job::Advance() {
     pipeline_.clear_waits_for_slot();
     MoveDoubted();
     durable_.Pump();
-    TryHandOver();
+    TryStop();
     CloseEnded();
     return;
   }
@@ -685,7 +681,7 @@ void Job::Advance() {
   const bool was_updating = pipeline_.running();
   step_.AdvanceUpdate();
   durable_.Pump();
-  TryHandOver();
+  TryStop();
   if (is_at_rest()) return;
   TryRecord();
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
@@ -694,7 +690,7 @@ void Job::Advance() {
                 !durable_.is_awaiting_moves() && !step_.is_awaiting_durable());
   if (MayServeFetches()) fetches_.Serve();
   CloseEnded();
-  TryHandOver();
+  TryStop();
   if (is_at_rest()) return;
   TryChangeWorld();
   TryRecord();
@@ -750,7 +746,7 @@ void Job::MoveDoubted() {
 }
 
 void Job::Prefetch() {
-  if (hand_over_ != HandOver::kNone) return;
+  if (stop_ != Stop::kNone) return;
   const bool open = step_.phase() == Step::Phase::kOpen;
   if (open && !access_.is_writing()) weights_.Prefetch();
   const bool gathers = open || step_.phase() == Step::Phase::kReducing || step_.prepared_step() > 0;

@@ -119,14 +119,16 @@ class Job {
   }
 
   // Makes the job quiescent as soon as possible, so that the next daemon can continue it.
-  void RequestHandOver();
-  // False if the job cannot be handed over, or need not be because the ledger has it or its ranks write its parameters again.
-  bool MayHandOver() const;
-  // Returns the quiescent job that is handed over, or null if the job is not saved yet.
-  const std::shared_ptr<const DurableJob>& handed_over() const { return handed_over_; }
-  bool is_coming_to_rest() const { return hand_over_ == HandOver::kWanted; }
+  void RequestStop();
+  // False if the next daemon cannot continue the job from memory, or need not because the ledger has it or its ranks write its
+  // parameters again.
+  bool MayStop() const;
+  // True if the job is quiescent, durable at a durable level, and recorded if the node keeps its jobs.
+  bool has_stopped() const { return stop_ == Stop::kDone; }
+  bool is_stopping() const { return stop_ == Stop::kWanted; }
   void OnRankEnded(const RankEnded& event);
-  std::vector<HandedOver::Session> SessionsHandedOver() const;
+  // Returns the sessions of ranks that continue with the next daemon.
+  std::vector<SessionId> StoppedSessions() const;
 
   // True if the job was recovered, or if the next ledger names it. Ledgers may then name the job's slots.
   bool is_in_ledger() const {
@@ -181,18 +183,16 @@ class Job {
   void OnRestored(const TaskDone& done);
   void RestorePreparedStates();
   void TryEndRestore();
-  bool is_at_rest() const { return hand_over_ >= HandOver::kSaving; }
+  bool is_at_rest() const { return stop_ >= Stop::kSaving; }
   bool IsQuiet() const;
   bool MayServeFetches() const;
-  void TryHandOver();
-  void OnExtraStatesKept(const TaskDone& done);
+  void TryStop();
   absl::Status CheckReattach(const AttachRequested& request) const;
   bool MissesRank() const;
-  void EndHandOver(DurableJob job);
-  // Adds the current places of the job's memory to a job that is handed over or recorded.
-  void AddKept(DurableJob& job) const;
-  void ListBlocks(DurableJob& job) const;
+  // Returns the retained memory of the job, with the current places of its blocks.
+  KeptMemory Kept();
   void TryRecord();
+  void Record();
   bool is_deleted() const { return deleting_ && !is_unrestored_; }
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
   void TryChangeWorld();
@@ -242,11 +242,10 @@ class Job {
   bool is_unrestored_;         // the job is recovered, and not restored yet
   // The durable step to which the job returns once no session and no task uses the job. Null if the job does not return.
   std::shared_ptr<const DurableJob> goes_back_to_;
-  // kWanted: the hand-over was requested. kSaving: the job no longer changes, and its bytes for the next daemon are being
-  // saved. kDone: the bytes are saved.
-  enum class HandOver : uint8_t { kNone, kWanted, kSaving, kDone };
-  HandOver hand_over_ = HandOver::kNone;
-  std::shared_ptr<const DurableJob> handed_over_;
+  // kWanted: the stop was requested. kSaving: the job no longer changes, and its step is being made durable. kDone: the step is
+  // durable, if the job's level is, and recorded.
+  enum class Stop : uint8_t { kNone, kWanted, kSaving, kDone };
+  Stop stop_ = Stop::kNone;
   bool is_recorded_ = false;  // a record exists, and follows every change
   std::string recorded_run_;
   absl::Status failed_;  // error of the creation or the step; OK: none

@@ -64,7 +64,7 @@ void Job::TryEndRestore() {
   const KeptMemory* const kept = KeptOf(spec_.recovered.get());
   const bool is_due =
       durable_.IsDue(step_.published_step()) && durable_.durable_step() < step_.published_step();
-  if (kept != nullptr && kept->was_killed && is_due) durable_.Begin(step_.PublishedNow());
+  if (kept != nullptr && is_due) durable_.Begin(step_.PublishedNow());
 }
 
 void Job::HandleGoBack(Session& session, const Command& command) {

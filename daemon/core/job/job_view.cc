@@ -96,8 +96,7 @@ JobView ViewOf(const DurableJob& job) {
   view.layout = job.layout;
   view.committed_step = view.published_step = job.step;
   if (job.durability.level != protocol::DurabilityLevel::kMemory) {
-    const bool is_killed = job.kept && job.kept->was_killed;
-    const DurableJob* const durable = is_killed ? job.kept->durable.get() : &job;
+    const DurableJob* const durable = job.kept ? job.kept->durable.get() : &job;
     if (durable != nullptr) view.durable_step = durable->step;
   }
   view.world_size = job.world_size;

@@ -73,8 +73,8 @@ struct NodeState::Impl {
   Job* On(const LeaseTimeExpired& event);
   Job* On(const BlockMoveRequested& request);
   Job* On(const TaskDone& event);
-  Job* On(const HandOverRequested& event);
-  Job* On(const HandOverDue& event);
+  Job* On(const StopRequested& event);
+  Job* On(const StopDue& event);
   Job* On(const UpdatesResumed& event);
   Job* On(const DeleteJobRequested& request);
   Job* On(const JobFreed& event);
@@ -114,8 +114,7 @@ struct NodeState::Impl {
   std::pmr::vector<Job*> Runnable(Job* concerned);
   void Advance(Job* concerned, const std::vector<Action>& emitted);
   void Sweep(Job& job);
-  void TryHandOver();
-  std::shared_ptr<const DurableNode> NodeHandedOver() const;
+  void TryStop();
   void DeleteParked(const JobName& name, const DurableJob& job);
   void GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot> slots,
                     const absl::Status& reason);
@@ -148,10 +147,10 @@ struct NodeState::Impl {
   // marked, and jobs whose step is durable. Moves begin only when all planned slots are reserved, because a move may exchange
   // its slots for free slots.
   std::vector<JobId> going_on;
-  // kWaiting: waits until jobs are quiescent. kCommitting: makes the last ledger. kDone: HandedOver was emitted.
-  enum class HandOver : uint8_t { kNone, kWaiting, kCommitting, kDone };
-  HandOver hand_over = HandOver::kNone;
-  bool waits_for_jobs = true;  // waits for jobs to become quiescent
+  // kWaiting: waits until jobs have stopped. kDone: JobsStopped was emitted.
+  enum class Stop : uint8_t { kNone, kWaiting, kDone };
+  Stop stop = Stop::kNone;
+  bool waits_for_jobs = true;  // cleared by StopDue
 };
 
 }  // namespace forebay::daemon

@@ -54,16 +54,17 @@ uint64_t NodeLedger::kept_bytes(const DurableJob* other_than) const {
   return bytes;
 }
 
+bool NodeLedger::WantsFirst(const std::map<JobId, std::unique_ptr<Job>>& jobs) const {
+  return !has_made_ &&
+         std::ranges::any_of(jobs, [](const auto& entry) { return entry.second->WantsVolume(); });
+}
+
 void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job) {
-  if (task_ != 0 || last_ == Last::kMade) return;
+  if (task_ != 0) return;
   for (const auto& [id, job] : jobs) {
     if (job->WantsLedger()) in_ledger_.push_back(id);
   }
-  const bool is_wanted = !has_made_ && std::ranges::any_of(jobs, [](const auto& entry) {
-    return entry.second->WantsVolume();
-  });
-  if (in_ledger_.empty() && retired_.empty() && last_ != Last::kWanted && !is_wanted) return;
-  if (last_ == Last::kWanted) last_ = Last::kMaking;
+  if (in_ledger_.empty() && retired_.empty() && !WantsFirst(jobs)) return;
   auto node = std::make_shared<DurableNode>();
   node->last_job = last_job;
   for (const auto& [name, job] : parked_) {
@@ -81,7 +82,6 @@ std::vector<JobId> NodeLedger::Finish(const absl::Status& status, nvme::SlotMap&
   (void)actions_.FinishTask(std::exchange(task_, 0));
   has_failed_ = !status.ok();
   if (status.ok()) has_made_ = true;
-  if (last_ == Last::kMaking) last_ = status.ok() ? Last::kMade : Last::kWanted;
   for (Retired& retired : retired_) {
     if (std::exchange(retired.is_counted, false) && status.ok()) --retired.ledgers_left;
   }

@@ -43,13 +43,9 @@ class NodeLedger {
   // Returns the bytes of DRAM that are retained for jobs to which no client has attached, except `other_than`.
   uint64_t kept_bytes(const DurableJob* other_than = nullptr) const;
 
-  // State of the last ledger, which is made before the daemon ends, even if no job waits for it.
-  enum class Last : uint8_t { kNone, kWanted, kMaking, kMade };
-  void WantLast() { last_ = Last::kWanted; }
-  bool is_last_awaited() const { return last_ == Last::kWanted || last_ == Last::kMaking; }
-
-  // Emits CommitLedger if a step or retired slots wait for a ledger, if the last ledger is wanted, or if a record names slots
-  // of a volume that has no ledger yet.
+  // True if a record names slots of the volume, and this daemon has made no ledger by which the next daemon finds the volume.
+  bool WantsFirst(const std::map<JobId, std::unique_ptr<Job>>& jobs) const;
+  // Emits CommitLedger if a step or retired slots wait for a ledger, or if the first ledger is wanted.
   void Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job);
   bool Owns(TaskId task) const { return task_ != 0 && task == task_; }
   // Handles the end of CommitLedger. Returns the jobs whose steps are in the ledger, so that the caller can report this to the
@@ -71,7 +67,6 @@ class NodeLedger {
   std::vector<JobId> in_ledger_;  // jobs whose steps are in the ledger in progress
   bool has_failed_ = false;       // the newest ledger has failed
   bool has_made_ = false;         // a ledger was made, so the next daemon finds the volume
-  Last last_ = Last::kNone;
 };
 
 // Returns the default bytes of a volume's ledger. `slot_bytes` is 0 if it is not known. `keeps_files`: jobs can be durable on

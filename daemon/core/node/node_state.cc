@@ -55,7 +55,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->AdmitWaiting();
   impl_->KeepBlocks();
   impl_->ResumeReturns();
-  impl_->TryHandOver();
+  impl_->TryStop();
   impl_->ledger.Make(impl_->jobs, impl_->last_job);
   impl_->actions.Bind(nullptr);
 }
@@ -75,15 +75,15 @@ Job* NodeState::Impl::On(const AttachRequested& request) {
   return *job;
 }
 
-// True if the attach is allowed. During a hand-over, only ranks that return to a job that is becoming quiescent may attach: the
-// job's other ranks may wait for them in step.
+// True if the attach is allowed. During a stop, only ranks that return to a job that is becoming quiescent may attach: the job's
+// other ranks may wait for them in step.
 bool NodeState::Impl::MayAttach(const AttachRequested& request) const {
-  if (hand_over == HandOver::kNone) return true;
-  if (hand_over != HandOver::kWaiting || !request.reattach) return false;
+  if (stop == Stop::kNone) return true;
+  if (stop != Stop::kWaiting || !request.reattach) return false;
   const absl::StatusOr<JobName> name =
       ParseJobName(request.job, request.uid, OthersFor(request.uid));
   const Job* const job = name.ok() ? JobNamed(*name) : nullptr;
-  return job != nullptr && job->is_coming_to_rest();
+  return job != nullptr && job->is_stopping();
 }
 
 // Returns the job of the request, and creates it if it does not exist.
@@ -319,7 +319,7 @@ Job* NodeState::Impl::On(const TaskDone& event) {
 }
 
 Job* NodeState::Impl::On(const DeleteJobRequested& request) {
-  if (hand_over != HandOver::kNone) {
+  if (stop != Stop::kNone) {
     actions.Emit(AnswerDelete{.request = request.request, .status = RestartError()});
     return nullptr;
   }
@@ -559,7 +559,7 @@ void NodeState::Impl::KeepBlocks() {
 // Returns blocks to free DRAM, blocks of the oldest job first. One block is returned at a time, so that blocks that are being
 // promoted take little DRAM from an attach.
 void NodeState::Impl::ReturnBlocks() {
-  if (hand_over != HandOver::kNone) return;
+  if (stop != Stop::kNone) return;
   const auto has = [this](bool (Residency::*what)() const) {
     return std::ranges::any_of(
         jobs, [what](const auto& entry) { return (entry.second->residency().*what)(); });

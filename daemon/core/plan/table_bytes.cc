@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/plan/table_bytes.h"
 
-#include <algorithm>
 #include <string>
 
 #include "daemon/core/base/events.h"
@@ -20,9 +19,6 @@ using protocol::RoundUp;
 // Number of records of a job that exist at once: the current record (KeptRecord), and the next record while it is being
 // created. A record has digests of weights on swap in two versions, and a third time in the encoded job.
 constexpr uint64_t kRecords = 2;
-
-// extra_state_bytes of a rank whose attach names no size.
-constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB;
 
 // Heap bytes that the allocator adds to a string or vector, and heap bytes of the tables for each parameter, group, partition,
 // box, session and job, without names and shapes.
@@ -68,17 +64,10 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
                                       plan.session.world_size * sizeof(StatePart) + kPageBytes;
   const uint64_t leases =
       plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
-  // Counts copies of extra_state: a handed-over job has a copy in memory and an encoded copy, a record only refers to the step
-  // arena. The default size is not counted, so that a job still fits in a limit in which it fitted before these copies were
-  // counted.
-  const bool has_copies = !plan.has_durable_steps() && plan.session.counts_handed_over;
-  const uint64_t counted = plan.session.extra_state_bytes -
-                           std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
-  const uint64_t extra_states = has_copies ? plan.session.world_size * counted : 0;
   const uint64_t bytes =
-      extra_states + LedgerBytes(layout, {.entries = blocks}) + 2 * values + order +
-      blocks * kBlockRecordBytes + plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes +
-      of_nodes + UndoBytes(layout.spec(), blocks, block_elems, options.workers) + 2 * kPageBytes;
+      LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
+      plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes + of_nodes +
+      UndoBytes(layout.spec(), blocks, block_elems, options.workers) + 2 * kPageBytes;
   return kRecords * RoundUp(bytes, kPageBytes) +
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }

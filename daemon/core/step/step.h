@@ -105,11 +105,10 @@ class Step {
     return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
   }
 
-  // Adds the values that answers to calls of the published step carry.
-  void AddLast(KeptMemory& kept) const;
-  // Adds the published step's values for the job's record. RecordAttempt is emitted before the first gradient is delivered to
+  // Adds the published step's values for the job's record, among them those that answers to calls of the step carry. `is_last`:
+  // the job stops, and nothing follows the record. Otherwise RecordAttempt is emitted before the first gradient is delivered to
   // the next step.
-  void Record(KeptMemory& kept);
+  void Record(KeptMemory& kept, bool is_last);
 
   // True if the rank of the session has delivered gradients of the next step, or has called it.
   bool HasContributed(const Session& session) const;

@@ -44,8 +44,7 @@ void StepPipeline::SetResident(uint32_t block) {
 }
 
 void StepPipeline::Recover(const DurableJob& job) {
-  const bool was_killed = job.kept && job.kept->was_killed;
-  const DurableJob* const durable = was_killed ? job.kept->durable.get() : &job;
+  const DurableJob* const durable = job.kept ? job.kept->durable.get() : &job;
   FOREBAY_CHECK(job.blocks.size() == map_.blocks() &&
                 job.param_updates.size() == param_updates_.size());
   FOREBAY_CHECK(durable == nullptr || durable->weights.size() == plan_.weights_parts);
@@ -74,10 +73,8 @@ void StepPipeline::Recover(const DurableJob& job) {
   }
   for (uint32_t block = 0; job.kept && block < map_.blocks(); ++block) {
     if (is_resident(block)) ledger_.RecoverInPlace(block, job.kept->written_steps[block]);
-    if (was_killed) {
-      ledger_.RecoverKilled(
-          block, job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
-    }
+    ledger_.RecoverKilled(block,
+                          job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
     if (job.kept->update == nullptr) continue;
     const auto& written = job.kept->update->blocks[block].written;
     if (written) ledger_.RecoverEarly(block, version(*written));
@@ -85,7 +82,7 @@ void StepPipeline::Recover(const DurableJob& job) {
   if (job.kept && job.kept->update != nullptr) {
     for (const KeptUpdate::Sums& sums : job.kept->update->sums) sums_.Adopt(sums);
   }
-  for (uint32_t part = 0; was_killed && part < plan_.weights_parts; ++part) {
+  for (uint32_t part = 0; job.kept && part < plan_.weights_parts; ++part) {
     ledger_.SetChanged(map_.blocks() + part);
   }
 }
@@ -100,23 +97,19 @@ void Step::Resume(const KeptUpdate& update) {
   has_answered_early_ = true;
 }
 
-void Step::AddLast(KeptMemory& kept) const {
-  kept.norm = last_.norm;
-  kept.clipped = last_.clipped;
-  if (!unsaid_.ok()) kept.overflowed = overflowed_;
-  kept.summary = LastSummary();
-}
-
 std::vector<std::byte> Step::LastSummary() const {
   return last_decision_ ? protocol::EncodeStepSummary(*last_decision_) : std::vector<std::byte>();
 }
 
-void Step::Record(KeptMemory& kept) {
+void Step::Record(KeptMemory& kept, bool is_last) {
   const uint64_t open = open_attempt();
   recorded_attempt_ = gradients_.empty() ? open : std::max(open, attempt_ + 1);
   kept.attempt = recorded_attempt_;
-  kept.was_killed = true;
-  kept.overflowed = overflowed_;  // may have been reported: the record does not say
+  kept.norm = last_.norm;
+  kept.clipped = last_.clipped;
+  // The next daemon reports an overflow. Only the last record knows whether this daemon has reported it.
+  if (!is_last || !unsaid_.ok()) kept.overflowed = overflowed_;
+  kept.summary = LastSummary();
 }
 
 void Step::RecordOpenAttempt(uint64_t attempt) {

@@ -177,8 +177,7 @@ void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint
 
 void DurableSteps::StartRestore() {
   const KeptMemory* const kept = KeptOf(spec_.recovered.get());
-  const bool was_killed = kept != nullptr && kept->was_killed;
-  if (spec_.plan.has_durable_steps()) last_ = was_killed ? kept->durable : spec_.recovered;
+  if (spec_.plan.has_durable_steps()) last_ = kept != nullptr ? kept->durable : spec_.recovered;
   pipeline_.Recover(*spec_.recovered);
   if (spec_.recovered->kept) return;
   for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {

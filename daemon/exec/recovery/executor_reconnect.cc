@@ -28,7 +28,7 @@ SessionId Executor::Resolve(SessionId number) const {
 bool Executor::MayDisconnect(const Session& session) const {
   const bool has_mapped = session.was_mapped || session.request.reattach;
   return session.wait.count() > 0 && session.job_id != 0 && has_mapped && !session.broken &&
-         !session.is_handed_over && !session.request.reader;
+         !session.is_stopped && !session.request.reader;
 }
 
 SessionId Executor::SessionToGoOn(const AttachRequested& request, const JobName& job) const {

@@ -209,6 +209,8 @@ KeptRecord::~KeptRecord() {
 
 KeptRecord::Header& KeptRecord::header() const { return *reinterpret_cast<Header*>(bytes_.data()); }
 
+uint64_t KeptRecord::step() const { return header().published; }
+
 uint64_t KeptRecord::nonce() const { return header().nonce; }
 
 KeptRecord::Values& KeptRecord::values(uint64_t step) const {
@@ -303,8 +305,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   const DurableJob& job = *record.job;
   FOREBAY_CHECK(job.kept.has_value());
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
-                   EncodeHandedOver({.last_job = job.id, .last_lease = 0, .jobs = {record.job}},
-                                    nonce, /*sequence=*/0));
+                   EncodeKept({.last_job = job.id, .last_lease = 0, .jobs = {record.job}}, nonce));
   const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
   Header sizes{.magic = kMagic,
                .version = kRecordVersion,

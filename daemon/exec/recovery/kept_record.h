@@ -32,7 +32,7 @@ class KeptRecord {
   // Makes the record of a job. `nonce`: SwapSpace::nonce() of the swap with the job's slots. `workers`: number of workers that
   // update blocks at once.
   //
-  // Errors  of EncodeHandedOver. E_LIMIT  no memory or descriptor for it.
+  // Errors  of EncodeKept. E_LIMIT  no memory or descriptor for it.
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce,
                                                           uint64_t workers);
   // Takes over a record that another process has left.
@@ -51,6 +51,7 @@ class KeptRecord {
   void Leave() { is_owned_ = false; }
 
   int fd() const { return fd_.get(); }
+  uint64_t step() const;  // published step
   // True if a step is prepared or decided, and not published.
   bool is_in_step() const;
   uint64_t nonce() const;

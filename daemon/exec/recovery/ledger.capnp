@@ -13,9 +13,8 @@ struct Ledger {
   lastJob @2 :UInt64;   # ids up to this one were given out
   jobs @3 :List(Job);
 
-  # Set only in the ledger in memory by which a daemon hands its jobs over to the next.
-  lastLease @4 :UInt64;
-  sequence @5 :UInt64;  # of the volume's durable ledger; 0: none
+  lastLease @4 :UInt64;  # of release 0.2.0; not read
+  sequence @5 :UInt64;   # of release 0.2.0; not read
 
   # The place of the volume (volume_place.h).
   machine @6 :Data;     # empty: not known
@@ -46,7 +45,7 @@ struct Job {
   blocks @14 :List(Bytes);
   weights @15 :List(Bytes);         # parts of the arena, from its beginning
   digests @16 :List(UInt64);        # of the pages of all blocks' planes of weights, in the blocks' order
-  kept @17 :Kept;                   # of a job that is handed over
+  kept @17 :Kept;                   # of a job whose memory is retained
   before @18 :Job;  # the durable step before, of a job over several nodes: its step, run, and what is bytes or a list.
                     # Since version 2
 }
@@ -69,7 +68,7 @@ struct Kept {
   sumSlotBytes @13 :UInt64;
   writtenSteps @14 :List(UInt64);   # by block
   stepBytes @15 :UInt64;
-  wasKilled @16 :Bool;
+  wasKilled @16 :Bool;              # false of a job that release 0.2.0 has handed over (release_before.h)
   norm @17 :Float64;
   clipped @18 :Bool;
   overflowed @19 :UInt64;
@@ -77,7 +76,7 @@ struct Kept {
   leases @21 :List(Lease);
   worldRanks @22 :UInt32;
   summary @23 :Data;
-  countsHandedOver @24 :Bool;       # false of the release before
+  countsHandedOver @24 :Bool;       # of release 0.2.0; not read
 }
 
 struct Lease {

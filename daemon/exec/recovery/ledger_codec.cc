@@ -117,11 +117,10 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   to.setTrace(kept.session.trace);
   to.setAccumulate(kept.session.accumulate);
   to.setEarlyUpdates(kept.session.early_updates);
-  to.setCountsHandedOver(kept.session.counts_handed_over);
   to.setEarlyWeightsSlots(kept.early_weights_slots);
   to.setSumFrames(kept.sum_frames);
   to.setAttempt(kept.attempt);
-  to.setWasKilled(kept.was_killed);
+  to.setWasKilled(true);
   to.setNorm(kept.norm);
   to.setClipped(kept.clipped);
   to.setOverflowed(kept.overflowed);
@@ -482,14 +481,12 @@ class JobReader {
                                 .trace = from.getTrace(),
                                 .accumulate = from.getAccumulate(),
                                 .early_updates = from.getEarlyUpdates(),
-                                .counts_handed_over = from.getCountsHandedOver(),
                                 .durability = job_.durability},
                     .early_weights_slots = from.getEarlyWeightsSlots(),
                     .sum_frames = from.getSumFrames(),
                     .attempt = from.getAttempt(),
                     .spare_slots = {},
                     .sum_slots = {},
-                    .was_killed = from.getWasKilled(),
                     .durable = nullptr,
                     .norm = from.getNorm(),
                     .clipped = from.getClipped(),
@@ -576,10 +573,8 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
                      "start the forebayd that made it; forebayd --reclaim gives its jobs up");
   }
   if (version == 0) return Corrupt("version 0");
-  DecodedLedger decoded{
-      .node = {.last_job = ledger.getLastJob(), .last_lease = ledger.getLastLease(), .jobs = {}},
-      .nonce = ledger.getNonce(),
-      .sequence = ledger.getSequence()};
+  DecodedLedger decoded{.node = {.last_job = ledger.getLastJob(), .last_lease = 0, .jobs = {}},
+                        .nonce = ledger.getNonce()};
   ASSIGN_OR_RETURN(decoded.place, ReadPlace(ledger));
   const auto jobs = ledger.getJobs();
   if (jobs.size() > kJobsMax) return Corrupt(absl::StrCat(jobs.size(), " jobs"));
@@ -590,6 +585,7 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
     if (!ids.insert(job.id).second || !names.insert({.uid = job.uid, .name = job.name}).second) {
       return Corrupt(absl::StrCat("two jobs with id ", job.id, " or name ", job.name));
     }
+    if (from.hasKept() && !from.getKept().getWasKilled()) decoded.handed_over.insert(job.id);
     decoded.node.jobs.push_back(std::make_shared<const DurableJob>(std::move(job)));
   }
   RETURN_IF_ERROR(CheckSlots(decoded.node));
@@ -604,12 +600,8 @@ absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uin
                 [&](schema::Ledger::Builder ledger) { WritePlace(place, ledger); });
 }
 
-absl::StatusOr<std::vector<std::byte>> EncodeHandedOver(const DurableNode& node, uint64_t nonce,
-                                                        uint64_t sequence) {
-  return Encode(node, nonce, Memory::kWritten, [&](schema::Ledger::Builder ledger) {
-    ledger.setLastLease(node.last_lease);
-    ledger.setSequence(sequence);
-  });
+absl::StatusOr<std::vector<std::byte>> EncodeKept(const DurableNode& node, uint64_t nonce) {
+  return Encode(node, nonce, Memory::kWritten, [](schema::Ledger::Builder) {});
 }
 
 absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes) {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -18,10 +19,9 @@ namespace forebay::daemon {
 struct DecodedLedger {
   DurableNode node;
   uint64_t nonce = 0;  // SwapSpace::nonce() of the bytes in the slots
-  // Sequence of the volume's durable ledger when jobs were handed over. 0 if the volume had no durable ledger, or if the daemon
-  // had no swap.
-  uint64_t sequence = 0;
   VolumePlace place = {};
+  // Jobs that a daemon of release 0.2.0 has handed over (release_before.h). A ledger of this release has none.
+  std::set<JobId> handed_over = {};
 };
 
 // Encodes the ledger of a volume as an unpacked Ledger (ledger.capnp). Omits the fields that exist in memory alone
@@ -32,9 +32,8 @@ struct DecodedLedger {
 absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
                                                     const VolumePlace& place = {});
 
-// Encodes the ledger of jobs that are handed over: all of `node`, and DecodedLedger::sequence.
-absl::StatusOr<std::vector<std::byte>> EncodeHandedOver(const DurableNode& node, uint64_t nonce,
-                                                        uint64_t sequence);
+// Encodes jobs for a record: also the fields that exist in memory alone. Errors: of EncodeLedger.
+absl::StatusOr<std::vector<std::byte>> EncodeKept(const DurableNode& node, uint64_t nonce);
 
 // Reads bytes that may be damaged. The result is consistent in itself, so that no caller has to check it again. It is not
 // checked against the paths, nor against the contents of the slots.

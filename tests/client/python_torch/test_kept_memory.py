@@ -340,7 +340,7 @@ def test_a_job_that_does_not_come_to_rest_goes_on_as_after_a_kill(folder):
         opt.detach()
 
 
-def test_a_store_without_room_for_the_ledger_costs_no_job(folder):
+def test_a_store_without_room_for_another_record_costs_no_job(folder):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.fds_max = 9  # four descriptors of each job, and one of the staging slots

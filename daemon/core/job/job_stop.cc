@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hand-over of a job. The job becomes quiescent between two steps, and its arenas are retained, so that the next daemon can
-// continue the job. The ranks attach again, and repeat commands that were not answered.
+// Planned stop and record of a job. A job that stops becomes quiescent between two steps, and is then recorded. Its arenas are
+// retained, so that the next daemon can continue the job. The ranks attach again, and repeat commands that were not answered.
 
 #include <algorithm>
 #include <memory>
@@ -13,11 +13,11 @@
 
 namespace forebay::daemon {
 
-void Job::RequestHandOver() {
-  if (hand_over_ == HandOver::kNone) hand_over_ = HandOver::kWanted;
+void Job::RequestStop() {
+  if (stop_ == Stop::kNone) stop_ = Stop::kWanted;
 }
 
-bool Job::MayHandOver() const {
+bool Job::MayStop() const {
   if (failed() || deleting_ || !has_step_arena_) return false;
   // The next daemon restores a job that was being restored from the disk. The ranks of a job that is not ready write the
   // initial parameters again.
@@ -30,16 +30,16 @@ bool Job::MayHandOver() const {
 // True if the job is quiescent. Clients send commands that arrive now, or that wait for other ranks, to the next daemon again.
 bool Job::IsQuiet() const {
   const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count_of_sessions() > 0;
-  return MayHandOver() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
+  return MayStop() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
          !pipeline_.running() && !durable_.in_progress() && !access_.in_progress() &&
          !residency_.in_progress() && !holds_copies;
 }
 
-// True if fetches may be answered. During a hand-over, a rank with a lease on weights of the cache may wait for another rank
+// True if fetches may be answered. During a stop, a rank with a lease on weights of the cache may wait for another rank
 // that has no lease yet. Once no session has a lease and no gradient has arrived, no more leases are granted.
 bool Job::MayServeFetches() const {
-  if (hand_over_ == HandOver::kNone || !spec_.plan.has_weights_on_swap()) return true;
-  return hand_over_ == HandOver::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
+  if (stop_ == Stop::kNone || !spec_.plan.has_weights_on_swap()) return true;
+  return stop_ == Stop::kWanted && (leases_.count_of_sessions() > 0 || !step_.is_quiet());
 }
 
 // Handles the end of a rank that was attached to the previous daemon, like the end of a session of this daemon. The rank is
@@ -60,8 +60,8 @@ absl::Status Job::CheckReattach(const AttachRequested& request) const {
   return LeftBehindError(spec_.name, step_.committed_step());
 }
 
-// True if the step waits for a rank that has detached or is disconnected. During a hand-over ranks may return, but none
-// attaches from scratch.
+// True if the step waits for a rank that has detached or is disconnected. During a stop ranks may return, but none attaches
+// from scratch.
 bool Job::MissesRank() const {
   const bool waits_in_vain =
       members_.has_begun_anew() && members_.live_ranks() < members_.world_size();
@@ -70,36 +70,23 @@ bool Job::MissesRank() const {
          std::ranges::any_of(members_.all(), is_away);
 }
 
-void Job::TryHandOver() {
-  if (hand_over_ == HandOver::kWanted && MissesRank()) step_.GiveUpAttempt();
-  if (hand_over_ == HandOver::kWanted && IsQuiet()) {
-    hand_over_ = HandOver::kSaving;
-    DurableSteps::Published published = step_.PublishedNow();
+void Job::TryStop() {
+  if (stop_ == Stop::kWanted && MissesRank()) step_.GiveUpAttempt();
+  if (stop_ == Stop::kWanted && IsQuiet()) {
+    stop_ = Stop::kSaving;
     if (spec_.plan.has_durable_steps()) {
-      durable_.Begin(std::move(published));
+      durable_.Begin(step_.PublishedNow());
       durable_.Pump();
-    } else {
-      io_.Start(TaskKind::kKeepExtraStates, 0, KeepExtraStates{.parts = published.extra_states});
     }
   }
-  const bool is_durable = spec_.plan.has_durable_steps() && !durable_.in_progress();
-  if (hand_over_ == HandOver::kSaving && is_durable) EndHandOver(*durable_.durable());
+  if (stop_ != Stop::kSaving || failed() || durable_.in_progress()) return;
+  FOREBAY_CHECK(!spec_.plan.has_durable_steps() ||
+                durable_.durable_step() == step_.published_step());
+  if (spec_.options.keeps_jobs) Record();
+  stop_ = Stop::kDone;
 }
 
-void Job::OnExtraStatesKept(const TaskDone& done) {
-  DurableJob job = durable_.ValuesOf(step_.PublishedNow());
-  job.extra_states = done.extra_states;
-  ListBlocks(job);
-  EndHandOver(std::move(job));
-}
-
-void Job::ListBlocks(DurableJob& job) const {
-  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
-    job.blocks.push_back(BytesOf(pipeline_.ledger().current(block)));
-  }
-}
-
-void Job::AddKept(DurableJob& job) const {
+KeptMemory Job::Kept() {
   KeptMemory kept{.resident = {},
                   .written_steps = {},
                   .weights_bytes = spec_.plan.weights_bytes,
@@ -108,26 +95,18 @@ void Job::AddKept(DurableJob& job) const {
                   .session = spec_.plan.session,
                   .early_weights_slots = spec_.plan.early_weights_slots,
                   .sum_frames = spec_.plan.sum_frames,
-                  .attempt = step_.open_attempt(),
-                  .spare_slots = {},
+                  .spare_slots = {swap_slots().begin(), swap_slots().end()},
                   .sum_slots = {sum_slots().begin(), sum_slots().end()},
-                  .was_killed = false};
+                  .leases = leases_.recorded()};
+  // The record does not include float32 sums that are not used yet.
+  const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
+  if (is_making) kept.dram_bytes -= spec_.plan.float_sums_bytes;
   for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
     kept.resident.push_back(pipeline_.is_resident(block));
     kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
   }
-  step_.AddLast(kept);
-  kept.leases = leases_.recorded();
-  kept.spare_slots = {swap_slots().begin(), swap_slots().end()};
-  job.RemoveOwn(kept.spare_slots);
-  job.kept = std::move(kept);
-}
-
-void Job::EndHandOver(DurableJob job) {
-  FOREBAY_CHECK(job.step == step_.published_step());
-  AddKept(job);
-  handed_over_ = std::make_shared<const DurableJob>(std::move(job));
-  hand_over_ = HandOver::kDone;
+  step_.Record(kept, /*is_last=*/is_at_rest());
+  return kept;
 }
 
 // Creates a new record of the job if it has none or an outdated one, as soon as no task changes the job.
@@ -138,27 +117,32 @@ void Job::TryRecord() {
   if (step_.prepared_step() > 0) return;  // the existing record has the prepared step
   if (access_.in_progress() || residency_.in_progress()) return;
   if (spec_.options.loses_swap && swap_bytes() > 0) return;
+  Record();
+}
+
+void Job::Record() {
   DurableSteps::Published published = step_.PublishedNow();
   std::vector<StatePart> extra_states = std::move(published.extra_states);
   DurableJob job = durable_.ValuesOf(std::move(published));
-  ListBlocks(job);
-  AddKept(job);
-  step_.Record(*job.kept);
-  // The record does not include float32 sums that are not used yet.
-  const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
-  if (is_making) job.kept->dram_bytes -= spec_.plan.float_sums_bytes;
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    job.blocks.push_back(BytesOf(pipeline_.ledger().current(block)));
+  }
+  KeptMemory kept = Kept();
+  job.RemoveOwn(kept.spare_slots);
+  job.kept = std::move(kept);
+  const bool has_record = is_recorded_ && recorded_run_ == members_.run();
   is_recorded_ = true;
   recorded_run_ = members_.run();
   io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),
                                .extra_states = std::move(extra_states),
-                               .sum_pages = spec_.plan.sum_pages});
+                               .sum_pages = spec_.plan.sum_pages,
+                               .has_record = has_record});
 }
 
-std::vector<HandedOver::Session> Job::SessionsHandedOver() const {
-  std::vector<HandedOver::Session> sessions;
+std::vector<SessionId> Job::StoppedSessions() const {
+  std::vector<SessionId> sessions;
   for (const auto& [id, session] : members_.all()) {
-    if (session.reader || !session.is_current() || !session.mapped) continue;
-    sessions.push_back({.session = id, .job = spec_.id, .rank = session.rank});
+    if (!session.reader && session.is_current() && session.mapped) sessions.push_back(id);
   }
   return sessions;
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A daemon that is asked to hand over its jobs makes each job quiescent between two steps, at whatever point the
-//         request arrives. The next daemon continues with the same arenas and slots: no step is lost, and no bytes are read
-//         back or written again.
-// Method  The harness. Its model retains the memory that a daemon hands over. The model reports a fault if a job is handed over
-//         in the middle of a step, with slots or blocks that are not its own, or with memory that was not retained. The request
-//         arrives after each turn of some steps in turn; ranks send unanswered commands again.
+// Goal    A daemon that is asked to stop makes each job quiescent between two steps and records it, at whatever point the request
+//         arrives. The next daemon continues with the same arenas and slots: no step is lost, and no bytes are read back or
+//         written again.
+// Method  The harness. The next daemon reads the records. The model retains the memory, and reports a fault if a job stops in the
+//         middle of a step, or if a record has other slots or blocks than the job. The request arrives after each turn of some
+//         steps in turn; ranks send unanswered commands again.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +25,7 @@
 #include "tests/support/status_test.h"
 #include "tests/support/turned_training.h"
 
-namespace forebay::daemon::node_state_hand_over_test {
+namespace forebay::daemon::node_state_stop_test {
 namespace {
 
 using ::forebay::testing::AttachRequest;
@@ -48,10 +48,10 @@ using ::forebay::testing::Training;
 
 constexpr uint32_t kRanks = testing::kCaseRanks;
 
-class NodeStateHandOver : public ::testing::TestWithParam<JobCase> {};
+class NodeStateStop : public ::testing::TestWithParam<JobCase> {};
 
-TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
-  const NodeState::Options options = OptionsOf(GetParam());
+TEST_P(NodeStateStop, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
+  const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
   constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
   const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;
@@ -63,7 +63,7 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
     const uint64_t swap_bytes = run.View().swap_bytes;
     const uint32_t resident = run.View().resident_blocks;
-    run.HandOver();
+    run.Stop();
     ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
     steps.insert(run.answered_);
     run.AttachAll(/*reattach=*/true);
@@ -74,8 +74,8 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
     ASSERT_THAT(run.node_->Logged<CreateJobSwap>(), IsEmpty());
     run.TrainTo(run.answered_ + 2);
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    // Hands the job over again, to a third daemon.
-    run.HandOver();
+    // Stops the next daemon too.
+    run.Stop();
     run.AttachAll(/*reattach=*/true);
     run.TrainTo(run.answered_ + 1);
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
@@ -85,12 +85,12 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   EXPECT_GE(steps.size(), 2U);
 }
 
-// After a failed flush the hand-over waits until the doubtful data is written again.
-TEST(NodeStateHandOverOfDurableSteps, AFailedFlushDelaysIt) {
+// After a failed flush the stop waits until the doubtful data is written again.
+TEST(NodeStateStopOfDurableSteps, AFailedFlushDelaysIt) {
   for (const JobCase& with :
        {JobCase{kStep, Place::kDram}, JobCase{kStep, Place::kSwap}, JobCase{kEpoch, Place::kSwap},
         JobCase{kEpoch, Place::kHalf}, JobCase{kEpoch, Place::kWeightsOnSwap, true}}) {
-    const NodeState::Options options = OptionsOf(with);
+    const NodeState::Options options = OptionsOf(with, /*keeps_jobs=*/true);
     uint64_t failed = 0;
     for (uint64_t point = 0;; point += 3) {
       Training run(with, options);
@@ -98,7 +98,7 @@ TEST(NodeStateHandOverOfDurableSteps, AFailedFlushDelaysIt) {
       for (uint64_t turns = 0; turns < point && run.answered_ < 3; ++turns) run.Turn();
       if (run.answered_ >= 3) break;
       run.FailFlushes(2);
-      run.HandOver();
+      run.Stop();
       ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
       failed += 2 - static_cast<uint64_t>(run.failing());
       run.FailFlushes(0);
@@ -111,12 +111,12 @@ TEST(NodeStateHandOverOfDurableSteps, AFailedFlushDelaysIt) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Places, NodeStateHandOver, ::testing::ValuesIn(kCasesThatGoOn));
+INSTANTIATE_TEST_SUITE_P(Places, NodeStateStop, ::testing::ValuesIn(kCasesThatGoOn));
 
-class NodeStateHandOverJob : public ::testing::Test {
+class NodeStateStopJob : public ::testing::Test {
  protected:
-  explicit NodeStateHandOverJob(const JobCase& with = {kMemory, Place::kHalf})
-      : run_(with, OptionsOf(with)) {
+  explicit NodeStateStopJob(const JobCase& with = {kMemory, Place::kHalf})
+      : run_(with, OptionsOf(with, /*keeps_jobs=*/true)) {
     run_.AttachAll();
     run_.TrainTo(1);
     run_.node_->RunTasks();
@@ -124,31 +124,31 @@ class NodeStateHandOverJob : public ::testing::Test {
   void TearDown() override { EXPECT_EQ(run_.node_->fault(), ""); }
   NodeHarness& node() { return *run_.node_; }
   void Ask() {
-    node().Send(HandOverRequested{});
+    node().Send(StopRequested{});
     node().RunTasks();
   }
 
   Training run_;
 };
 
-class NodeStateHandOverInDram : public NodeStateHandOverJob {
+class NodeStateStopInDram : public NodeStateStopJob {
  protected:
-  NodeStateHandOverInDram() : NodeStateHandOverJob({kMemory, Place::kDram}) {}
+  NodeStateStopInDram() : NodeStateStopJob({kMemory, Place::kDram}) {}
 };
 
-TEST_F(NodeStateHandOverJob, NobodyAttachesAndNothingIsDeletedMeanwhile) {
+TEST_F(NodeStateStopJob, NobodyAttachesAndNothingIsDeletedMeanwhile) {
   Ask();
-  ASSERT_TRUE(run_.is_handed_over());
+  ASSERT_TRUE(run_.has_stopped());
   const uint64_t session = node().Attach(run_.layout_, RequestOf(0, run_.with_, true));
   EXPECT_EQ(protocol::IdOf(node().attached(session)->status), ErrorId::kDaemonGone);
   node().Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
   EXPECT_EQ(protocol::IdOf(node().Logged<AnswerDelete>().at(0).status), ErrorId::kDaemonGone);
 }
 
-TEST_F(NodeStateHandOverJob, SessionsEndWithTheDaemonWithoutAnAnswer) {
+TEST_F(NodeStateStopJob, SessionsEndWithTheDaemonWithoutAnAnswer) {
   const uint64_t fetch = node().Fetch(run_.sessions_[0], 0);
   Ask();
-  ASSERT_TRUE(run_.is_handed_over());
+  ASSERT_TRUE(run_.has_stopped());
   const uint64_t late = node().Fetch(run_.sessions_[1], 1);
   EXPECT_EQ(node().ErrorOf(fetch), ErrorId::kNone);
   EXPECT_EQ(node().ErrorOf(late), kUnanswered);
@@ -161,37 +161,37 @@ TEST_F(NodeStateHandOverJob, SessionsEndWithTheDaemonWithoutAnAnswer) {
   EXPECT_TRUE(node().model().has_job(1));
 }
 
-TEST_F(NodeStateHandOverJob, AStepThatGoesOnIsWaitedForUntilTheLimit) {
+TEST_F(NodeStateStopJob, AStepThatGoesOnIsWaitedForUntilTheLimit) {
   node().Gradient(run_.sessions_[0], 0, 2);
   Ask();
-  EXPECT_FALSE(run_.is_handed_over());
-  node().Send(HandOverDue{});
+  EXPECT_FALSE(run_.has_stopped());
+  node().Send(StopDue{});
   node().RunTasks();
-  ASSERT_TRUE(run_.is_handed_over());
-  EXPECT_THAT(run_.handed_over().node->jobs, IsEmpty());
-  EXPECT_THAT(run_.handed_over().sessions, IsEmpty());
+  ASSERT_TRUE(run_.has_stopped());
+  EXPECT_THAT(run_.stopped().jobs, IsEmpty());
+  EXPECT_THAT(run_.stopped().sessions, IsEmpty());
 }
 
-TEST_F(NodeStateHandOverJob, SessionsOfAnOlderGenerationAreNotHandedOver) {
+TEST_F(NodeStateStopJob, SessionsOfAnOlderGenerationDoNotGoOn) {
   node().End(run_.sessions_[0], EndCause::kLost);
   Ask();
-  ASSERT_TRUE(run_.is_handed_over());
-  EXPECT_THAT(run_.handed_over().node->jobs, SizeIs(1));
-  EXPECT_THAT(run_.handed_over().sessions, IsEmpty());
+  ASSERT_TRUE(run_.has_stopped());
+  EXPECT_THAT(run_.stopped().jobs, SizeIs(1));
+  EXPECT_THAT(run_.stopped().sessions, IsEmpty());
 }
 
-TEST_F(NodeStateHandOverInDram, AReaderIsNotHandedOver) {
+TEST_F(NodeStateStopInDram, AReaderDoesNotGoOn) {
   ASSERT_OK(node().attached(node().AttachReader(run_.layout_))->status);
   Ask();
-  ASSERT_TRUE(run_.is_handed_over());
-  EXPECT_THAT(run_.handed_over().sessions, SizeIs(kRanks));
+  ASSERT_TRUE(run_.has_stopped());
+  EXPECT_THAT(run_.stopped().sessions, SizeIs(kRanks));
 }
 
-TEST_F(NodeStateHandOverJob, AnAttemptThatIsOverStaysOver) {
+TEST_F(NodeStateStopJob, AnAttemptThatIsOverStaysOver) {
   const uint64_t bad = node().Gradient(run_.sessions_[0], 0, 2, /*finite=*/false);
   node().RunTasks();
   ASSERT_NE(node().ErrorOf(bad), kUnanswered);
-  run_.HandOver();
+  run_.Stop();
   run_.AttachAll(/*reattach=*/true);
   EXPECT_EQ(node().attached(run_.sessions_[1])->attempt, 1U);
   node().SetAttempt(run_.sessions_[1], 0);
@@ -200,10 +200,10 @@ TEST_F(NodeStateHandOverJob, AnAttemptThatIsOverStaysOver) {
   EXPECT_EQ(node().ErrorOf(call), ErrorId::kGradDropped);
 }
 
-TEST_F(NodeStateHandOverJob, AJobThatNobodyComesBackToIsDeleted) {
+TEST_F(NodeStateStopJob, AJobThatNobodyComesBackToIsDeleted) {
   const uint64_t swap_before = node().state().Node().swap_used_bytes;
   const uint64_t dram_before = node().state().Node().dram_used_bytes;
-  run_.HandOver();
+  run_.Stop();
   EXPECT_EQ(node().state().Node().swap_used_bytes, swap_before);
   EXPECT_EQ(node().state().Node().dram_used_bytes, dram_before);
   EXPECT_EQ(run_.View().committed_step, 1U);
@@ -216,8 +216,8 @@ TEST_F(NodeStateHandOverJob, AJobThatNobodyComesBackToIsDeleted) {
   EXPECT_FALSE(node().model().has_job(1));
 }
 
-TEST_F(NodeStateHandOverJob, AnotherProcessOfTheRankGetsAnArenaOfItsOwn) {
-  run_.HandOver();
+TEST_F(NodeStateStopJob, AnotherProcessOfTheRankGetsAnArenaOfItsOwn) {
+  run_.Stop();
   AttachRequest request = RequestOf(0, run_.with_, false);
   request.resume = true;
   ASSERT_OK(node().attached(node().Attach(run_.layout_, request))->status);
@@ -225,8 +225,8 @@ TEST_F(NodeStateHandOverJob, AnotherProcessOfTheRankGetsAnArenaOfItsOwn) {
   EXPECT_FALSE(node().Logged<CreateJobMemory>().at(0).keeps_gradients);
 }
 
-TEST_F(NodeStateHandOverJob, AJobWhoseMemoryCannotBeCompletedIsKeptOn) {
-  run_.HandOver();
+TEST_F(NodeStateStopJob, AJobWhoseMemoryCannotBeCompletedIsKeptOn) {
+  run_.Stop();
   node().RequestAttach(run_.layout_, RequestOf(0, run_.with_, true));
   const CreateJobMemory made = node().FinishUntil<CreateJobMemory>();
   node().Finish(made.task, protocol::MakeError(ErrorId::kDramLimit, "simulated"));
@@ -237,81 +237,53 @@ TEST_F(NodeStateHandOverJob, AJobWhoseMemoryCannotBeCompletedIsKeptOn) {
   run_.TrainTo(2);
 }
 
-TEST_F(NodeStateHandOverJob, AJobThatWasNotHandedOverIsNotMadeAnew) {
+TEST_F(NodeStateStopJob, AJobThatWasNotRecordedIsNotMadeAnew) {
   NodeHarness empty(run_.options_, kRanks);
   const uint64_t session = empty.Attach(run_.layout_, RequestOf(0, run_.with_, true));
   EXPECT_EQ(protocol::IdOf(empty.attached(session)->status), ErrorId::kJobName);
   EXPECT_FALSE(empty.FindJob("job"));
 }
 
-TEST_F(NodeStateHandOverJob, ALowerLimitIsSaidAndNothingIsLost) {
+TEST_F(NodeStateStopJob, ALowerLimitIsSaidAndNothingIsLost) {
   const uint64_t used = node().state().Node().dram_used_bytes;
   NodeState::Options less = run_.options_;
-  node().Send(HandOverRequested{});
+  node().Send(StopRequested{});
   node().RunTasks();
-  ASSERT_TRUE(run_.is_handed_over());
+  ASSERT_TRUE(run_.has_stopped());
   less.dram_limit_bytes = used - 4096;
-  const auto next = NodeHarness::GoOn(node(), less);
+  const auto next = NodeHarness::AfterStop(node(), less);
   const uint64_t session = next->Attach(run_.layout_, RequestOf(0, run_.with_, true));
   EXPECT_EQ(protocol::IdOf(next->attached(session)->status), ErrorId::kDramLimit);
   EXPECT_EQ(next->FindJob("job")->committed_step, 1U);
 }
 
-// A daemon of the previous release did not count the memory for a hand-over of extra_state. Its job is accepted even if the job
-// exceeds the limit with that memory; a job of this release is refused.
-TEST(NodeStateHandOverOfTheReleaseBefore, AJobThatFilledTheLimitFits) {
-  const JobCase with{kMemory, Place::kDram};
-  const auto request_of = [&](uint32_t rank, bool reattach) {
-    AttachRequest request = RequestOf(rank, with);
-    request.reattach = reattach;
-    request.extra_state_bytes = 256 << 10;
-    return request;
-  };
-  for (const bool is_of_this_release : {true, false}) {
-    NodeState::Options options = OptionsOf(with, /*keeps_jobs=*/true);
-    NodeHarness before(options, kRanks);
-    for (uint32_t rank = 0; rank < kRanks; ++rank) {
-      before.Attach(LayoutOf(with), request_of(rank, false));
-    }
-    options.dram_limit_bytes = before.state().Node().dram_used_bytes - 2 * kRanks * (192 << 10);
-    before.Send(HandOverRequested{});
-    before.RunTasks();
-    const auto next = NodeHarness::GoOn(before, options, [&](DurableJob& job) {
-      job.kept->session.counts_handed_over = is_of_this_release;
-    });
-    const uint64_t session = next->Attach(LayoutOf(with), request_of(0, true));
-    EXPECT_EQ(protocol::IdOf(next->attached(session)->status),
-              is_of_this_release ? ErrorId::kDramLimit : ErrorId::kNone);
-  }
-}
-
-TEST_F(NodeStateHandOverJob, SwapThatIsLostWithTheDaemonKeepsItsJobs) {
+TEST_F(NodeStateStopJob, SwapThatIsLostWithTheDaemonKeepsItsJobs) {
   NodeState::Options options = run_.options_;
   options.loses_swap = true;
   NodeHarness half(options, kRanks);
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     half.Attach(run_.layout_, RequestOf(rank, run_.with_, false));
   }
-  half.Send(HandOverRequested{});
+  half.Send(StopRequested{});
   half.RunTasks();
-  ASSERT_THAT(half.Logged<HandedOver>(), SizeIs(1));
-  EXPECT_THAT(half.Logged<HandedOver>()[0].node->jobs, IsEmpty());
+  ASSERT_THAT(half.Logged<JobsStopped>(), SizeIs(1));
+  EXPECT_THAT(half.Logged<JobsStopped>()[0].jobs, IsEmpty());
   EXPECT_THAT(half.Logged<CommitLedger>(), IsEmpty());
 }
 
-TEST_F(NodeStateHandOverJob, WithoutAJobToHandOverNothingIsWritten) {
+TEST_F(NodeStateStopJob, WithoutAJobNothingIsWritten) {
   NodeHarness empty(run_.options_, kRanks);
-  empty.Send(HandOverRequested{});
+  empty.Send(StopRequested{});
   empty.RunTasks();
-  ASSERT_THAT(empty.Logged<HandedOver>(), SizeIs(1));
-  EXPECT_THAT(empty.Logged<HandedOver>()[0].node->jobs, IsEmpty());
+  ASSERT_THAT(empty.Logged<JobsStopped>(), SizeIs(1));
+  EXPECT_THAT(empty.Logged<JobsStopped>()[0].jobs, IsEmpty());
   EXPECT_THAT(empty.Logged<CommitLedger>(), IsEmpty());
 }
 
-TEST_F(NodeStateHandOverInDram, NumbersOfLeasesAndJobsGoOn) {
+TEST_F(NodeStateStopInDram, NumbersOfLeasesAndJobsGoOn) {
   const uint64_t fetch = node().Fetch(run_.sessions_[0], 0);
   const uint64_t lease = node().answer(fetch)->completion.lease_id;
-  run_.HandOver();
+  run_.Stop();
   run_.AttachAll(/*reattach=*/true);
   const uint64_t next = node().Fetch(run_.sessions_[0], 0);
   EXPECT_GT(node().answer(next)->completion.lease_id, lease);
@@ -323,4 +295,4 @@ TEST_F(NodeStateHandOverInDram, NumbersOfLeasesAndJobsGoOn) {
 }
 
 }  // namespace
-}  // namespace forebay::daemon::node_state_hand_over_test
+}  // namespace forebay::daemon::node_state_stop_test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hand-over of a node: all jobs become quiescent, so that the next daemon can continue them.
+// Planned stop of a node, and updates of the previous daemon that this daemon resumes.
 
 #include <memory>
 #include <utility>
@@ -10,51 +10,48 @@
 
 namespace forebay::daemon {
 
-Job* NodeState::Impl::On(const HandOverRequested&) {
-  if (hand_over != HandOver::kNone) return nullptr;
-  hand_over = HandOver::kWaiting;
+Job* NodeState::Impl::On(const StopRequested&) {
+  if (stop != Stop::kNone) return nullptr;
+  stop = Stop::kWaiting;
   for (const auto& [id, job] : jobs) {
-    job->RequestHandOver();
+    job->RequestStop();
     going_on.push_back(id);
   }
   return nullptr;
 }
 
-Job* NodeState::Impl::On(const HandOverDue&) {
+Job* NodeState::Impl::On(const StopDue&) {
   waits_for_jobs = false;
   return nullptr;
 }
 
-// Makes one more ledger once the last job is quiescent, so that the next daemon finds the volume in its final state, even if no
-// job is durable. No ledger is made if the node has no job to hand over.
-void NodeState::Impl::TryHandOver() {
-  if (hand_over == HandOver::kWaiting) {
-    for (const auto& [id, job] : jobs) {
-      if (waits_for_jobs && job->MayHandOver() && job->handed_over() == nullptr) return;
-    }
-    hand_over = HandOver::kCommitting;
-    const bool has_swap = options.swap.capacity_bytes() > 0 && !options.loses_swap;
-    if (has_swap && !NodeHandedOver()->jobs.empty()) ledger.WantLast();
-  }
-  if (hand_over != HandOver::kCommitting || ledger.is_last_awaited()) return;
-  hand_over = HandOver::kDone;
-  HandedOver result{.node = NodeHandedOver()};
+void NodeState::Impl::TryStop() {
+  if (stop != Stop::kWaiting || ledger.WantsFirst(jobs)) return;
+  JobsStopped stopped;
   for (const auto& [id, job] : jobs) {
-    if (job->handed_over() == nullptr) continue;
-    const std::vector<HandedOver::Session> sessions = job->SessionsHandedOver();
-    result.sessions.insert(result.sessions.end(), sessions.begin(), sessions.end());
+    if (waits_for_jobs && job->MayStop() && !job->has_stopped()) return;
+    if (!job->has_stopped()) continue;
+    const std::vector<SessionId> sessions = job->StoppedSessions();
+    stopped.sessions.insert(stopped.sessions.end(), sessions.begin(), sessions.end());
+    if (options.keeps_jobs) stopped.jobs.push_back(id);
   }
-  actions.Emit(std::move(result));
+  for (const auto& [name, job] : ledger.parked()) {
+    if (job->kept && job->kept->update == nullptr) stopped.jobs.push_back(job->id);
+  }
+  stop = Stop::kDone;
+  actions.Emit(std::move(stopped));
 }
 
 // Continues the updates of recovered jobs before a rank has attached. Ranks that attach meanwhile wait until the step is
-// published. Jobs with durable steps are created too, because this daemon may end before a rank returns.
+// published. Jobs with durable steps and jobs without a record are created too, because this daemon may end before a rank
+// returns.
 Job* NodeState::Impl::On(const UpdatesResumed&) {
   const NodeLedger::Parked parked = ledger.parked();
   for (const auto& [name, job] : parked) {
     if (!job->kept) continue;
     const bool is_in_update = job->kept->update != nullptr;
-    if (!is_in_update && job->durability.level == protocol::DurabilityLevel::kMemory) continue;
+    const bool is_in_memory = job->durability.level == protocol::DurabilityLevel::kMemory;
+    if (!is_in_update && is_in_memory && job->kept->has_record) continue;
     const AttachRequested request{.uid = job->uid,
                                   .job = JobNameFor(/*uid=*/0, name),
                                   .world_size = job->world_size,
@@ -91,19 +88,6 @@ Job* NodeState::Impl::On(const RankEnded& event) {
   if (found == jobs.end()) return nullptr;
   found->second->OnRankEnded(event);
   return found->second.get();
-}
-
-std::shared_ptr<const DurableNode> NodeState::Impl::NodeHandedOver() const {
-  auto node = std::make_shared<DurableNode>();
-  node->last_job = last_job;
-  node->last_lease = actions.last_lease();
-  for (const auto& [name, job] : ledger.parked()) {
-    if (job->kept && job->kept->update == nullptr) node->jobs.push_back(job);
-  }
-  for (const auto& [id, job] : jobs) {
-    if (job->handed_over() != nullptr) node->jobs.push_back(job->handed_over());
-  }
-  return node;
 }
 
 }  // namespace forebay::daemon

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Continues the jobs of a daemon that ends in the next daemon: hand-over, adoption, and descriptors for the case of a kill.
+// Leaves the jobs of this daemon to the next, and adopts the jobs that the daemon before has left.
 
 #include <poll.h>
 
@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
-#include "daemon/exec/recovery/hand_over.h"
+#include "daemon/exec/recovery/left_jobs.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -23,22 +23,22 @@ namespace {
 constexpr uint64_t kLookPeriodNs = 200'000'000;
 }  // namespace
 
-void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done) {
-  if (keep == nullptr && !state_.HasStepsToMakeDurable()) return done(absl::OkStatus());
-  keep_ = std::move(keep);
-  handed_over_ = std::move(done);
-  if (keep_ == nullptr) Raise(UpdatesResumed{});  // no other daemon continues the jobs from memory
-  Raise(HandOverRequested{});
+void Executor::StopJobs(FlushStore flush, absl::AnyInvocable<void(const absl::Status&)> done) {
+  if (flush == nullptr && !state_.HasStepsToMakeDurable()) return done(absl::OkStatus());
+  flush_ = std::move(flush);
+  stopped_ = std::move(done);
+  if (flush_ == nullptr) Raise(UpdatesResumed{});  // no other daemon continues the jobs from memory
+  Raise(StopRequested{});
 }
 
-void Executor::HandOverDue() { Raise(::forebay::daemon::HandOverDue{}); }
+void Executor::StopDue() { Raise(::forebay::daemon::StopDue{}); }
 
 void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_staging) {
   if (store_.keep) left_staging_ = left_staging;
   for (AdoptedArenas& job : all) {
     const bool has_record = job.record != nullptr && store_.keep;
     const bool is_in_step = job.record != nullptr && job.record->is_in_step();
-    resumes_updates_ = resumes_updates_ || is_in_step;
+    resumes_updates_ = resumes_updates_ || is_in_step || (job.record == nullptr && store_.keep);
     adopted_.push_back(job.state);
     adopted_.push_back(job.step);
     for (auto& [rank, arena] : job.gradients) {
@@ -153,7 +153,7 @@ void Executor::Run(RecordJob& action) {
     status = made.status();
     const std::string name = RecordDescriptor(job.id, ++last_record_);
     if (status.ok()) status = store_.keep(name, (*made)->fd());
-    EndRecord(job.id);  // a new record replaces it
+    if (status.ok() || !action.has_record) EndRecord(job.id);
     if (status.ok()) records_[job.id] = {.record = *std::move(made), .name = name};
   }
   if (status.ok()) return;
@@ -308,84 +308,65 @@ uint64_t Executor::LookForAbsent() {
   return looks_again ? next_look_ns_ : UINT64_MAX;
 }
 
-absl::StatusOr<DescriptorsByName> Executor::DescriptorsOf(const HandedOver& action) {
-  DescriptorsByName kept;
-  const auto keep = [&kept](std::string name, const ArenaRegistry::Arena& arena) -> absl::Status {
-    if (arena == nullptr) return absl::OkStatus();
-    arena->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
-    ASSIGN_OR_RETURN(protocol::UniqueFd fd, arena->DuplicateFd());
-    kept.emplace(std::move(name), std::move(fd));
-    return absl::OkStatus();
-  };
-  for (const auto& job : action.node->jobs) {
-    const JobMemory& memory = jobs_.at(job->id);
-    RETURN_IF_ERROR(keep(WeightsDescriptor(job->id), memory.weights));
-    RETURN_IF_ERROR(keep(StatesDescriptor(job->id), memory.state));
-    RETURN_IF_ERROR(keep(StepDescriptor(job->id), memory.step));
-  }
-  for (const auto& [of, arena] : kept_gradients_) {
-    RETURN_IF_ERROR(keep(GradientsDescriptor(of.first, of.second), arena));
-  }
-  for (const auto& [id, job] : RanksOf(*action.node)) {
-    const Session& session = sessions_.at(id);
-    RETURN_IF_ERROR(keep(GradientsDescriptor(job, session.request.rank), session.io->grad()));
-    // The ring outlives this daemon: the client of the session reads the last answers from it.
-    session.io->ring()->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
-  }
-  const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
-  const uint64_t sequence = swap_ == nullptr ? 0 : swap_->durable_sequence();
-  RETURN_IF_ERROR(AddHandedOver(*action.node, nonce, sequence, kept));
-  return kept;
-}
-
-// Returns the sessions of ranks of these jobs that have memory, with the job of each. At most one session of a rank has memory.
-// A session that is being reconnected may not be marked as mapped yet, but has mapped its gradients in an earlier daemon.
-std::map<SessionId, JobId> Executor::RanksOf(const DurableNode& node) const {
-  std::map<SessionId, JobId> ranks;
+// At most one session of a rank has memory. A session that is being reconnected may not be marked as mapped yet, but has mapped
+// its gradients in an earlier daemon.
+std::vector<SessionId> Executor::RanksOf(JobId job) const {
+  std::vector<SessionId> ranks;
+  const JobName& name = jobs_.Find(job)->name;
   for (const auto& [id, session] : sessions_) {
     const bool has_memory = session.io != nullptr && session.io->grad() != nullptr;
-    if (!has_memory || session.request.reader) continue;
-    for (const auto& job : node.jobs) {
-      if (session.job == JobName{.uid = job->uid, .name = job->name}) ranks[id] = job->id;
-    }
+    if (has_memory && !session.request.reader && session.job == name) ranks.push_back(id);
   }
   return ranks;
 }
 
+void Executor::Leave(JobId job) {
+  const auto keep = [](const ArenaRegistry::Arena& arena) {
+    if (arena != nullptr) arena->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
+  };
+  const JobMemory& memory = jobs_.at(job);
+  keep(memory.weights);
+  keep(memory.state);
+  keep(memory.step);
+  for (const auto& [of, arena] : kept_gradients_) {
+    if (of.first == job) keep(arena);
+  }
+  for (const SessionId id : RanksOf(job)) {
+    keep(sessions_.at(id).io->grad());
+    keep(sessions_.at(id).io->ring());  // the client reads the last answers from it
+  }
+  KeptRecord& record = *records_.at(job).record;
+  record.Leave();
+  spdlog::info("job {}: its memory is kept at step {} for the next daemon", memory.name.name,
+               record.step());
+}
+
 // Clients are notified once all descriptors are stored: before that they would wait in vain.
-void Executor::Run(HandedOver& action) {
-  if (keep_ == nullptr) return handed_over_(absl::OkStatus());
-  std::set<JobId> not_kept;  // jobs of which the next daemon has only a record
+void Executor::Run(JobsStopped& action) {
+  if (flush_ == nullptr) return stopped_(absl::OkStatus());
+  std::set<JobId> recorded;  // jobs that the next daemon finds
   for (const auto& [id, record] : records_) {
-    if (!record.name.empty()) not_kept.insert(id);
+    if (!record.name.empty()) recorded.insert(id);
   }
-  absl::Status status;
-  if (!action.node->jobs.empty()) {
-    absl::StatusOr<DescriptorsByName> kept = DescriptorsOf(action);
-    status = kept.status();
-    if (kept.ok()) status = keep_(*std::move(kept));
-  }
+  std::erase_if(action.jobs, [&](JobId job) { return recorded.erase(job) == 0; });
+  for (const JobId job : action.jobs) Leave(job);
+  absl::Status status = flush_();
   if (status.ok()) {
-    for (const HandedOver::Session& session : action.sessions) {
-      poller_.Remove(session.session);
-      session_io(session.session).channel().Close(protocol::ChannelState::kRestarting);
+    for (const SessionId session : action.sessions) {
+      if (!sessions_.contains(session)) continue;
+      poller_.Remove(session);
+      session_io(session).channel().Close(protocol::ChannelState::kRestarting);
     }
-    for (const auto& [id, job] : RanksOf(*action.node)) sessions_.at(id).is_handed_over = true;
-    for (const auto& job : action.node->jobs) {
-      not_kept.erase(job->id);
-      if (const auto record = records_.find(job->id); record != records_.end()) {
-        record->second.record->Leave();
-      }
-      spdlog::info("job {}: its memory is kept at step {} for the next daemon", job->name,
-                   job->step);
+    for (const JobId job : action.jobs) {
+      for (const SessionId id : RanksOf(job)) sessions_.at(id).is_stopped = true;
     }
   }
-  if (status.ok() && !not_kept.empty()) {
+  if (status.ok() && !recorded.empty()) {
     status = protocol::MakeError(
         protocol::ErrorId::kTimeout,
-        absl::StrCat(not_kept.size(), " jobs did not come to rest between two steps in time"));
+        absl::StrCat(recorded.size(), " jobs did not come to rest between two steps in time"));
   }
-  handed_over_(status);
+  stopped_(status);
 }
 
 }  // namespace forebay::daemon

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "daemon/exec/recovery/hand_over.h"
+#include "daemon/exec/recovery/left_jobs.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -19,6 +19,7 @@
 #include "daemon/core/blocks/placement.h"
 #include "daemon/core/node/killed_jobs.h"
 #include "daemon/exec/clock.h"
+#include "daemon/exec/recovery/release_before.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/swap_space.h"
 #include "protocol/error.h"
@@ -69,22 +70,6 @@ absl::StatusOr<uint64_t> SizeOf(const UniqueFd& fd) {
   return MakeError(ErrorId::kInternal, protocol::ErrnoText("fstat of an arena", errno));
 }
 
-absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& from) {
-  const auto found = from.find(kLedgerDescriptor);
-  if (found == from.end()) return DecodedLedger{};
-  ASSIGN_OR_RETURN(const uint64_t size, SizeOf(found->second));
-  if (size > nvme::Volume::kLedgerBytesMax) {
-    return MakeError(
-        ErrorId::kCorrupt,
-        absl::StrCat("the ledger that the daemon before has left has ", size, " bytes"));
-  }
-  std::vector<std::byte> bytes(size);
-  if (protocol::ReadFromStart(found->second.get(), bytes) != static_cast<int64_t>(size)) {
-    return MakeError(ErrorId::kCorrupt, "the ledger that the daemon before has left is cut short");
-  }
-  return DecodeLedger(bytes);
-}
-
 // Frees the memory of the arena outside `parts`. A daemon that was killed may have populated parts that its record does not
 // name, or not yet freed parts that the record has given up.
 absl::Status FreeBeside(std::vector<StatePart> parts, const UniqueFd& fd) {
@@ -126,7 +111,7 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   const Placement placement(*job.layout, map, kept.resident, {});
   if (placement.arena_bytes() > 0) {
     ASSIGN_OR_RETURN(UniqueFd states, Take(StatesDescriptor(job.id), job, from));
-    if (kept.was_killed) RETURN_IF_ERROR(FreeBeside(placement.ResidentParts(), states));
+    RETURN_IF_ERROR(FreeBeside(placement.ResidentParts(), states));
     ASSIGN_OR_RETURN(adopted.state,
                      adopt(StateOptions(policy, adopted.name, placement.arena_bytes(),
                                         map.full_block_bytes(), placement.ResidentParts()),
@@ -166,14 +151,12 @@ bool HasNumber(const DurableNode& node, JobId id) {
   return std::ranges::any_of(node.jobs, [id](const auto& job) { return job->id == id; });
 }
 
-absl::Status CheckHandedOver(const DurableJob& job, const SwapSpace* swap, bool is_same_volume,
-                             const DurableNode& on_disk) {
+absl::Status CheckOnSwap(const DurableJob& job, const SwapSpace* swap, bool is_same_volume,
+                         const DurableNode& on_disk) {
   if (!is_same_volume && !job.AllSlots().empty()) {
     return MakeError(ErrorId::kConfig,
-                     swap == nullptr
-                         ? "a part of it is on swap, and this daemon has none"
-                         : "a part of it is on swap, and this is another volume, or it was "
-                           "used since",
+                     swap == nullptr ? "a part of it is on swap, and this daemon has none"
+                                     : "a part of it is on swap, and this is another volume",
                      "restart the daemon with the swap.paths that it had");
   }
   const auto named = FindNamed(on_disk, job);
@@ -183,47 +166,25 @@ absl::Status CheckHandedOver(const DurableJob& job, const SwapSpace* swap, bool 
                    "restart the daemon with the swap.paths that it had");
 }
 
-absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
-                                       const ArenaPolicy& arenas, DescriptorsByName& left,
-                                       NodeOptions& node) {
-  ASSIGN_OR_RETURN(AdoptedArenas adopted, AdoptArenas(*job, arenas, left));
-  DurableNode& recovered = node.recovered;
-  RETURN_IF_ERROR(ReserveSlots(*job, job->AllSlots(), node));
-  if (const auto named = FindNamed(recovered, *job)) {
-    if (job->kept->was_killed && job->durability.level != protocol::DurabilityLevel::kMemory) {
-      DurableJob with_durable = *job;
-      with_durable.kept->durable = named;
-      job = std::make_shared<const DurableJob>(std::move(with_durable));
-    }
-    std::erase(recovered.jobs, named);
+// Gives the job a new id if another job on disk has its id. Checksums of swap slots cover the id.
+absl::Status Renumber(RecordedJob& left, DurableNode& on_disk) {
+  DurableJob& job = left.job;
+  if (!HasNumber(on_disk, job.id) || FindNamed(on_disk, job) != nullptr) return absl::OkStatus();
+  if (!job.AllSlots().empty() || job.kept->update != nullptr) {
+    return MakeError(ErrorId::kConfig, "swap has another job with its number",
+                     "restart the daemon with the swap.paths that it had");
   }
-  if (HasNumber(recovered, job->id)) {
-    DurableJob renumbered = *job;
-    adopted.id = renumbered.id = ++recovered.last_job;
-    job = std::make_shared<const DurableJob>(std::move(renumbered));
-  }
-  recovered.jobs.push_back(std::move(job));
-  return adopted;
+  on_disk.last_job = std::max(on_disk.last_job, job.id) + 1;
+  job.id = on_disk.last_job;
+  job.kept->has_record = false;
+  left.record = nullptr;
+  return absl::OkStatus();
 }
 
 const char* Where(const DurableJob& job) {
   const auto& update = job.kept->update;
   if (update == nullptr) return "at";
   return update->prepared ? "with what it had prepared behind" : "in the middle of the update of";
-}
-
-// Gives a job that was handed over its present record, if the record is of the same step and of no update in progress.
-void AdoptRecord(const DurableJob& job, std::vector<RecordedJob>& recorded,
-                 AdoptedArenas& adopted) {
-  const auto found =
-      std::ranges::find_if(recorded, [&](const RecordedJob& one) { return one.job.id == job.id; });
-  if (found == recorded.end()) return;
-  const DurableJob& as_recorded = found->job;
-  if (adopted.id == job.id && as_recorded.step == job.step && as_recorded.kept->update == nullptr) {
-    adopted.record = std::move(found->record);
-    adopted.record_number = found->number;
-  }
-  recorded.erase(found);
 }
 
 absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
@@ -315,12 +276,10 @@ absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
 
 }  // namespace
 
-absl::Status CheckVolume(const DecodedLedger& ledger, const std::vector<RecordedJob>& recorded,
-                         const SwapSpace* swap) {
-  const auto check = [swap](const DurableJob& job, uint64_t nonce) -> absl::Status {
-    if (job.AllSlots().empty() || (swap != nullptr && swap->nonce() == nonce)) {
-      return absl::OkStatus();
-    }
+absl::Status CheckVolume(const std::vector<RecordedJob>& recorded, const SwapSpace* swap) {
+  for (const RecordedJob& left : recorded) {
+    const DurableJob& job = left.job;
+    if (job.AllSlots().empty() || (swap != nullptr && swap->nonce() == left.nonce)) continue;
     return MakeError(
         ErrorId::kConfig,
         absl::StrCat("job ", job.name, " at step ", job.step,
@@ -328,11 +287,8 @@ absl::Status CheckVolume(const DecodedLedger& ledger, const std::vector<Recorded
                      "daemon has ",
                      swap == nullptr ? "no swap" : "another volume there"),
         "start it with the swap.paths that it had; to give up what is kept, stop the service "
-        "before "
-        "it is started (systemctl stop forebayd)");
-  };
-  for (const auto& job : ledger.node.jobs) RETURN_IF_ERROR(check(*job, ledger.nonce));
-  for (const RecordedJob& one : recorded) RETURN_IF_ERROR(check(one.job, one.nonce));
+        "before it is started (systemctl stop forebayd)");
+  }
   return absl::OkStatus();
 }
 
@@ -355,6 +311,7 @@ absl::StatusOr<std::vector<RecordedJob>> ReadRecords(DescriptorsByName& left) {
   }
   std::vector<RecordedJob> all;
   for (auto& [id, job] : jobs) all.push_back(std::move(job));
+  AddHandedOver(left, all);
   return all;
 }
 
@@ -374,99 +331,42 @@ LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
   return newest;
 }
 
-std::vector<AdoptedArenas> AdoptKilled(std::vector<RecordedJob> jobs, const SwapSpace* swap,
-                                       const LeftStaging& staging, const ArenaPolicy& arenas,
-                                       DescriptorsByName& left, NodeOptions& node) {
+std::vector<AdoptedArenas> AdoptJobs(std::vector<RecordedJob> jobs, const SwapSpace* swap,
+                                     const LeftStaging& staging, const ArenaPolicy& arenas,
+                                     DescriptorsByName& left, NodeOptions& node) {
   // If the staging arena cannot be mapped, only jobs with a block in a staging slot cannot continue.
   const absl::StatusOr<Mapping> left_slots = Mapping::Of(staging.fd);
   if (!left_slots.ok()) spdlog::warn("{}", protocol::FormatError(left_slots.status()));
+  const std::span<std::byte> slots = left_slots.ok() ? left_slots->bytes() : std::span<std::byte>();
   std::set<uint32_t> taken_slots;
   std::vector<AdoptedArenas> adopted;
   std::vector<DurableJob> going_on;
-  for (RecordedJob& killed : jobs) {
-    DurableJob& job = killed.job;
-    const bool is_same_volume = swap != nullptr && swap->nonce() == killed.nonce;
-    absl::Status status = CheckHandedOver(job, swap, is_same_volume, node.recovered);
-    if (status.ok() && HasNumber(node.recovered, job.id) &&
-        FindNamed(node.recovered, job) == nullptr) {
-      status = MakeError(ErrorId::kConfig, "swap has another job with its number",
-                         "restart the daemon with the swap.paths that it had");
+  const auto adopt = [&](RecordedJob& one) -> absl::Status {
+    const bool is_same_volume = swap != nullptr && swap->nonce() == one.nonce;
+    RETURN_IF_ERROR(CheckOnSwap(one.job, swap, is_same_volume, node.recovered));
+    ASSIGN_OR_RETURN(AdoptedArenas taken, AdoptArenas(one.job, arenas, left));
+    RETURN_IF_ERROR(UndoUpdate(one, taken, swap, slots, taken_slots));
+    RETURN_IF_ERROR(Renumber(one, node.recovered));
+    RETURN_IF_ERROR(ReserveKilled(one.job, node));
+    taken.id = one.job.id;
+    taken.record = std::move(one.record);
+    taken.record_number = one.number;
+    adopted.push_back(std::move(taken));
+    return absl::OkStatus();
+  };
+  for (RecordedJob& one : jobs) {
+    if (const absl::Status status = adopt(one); !status.ok()) {
+      spdlog::error("job {} does not go on from the memory that the daemon before has left: {}",
+                    one.job.name, protocol::FormatError(status));
+      continue;
     }
-    if (status.ok()) {
-      absl::StatusOr<AdoptedArenas> taken = AdoptArenas(job, arenas, left);
-      status = taken.status();
-      if (status.ok()) {
-        status =
-            UndoUpdate(killed, *taken, swap,
-                       left_slots.ok() ? left_slots->bytes() : std::span<std::byte>(), taken_slots);
-      }
-      if (status.ok()) status = ReserveKilled(job, node);
-      if (status.ok()) {
-        taken->record = std::move(killed.record);
-        taken->record_number = killed.number;
-        adopted.push_back(*std::move(taken));
-        going_on.push_back(std::move(job));
-        continue;
-      }
-    }
-    spdlog::error("job {} does not go on after the daemon before was killed: {}", job.name,
-                  protocol::FormatError(status));
-  }
-  for (const DurableJob& job : going_on) {
-    spdlog::info("job {} goes on {} step {}, after the daemon before was killed", job.name,
-                 Where(job), job.step);
+    spdlog::info("job {} goes on {} step {}{}", one.job.name, Where(one.job), one.job.step,
+                 one.job.kept->update == nullptr ? "" : ", after the daemon before was killed");
+    going_on.push_back(std::move(one.job));
   }
   AddKilled(std::move(going_on), node);
   // Lease numbers grow far more slowly than one a nanosecond.
   if (!adopted.empty()) node.recovered.last_lease = MonotonicNs();
-  return adopted;
-}
-
-absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t sequence,
-                           DescriptorsByName& to) {
-  ASSIGN_OR_RETURN(const std::vector<std::byte> ledger, EncodeHandedOver(node, nonce, sequence));
-  UniqueFd fd = protocol::MakeSealedMemfd("forebay-ledger", ledger);
-  if (!fd.valid()) {
-    return MakeError(ErrorId::kLimit, protocol::ErrnoText("a memfd for the ledger", errno));
-  }
-  to.emplace(kLedgerDescriptor, std::move(fd));
-  return absl::OkStatus();
-}
-
-DecodedLedger ReadHandedOver(const DescriptorsByName& from) {
-  absl::StatusOr<DecodedLedger> ledger = ReadLedger(from);
-  if (ledger.ok()) return *std::move(ledger);
-  spdlog::error("what the daemon before has left is not used: {}",
-                protocol::FormatError(ledger.status()));
-  return {};
-}
-
-std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger,
-                                     std::vector<RecordedJob>& recorded, const SwapSpace* swap,
-                                     const ArenaPolicy& arenas, DescriptorsByName& left,
-                                     NodeOptions& node) {
-  const bool is_same_volume =
-      swap != nullptr && swap->nonce() == ledger.nonce && swap->found_sequence() == ledger.sequence;
-  node.recovered.last_job = std::max(node.recovered.last_job, ledger.node.last_job);
-  node.recovered.last_lease = ledger.node.last_lease;
-  std::vector<AdoptedArenas> adopted;
-  for (const auto& job : ledger.node.jobs) {
-    absl::Status status = CheckHandedOver(*job, swap, is_same_volume, node.recovered);
-    if (status.ok()) {
-      absl::StatusOr<AdoptedArenas> taken = AdoptJob(job, arenas, left, node);
-      status = taken.status();
-      if (taken.ok()) {
-        AdoptRecord(*job, recorded, *taken);
-        adopted.push_back(*std::move(taken));
-      }
-    }
-    if (status.ok()) {
-      spdlog::info("job {} goes on at step {}", job->name, job->step);
-    } else {
-      spdlog::error("job {} does not go on from the memory that the daemon before has left: {}",
-                    job->name, protocol::FormatError(status));
-    }
-  }
   return adopted;
 }
 
