@@ -25,7 +25,7 @@ STEADY_FROM = 3  # first step that a trace of the job can steer
 SWAP_SHARE_LEAST = 0.60
 DRAM_SLACK_BYTES = 64 * MIB
 LOSS_STEPS, LOSS_RELATIVE = 20, 1e-3
-MOMENT_BYTES = 8  # both moments of a parameter in fp32: docs/ARCHITECTURE.md, Bytes
+MOMENT_BYTES = 8  # both moments of a parameter in fp32: docs/internals/memory.md, Bytes
 # Bytes of a parameter of the deep model: bf16 weights, float32 gradients, states in format `exact`.
 DEEP_WEIGHTS, DEEP_GRADIENT, DEEP_STATES = 2, 4, 10
 DEEP_BYTES = DEEP_WEIGHTS + DEEP_GRADIENT + DEEP_STATES

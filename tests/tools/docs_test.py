@@ -251,11 +251,10 @@ def test_a_figure_is_shown_beside_the_command_that_makes_it(path):
 
 def test_the_table_of_actions_has_all_of_them():
     events = (ROOT / "daemon" / "core" / "base" / "events.h").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    table = page.split("## What the state machine asks for")[1].split("\n## ")[0]
+    table = (ROOT / "docs" / "internals" / "actions.md").read_text(encoding="utf-8")
     actions = re.search(r"struct Action\s+: std::variant<([^>]*)>", events)[1]
     for action in re.findall(r"\w+", actions):
-        assert f"`{action}`" in table, f"docs/ARCHITECTURE.md leaves out {action}"
+        assert f"`{action}`" in table, f"docs/internals/actions.md leaves out {action}"
 
 
 def write():

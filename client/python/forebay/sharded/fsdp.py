@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything private of torch's FSDP2 that Forebay uses, in one place; checked at attach. For torch 2.8
-to 2.15: docs/ARCHITECTURE.md says which versions ran the tests, and what older ones lack."""
+to 2.15: docs/internals/torch.md says which versions ran the tests, and what older ones lack."""
 
 from __future__ import annotations
 
