@@ -49,7 +49,7 @@ struct GatewaySessionOptions {
 //          sent again. With shared attachment, parameters are views of the window, which may be read at any time. All changed
 //          bytes are therefore sent before a step, or a write of weights, is answered. With sharded attachment the bytes are
 //          sent after the answer, and the next command that changes weights waits until all bytes have arrived.
-// Limits   At most kRingEntries commands of the agent, and kRemotePiecesInFlight pieces, are under way.
+// Limits   At most 2 * kRingEntries commands of the agent, and kRemotePiecesInFlight pieces, are under way.
 class GatewaySession final : public DataSession {
  public:
   GatewaySession(std::unique_ptr<RemoteLink> link, std::unique_ptr<protocol::UcxMemory> readable,
