@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/plan/table_bytes.h"
 
+#include <algorithm>
 #include <string>
 
 #include "daemon/core/base/events.h"
@@ -19,6 +20,9 @@ using protocol::RoundUp;
 // Number of records of a job that exist at once: the current record (KeptRecord), and the next record while it is being
 // created. A record has digests of weights on swap in two versions, and a third time in the encoded job.
 constexpr uint64_t kRecords = 2;
+
+// extra_state_bytes of a rank whose attach names no size.
+constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB;
 
 // Heap bytes that the allocator adds to a string or vector, and heap bytes of the tables for each parameter, group, partition,
 // box, session and job, without names and shapes.
@@ -68,7 +72,12 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
       LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
       plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes + of_nodes +
       UndoBytes(layout.spec(), blocks, block_elems, options.workers) + 2 * kPageBytes;
-  return kRecords * RoundUp(bytes, kPageBytes) +
+  // A record refers to extra_state in the step arena. The next daemon reads it into a copy, which is counted with the tables of
+  // durable steps if the job has them. The default size is not counted.
+  const uint64_t counted = plan.session.extra_state_bytes -
+                           std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
+  const uint64_t extra_states = plan.has_durable_steps() ? 0 : plan.session.world_size * counted;
+  return extra_states + kRecords * RoundUp(bytes, kPageBytes) +
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }
 
