@@ -6,7 +6,7 @@
 # usage: release_before.sh JUNIT_FILE      the default preset is built, and .venv is there
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-readonly RELEASE=4b14564
+readonly RELEASE=a6932100
 junit=$(realpath -m "$1")
 root=$PWD
 python=$root/.venv/bin/python
