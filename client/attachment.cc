@@ -53,7 +53,7 @@ absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_byte
                                                     " bytes of extra_state"));
 }
 
-// Whether the daemon has left room for it behind the rest of the arena.
+// Returns true if the arena has room for the trace behind its other parts.
 bool HasRoomForTrace(const SessionParts& parts) {
   if (parts.trace_bytes == 0) return true;
   const uint64_t before_bytes =
@@ -316,7 +316,7 @@ absl::Status Attachment::Detach() {
   absl::Status status = s.device_error;
   for (bool asks = has_daemon && !s.is_ended; asks;) {
     status = s.parts.connection->control->Detach(limits);
-    // If the connection was lost meanwhile and cannot be made again, the session ends on this side only.
+    // If the connection was lost meanwhile and cannot be restored, the session ends on this side only.
     const bool is_lost = s.IsRestartingSoon(status);
     if (is_lost) status = absl::OkStatus();
     asks = is_lost && !limits.deadline.Expired() && s.ReattachOnce(limits) && !s.EndIfRestarting();

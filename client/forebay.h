@@ -51,8 +51,8 @@ struct forebay_options {
   int64_t timeout_ms;         /* of attach and of calls without their own */
   uint64_t seed;              /* of the stochastic rounding of formats bf16 and int8 */
   /* The run that this process belongs to, at most 200 printable ASCII characters without spaces;
-     NULL: FOREBAY_RUN, else this process alone. All ranks of a job need the same run: where there
-     are several, give it or set FOREBAY_RUN. Another run's job is refused with E_JOB_EXISTS unless
+     NULL: FOREBAY_RUN, else this process alone. All ranks of a job need the same run: if a job has
+     several ranks, set this field or FOREBAY_RUN. Another run's job is refused with E_JOB_EXISTS unless
      `resume` is 1, and with E_BUSY while processes of that run are attached. */
   const char* run;
   int32_t resume;
@@ -66,7 +66,7 @@ struct forebay_options {
      one the daemon's default. */
   const char* durability;
   /* Not of a reader: how long a call waits for a daemon that is being restarted, within its own time; the
-     session then goes on, or has ended with E_DAEMON_GONE. 0: FOREBAY_DAEMON_WAIT in seconds, else 60000;
+     session then continues, or has ended with E_DAEMON_GONE. 0: FOREBAY_DAEMON_WAIT in seconds, else 60000;
      negative: no limit. */
   int64_t daemon_wait_ms;
 };
@@ -154,8 +154,8 @@ const char* forebay_last_error_hint(void);
 int32_t forebay_last_error_retryable(void); /* 1: attach again or release something, then retry */
 const char* forebay_error_name(int32_t code);
 
-/* Waits until other jobs have made room, the job's memory is made, the initial parameters are
- * written, a step under way is over and an older session of the rank is closed. */
+/* Waits until other jobs have made room, the job's memory is created, the initial parameters are
+ * written, a step in progress has ended and an older session of the rank is closed. */
 int32_t forebay_attach(const struct forebay_options* options, struct forebay_session** session);
 int32_t forebay_get_info(const struct forebay_session* session, struct forebay_info* info);
 int32_t forebay_get_group(const struct forebay_session* session, uint32_t group,
@@ -173,7 +173,7 @@ int32_t forebay_fetch(struct forebay_session* session, uint32_t group, int64_t t
 int32_t forebay_release(struct forebay_session* session, const struct forebay_lease* lease);
 
 /* The same without waiting: start_fetch asks and returns, is_fetch_done looks, finish_fetch waits and
- * gives the lease, cancel_fetch gives up (a lease that arrives later is given back). A ticket is used
+ * returns the lease, cancel_fetch cancels (a lease that arrives later is released). A ticket is used
  * up by cancel_fetch, and by a finish_fetch that does not return E_TIMEOUT. */
 int32_t forebay_start_fetch(struct forebay_session* session, uint32_t group,
                             struct forebay_ticket* ticket);
@@ -188,14 +188,14 @@ int32_t forebay_cancel_fetch(struct forebay_session* session, const struct foreb
  *
  *   a parameter at a time   add_gradient copies the whole gradient of parameter `param` (its index in
  *                           `params`) into the pieces it lies in, and delivers each piece as soon as
- *                           all its parameters are there. flush_gradients delivers the rest: call it
+ *                           all its parameters are complete. flush_gradients delivers the rest: call it
  *                           with a group where no more gradients of it will come, and with
  *                           FOREBAY_ALL_GROUPS at the end of backward.
  *   a group at a time       grad_slot gives room for the group's gradient, zeroed when it is new;
  *                           grad_ready delivers it.
  *
  * A parameter without a gradient on any rank is not updated; with one on some, the others count as
- * zero. drop_gradients begins the step anew: what the ranks have delivered of it is discarded. */
+ * zero. drop_gradients restarts the step: the gradients that ranks have delivered are discarded. */
 int32_t forebay_add_gradient(struct forebay_session* session, uint32_t param, const void* bytes,
                              size_t size_bytes, int64_t timeout_ms);
 int32_t forebay_flush_gradients(struct forebay_session* session, uint32_t group);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A session's connection to a daemon: made at attach, and again where the daemon was restarted.
+// A session's connection to a daemon: created at attach, and again if the daemon was restarted.
 #pragma once
 
 #include <cstdint>

@@ -189,7 +189,7 @@ absl::Status Control::WhyGone(const absl::Status& status) {
 }
 
 absl::StatusOr<UniqueFd> Control::Descriptor(schema::Session::Kind kind, const WaitLimits& limits) {
-  auto fd = std::make_shared<UniqueFd>();  // shared: a call that is given up may still end
+  auto fd = std::make_shared<UniqueFd>();  // shared: a call that is cancelled may still end
   RETURN_IF_ERROR(thread_
                       ->Call<bool>("descriptor", limits,
                                    [kind, fd](Peer& peer) {

@@ -135,7 +135,7 @@ void ControlThread::Loop() {
   try {
     Serve();
   } catch (const kj::Exception&) {
-    // The event loop could not be made, or failed: calls report that the connection is lost.
+    // The event loop could not be created, or failed: calls report that the connection is lost.
   }
   protocol::RingDoorbell(gone_fd_.get());
   std::deque<Request> left;

@@ -47,7 +47,7 @@ class ControlThread {
 
   // Runs `start` on the thread and waits for its promise. `what` names the call in errors.
   //
-  // Errors  E_DAEMON_GONE, E_PROTOCOL  the connection broke, or an exception came back.
+  // Errors  E_DAEMON_GONE, E_PROTOCOL  the connection broke, or the call returned an exception.
   //         E_TIMEOUT, E_INTERRUPTED   the call was cancelled here and at the daemon.
   template <typename T>
   absl::StatusOr<T> Call(const std::string& what, const WaitLimits& limits,

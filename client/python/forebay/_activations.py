@@ -23,7 +23,7 @@ PENDING_BYTES = 256 << 20  # bytes waiting for their copies on the device before
 
 
 class Activations:
-    """The room of one attachment. Tensors come back with the bits, shape and strides that they had.
+    """The room of one attachment. Tensors are restored with the bits, shape and strides that they had.
 
     Threads  Under the GIL: a forward on one, its backward on another."""
 
@@ -152,7 +152,7 @@ class Saved:
         self.number, self.key = number, key
         self.size_bytes = tensor.numel() * tensor.element_size()
         self._original: torch.Tensor | None = None  # None once copied
-        self._stream = 0  # stream that the tensor was made on
+        self._stream = 0  # stream that the tensor was computed on
         self._room, self._before = room, before
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._version = tensor._version
@@ -172,7 +172,7 @@ class Saved:
         self._room.forget(self)
 
     def keep(self, tensor: torch.Tensor, stream: int) -> None:
-        """Until leave(): the copy of what work of the stream has made is under way."""
+        """Retains the tensor until leave(), while the copy of what the stream's work computes is in progress."""
         self._original, self._stream = tensor.detach(), stream  # tensor and stream of one version
 
     def leave(self) -> None:

@@ -31,8 +31,8 @@ HOOKS = [
 
 
 class Groups(list[dict[str, Any]]):
-    """The groups of an optimizer of torch's, its own dicts: what a scheduler that was made for it sets
-    there is what step() reads."""
+    """The groups of an optimizer of torch's, its own dicts: step() reads what a scheduler of this
+    optimizer sets in them."""
 
 
 def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any, dict[str, Any] | None]:
@@ -40,7 +40,7 @@ def adopt(optimizer: Any, param_groups: Any) -> tuple[Any, Any, dict[str, Any] |
     is none stays as it is.
 
     Errors  E_UNSUPPORTED  no optimizer of ours steps as it does.
-            E_OPTION       there are other groups beside it.
+            E_OPTION       other groups were passed beside it.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or getattr(optimizer, "is_forebay", False):
         return optimizer, param_groups, None

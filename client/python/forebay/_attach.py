@@ -390,7 +390,7 @@ def _others(model: nn.Module, torch_groups: TorchGroups) -> dict[str, torch.Tens
 
 
 def _number_groups(parameters: Sequence[Parameter], torch_groups: TorchGroups) -> TorchGroups:
-    """Each parameter gets the number of its group; where there are no groups, one has all."""
+    """Each parameter gets the number of its group; without groups, one group has all parameters."""
     torch_groups = torch_groups or [{"params": [parameter.tensor for parameter in parameters]}]
     _assign_param_groups(parameters, torch_groups)
     return torch_groups
@@ -463,7 +463,7 @@ class _Undo:
 
 
 class _Prepared:
-    """What an optimizer is made of, checked before there is a job."""
+    """The parts of an optimizer, checked before the job is created."""
 
     def __init__(
         self,
@@ -525,7 +525,7 @@ def _room_bytes(buffers: Buffers, wanted: int | None) -> int:
 
 def _print_stack_at_segv() -> None:
     """The extension explains a write into the read-only weights and then calls the handler that
-    was there before: faulthandler's prints the Python stack."""
+    was installed before: faulthandler's prints the Python stack."""
     if faulthandler.is_enabled():
         return
     try:
@@ -552,7 +552,7 @@ def _format(optimizer: Optimizer, plan: Plan) -> str:
 
 
 def _torch_groups(optimizer: Optimizer, param_groups: Iterable[Any] | None) -> TorchGroups:
-    """The groups in torch's form; a plain list of parameters is one group. None: the script has given none."""
+    """The groups in torch's form; a plain list of parameters is one group. None: the script has passed none."""
     wanted = optimizer.params if param_groups is None else param_groups
     hyper_parameters = optimizer.hyper_parameters
     if wanted is None:

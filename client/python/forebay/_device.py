@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device that a sharded model is on: the processor, or a GPU of CUDA's. torch says on which of its
-streams it works; the core copies there."""
+streams it works; the core copies on that stream."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Engine:
         self.attachment: Attachment | None = attachment
         self.groups, self.timeout, self.rank = groups, timeout, attachment.rank
         self.world_size = 1  # ranks of the job
-        self.activations: Activations | None = None  # where attach was given room for them
+        self.activations: Activations | None = None  # set if attach has reserved room for them
         self.clock = Clock()
         self.under_way: StepCall | None = None  # a step that was asked for and whose outcome is unknown
         self.node: Node | None = None
@@ -289,8 +289,8 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def finish_backward(self) -> None:
-        """Delivers what is there; what has no gradient by now has none in this step, unless a later
-        backward brings it."""
+        """Delivers the present gradients; a parameter without a gradient by now has none in this step,
+        unless a later backward brings it."""
         attachment = self.attachment
         if attachment is None:
             return
@@ -312,7 +312,7 @@ class Engine:
                 member.tensor.grad = member.delivered
 
     def check_reduced(self, attachment: Attachment) -> None:
-        """Errors: E_GRAD_PARTIAL if a gradient that backward computed was not delivered. The step begins anew,
+        """Errors: E_GRAD_PARTIAL if a gradient that backward computed was not delivered. The step restarts
         on all ranks."""
 
     def refuse_while_under_way(self, what: str) -> None:

@@ -33,7 +33,7 @@ _global_hooks: list[Removable] = []
 
 
 class Removable(Protocol):
-    """What takes a hook away."""
+    """A handle that removes a hook."""
 
     def remove(self) -> None: ...
 
@@ -58,7 +58,7 @@ def _make_nothing() -> Callable[..., None]:
 
 
 def outside_graphs(function: Callable[..., None]) -> Callable[..., None]:
-    """Keeps torch.compile out of a hook. If the graph may not be broken there, torch's error has the hint."""
+    """Keeps torch.compile out of a hook. If the graph may not be broken at the hook, torch's error has the hint."""
     options = {}
     if "reason" in inspect.signature(torch.compiler.disable).parameters:  # torch 2.7
         options["reason"] = (
@@ -226,13 +226,13 @@ class _Slot:
         self.name, self._id = name, id(tensor)
 
     def tensor(self) -> torch.Tensor | None:
-        """The attached parameter, if it and its module still live there."""
+        """The attached parameter, if its module is alive and still has the parameter under its name."""
         module = self._module()
         tensor = None if module is None else module._parameters.get(self._key)
         return tensor if id(tensor) == self._id else None
 
     def was_changed(self) -> bool:
-        """Whether a living module has another parameter there, or none."""
+        """Whether a living module has another parameter under this name, or none."""
         return self._module() is not None and self.tensor() is None
 
 
@@ -252,7 +252,7 @@ class _ParametrizationSlot(_Slot):
 
 
 class Guards:
-    """The guards of one attached model; remove() takes every one of them away. Keeps nothing of it
+    """The guards of one attached model; remove() removes all of them. Keeps nothing of the model
     alive."""
 
     refuses_load = True

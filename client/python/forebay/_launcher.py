@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of what this process is, from the variables of whoever started it: torchrun's where they are
-there, else those of srun and of mpirun (Open MPI, MPICH and Intel MPI, Cray PALS)."""
+"""Which rank of what this process is, from the variables of whoever started it: torchrun's if they are
+set, else those of srun and of mpirun (Open MPI, MPICH and Intel MPI, Cray PALS)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import ctypes
 
 
 def return_free_memory() -> None:
-    """What was freed goes back to the system: large tensors, made and dropped in turns, leave holes in
+    """Returns freed memory to the system: large tensors, created and dropped in turns, leave holes in
     glibc's heap that the next one may not fit in."""
     try:
         ctypes.CDLL(None).malloc_trim(0)

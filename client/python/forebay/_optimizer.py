@@ -187,14 +187,14 @@ class ForebayOptimizer(StateDicts):
 
         closure      Called first, as torch's optimizers do: forward and backward, and its loss is
                      returned. Where this call repeats one without an answer, it is not called again.
-        extra_state  bytes that commit with the step and come back from a later attach. To repeat a
-                     call leave it out, or give the same.
+        extra_state  bytes that commit with the step; a later attach returns them. To repeat a
+                     call leave it out, or pass the same bytes.
 
         Errors  E_TIMEOUT      another rank has not called it, or the update waits for swap or a
                                reader; call again.
                 E_GRAD_PARTIAL the backward before it did not come to its end, or FSDP2 has not reduced
                                all its gradients: zero_grad(), or run it again.
-                E_GRAD_DROPPED another rank has begun the step anew: run forward and backward of the
+                E_GRAD_DROPPED another rank has restarted the step: run forward and backward of the
                                step again, then call it again.
                 E_NONFINITE    a gradient is NaN or infinite: nothing was applied on any rank.
                 E_OVERFLOW     the step is committed, and a master is infinite now: in this step or, where
@@ -287,12 +287,12 @@ class ForebayOptimizer(StateDicts):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing after step(), which forgets the gradients, and where this rank has none.
-        Before step() it drops the gradients of the step and begins it anew: a step() of
-        another rank that has delivered some already raises E_GRAD_DROPPED there. model.zero_grad()
+        Before step() it drops the gradients of the step and restarts the step: step() on
+        another rank that has already delivered some raises E_GRAD_DROPPED. model.zero_grad()
         does the same, when the next backward or step() begins.
 
         set_to_none  False has no other effect, and a warning: where torch would update a parameter by
-                     a gradient of zeros, it is left alone.
+                     a gradient of zeros, the parameter is not updated.
 
         Errors  E_STEP  a step() ended without an answer and has to be repeated first.
 
@@ -445,7 +445,7 @@ class ForebayOptimizer(StateDicts):
 
     def stats(self) -> dict[str, Any]:
         """exposed_wait_s (seconds that the training thread spent in Forebay's calls, those of its hooks
-        among them, whether it waited there or worked) and timeline ((kind, group, began_ns, ended_ns)
+        among them, whether it waited or worked) and timeline ((kind, group, began_ns, ended_ns)
         on CLOCK_MONOTONIC) since the last call; the client's counters since attach.
 
         >>> opt = forebay.attach(model)
@@ -472,7 +472,7 @@ class ForebayOptimizer(StateDicts):
         forebay/step_s                  wall time of the newest step, from the end of the one before
         forebay/exposed_wait_s          of that, the seconds spent in Forebay's calls and hooks
         forebay/grad_norm               before clipping, with max_grad_norm
-        forebay/activation_bytes        with activation_bytes of attach: kept by the daemon now
+        forebay/activation_bytes        with activation_bytes of attach: in the daemon's memory now
 
         and of the daemon, for all jobs of the node but where it says "job":
 
@@ -507,19 +507,19 @@ class ForebayOptimizer(StateDicts):
 
     def offload_activations(self) -> AbstractContextManager[Any]:
         """While it is entered, what a forward keeps for its backward goes to the daemon's memory, at most
-        activation_bytes of attach, and comes back to the device for the backward: the same bits. What
+        activation_bytes of attach, and returns to the device for the backward: the same bits. What
         does not fit, parameters, tensors below 64 KiB, and those that are no plain memory (conjugated,
-        quantized, nested, subclasses) stay. With torch.utils.checkpoint, what each checkpoint keeps goes
-        there.
+        quantized, nested, subclasses) stay on the device. With torch.utils.checkpoint, what each
+        checkpoint keeps goes to the daemon's memory.
 
         What several layers of a forward keep is copied once. Memory that is filled again where torch does
         not see it (through numpy, or x.data) while an older graph lives has to be used by a new forward
         of the model, or after this was entered again.
 
-        stats() has activation_bytes (there now), activation_bytes_max, and activation_bytes_stayed of
-        what did not fit.
+        stats() has activation_bytes (in the daemon's memory now), activation_bytes_max, and
+        activation_bytes_stayed of what did not fit.
 
-        Errors  E_OPTION       attach was given no activation_bytes.
+        Errors  E_OPTION       attach was called without activation_bytes.
                 E_UNSUPPORTED  of a backward: a tensor that it needs was changed in place.
 
         >>> ranks = torch.distributed
@@ -544,7 +544,7 @@ class ForebayOptimizer(StateDicts):
 
     def _rest(self) -> None:
         """Makes the model a plain one until _resume(): it can be merged, converted, loaded. Its parameters are a copy
-        in this process's memory meanwhile; the session goes on. Shared attachment alone."""
+        in this process's memory meanwhile; the session continues. Shared attachment alone."""
         if self._phase != Phase.TRAINING:
             return
         with torch.inference_mode(False):
@@ -556,7 +556,7 @@ class ForebayOptimizer(StateDicts):
         self._phase = Phase.RESTING
 
     def _resume(self) -> None:
-        """After _rest(): the job goes on with the values that the model has now, on each rank the same.
+        """After _rest(): the job continues with the values that the model has now, on each rank the same.
 
         Errors  E_UNSUPPORTED  a parameter was replaced or converted meanwhile.
         """

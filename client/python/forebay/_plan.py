@@ -147,7 +147,7 @@ def _dtype_of(named: Sequence[Parameter]) -> torch.dtype:
 
 
 def part_of(weights: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-    """The parameter in the weights of its group: a view. A frozen one of another type has its bits there."""
+    """The parameter in the weights of its group: a view. The view of a frozen one of another type has its bits."""
     tensor = parameter.tensor
     part = weights[parameter.offset : parameter.offset + parameter.elems]
     if tensor.dtype != part.dtype:

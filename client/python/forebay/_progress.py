@@ -22,11 +22,11 @@ LINE_S = 10.0  # between two lines
 
 class Progress:
     """A line on stderr about the training, of rank 0: step, seconds a step, exposed wait, traffic of
-    swap, DRAM, and what update() is given. On a terminal it is written over, twice a second at
+    swap, DRAM, and the arguments of update(). On a terminal it is written over, twice a second at
     most; elsewhere a new line comes every ten seconds. The daemon is asked once a line.
 
     opt    Of forebay.attach().
-    total  Steps of the whole training: shows the time that is left.
+    total  Steps of the whole training: shows the remaining time.
     every  Seconds between two lines, or states of the line; 0: at each update().
     file   Default: sys.stderr.
 

@@ -80,15 +80,15 @@ def attach(
                        Default: FOREBAY_RUN, else the run of torchrun, srun or mpirun, else that of the
                        process group, else this process alone. All ranks of a job need the same: set
                        FOREBAY_RUN if there is none of these.
-    resume             Continues a job that another run has left.
+    resume             Continues a job of another run.
     durability         What the death of the daemon, or a power cut, can undo of the training; that of a
                        trainer undoes nothing. "memory": all of it. "epoch=10": at most 10 steps; every
-                       10 steps one is made durable while training goes on. "step": no step that step()
+                       10 steps one is made durable while training continues. "step": no step that step()
                        has answered, which waits until it is on disk. The last two need swap that the
                        daemon keeps. The first rank of a new job decides, for the job's life. None: the
                        job's, of a new one the daemon's default ("memory", unless its settings say more).
     daemon_wait        Seconds that a call waits for a daemon that is being restarted or has died (`systemctl restart
-                       forebayd`), within `timeout`; training then goes on as if nothing had happened.
+                       forebayd`), within `timeout`; training then continues as if nothing had happened.
                        After that E_DAEMON_GONE. None: FOREBAY_DAEMON_WAIT, else 60.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
                        process group, whose ranks may be on several nodes. None: sharded where fully_shard() was called on the model or it
@@ -108,18 +108,18 @@ def attach(
     prefetch_bytes     Of mode="sharded": FSDP2 gathers layers ahead of the one that computes in
                        forward, as many as fit into this, in the order that the first step's forward
                        took; the same on every rank. Replaces what set_modules_to_forward_prefetch()
-                       has set; 0 leaves it. On CPUs a gather ends before FSDP2 goes on: this costs
-                       memory and gains nothing there.
+                       has set; 0 leaves it. On CPUs a gather ends before FSDP2 continues: prefetch costs
+                       memory and gains nothing.
     activation_bytes   Of mode="sharded": room in the daemon's memory for what each rank's forwards keep for
                        their backwards; see opt.offload_activations().
     drain              Of mode="sharded": step() returns when the step is decided; the daemon updates the
-                       blocks while the next forward goes on, in the order in which it needs them. False:
+                       blocks during the next forward, in the order in which it needs them. False:
                        step() returns when all of them are updated and, those on swap, written. Mode
                        "shared" always waits, because its parameters can be read at any time.
     early_updates      Of mode="sharded": a block of states on swap is updated as soon as all its gradients
                        have arrived, in the last backward of a step (the `accumulate`-th), with the
                        learning rates that the optimizer has when that backward begins. step() decides:
-                       where it clips or has other numbers, the block is updated anew, with the same
+                       where it clips or has other numbers, the block is updated again, with the same
                        bits as without, and the next steps wait until such guesses hold again. Its new
                        weights take as much memory as the weights of blocks on swap have in DRAM. False:
                        blocks are updated after the decision, and that memory is for states. After a
@@ -137,8 +137,8 @@ def attach(
     first module that may set them to the last. A function may set all of them until it was called with
     the model; reset_parameters() those of its module.
 
-    Waits until other jobs have made room, the job's memory is made, the initial parameters are
-    written, a step under way is over and an older session of the rank is closed.
+    Waits until other jobs have made room, the job's memory is created, the initial parameters are
+    written, a step in progress has ended and an older session of the rank is closed.
 
     A new job begins with rank 0's parameters (sharded attachment: with each rank's shards), for
     which the other ranks wait. Every later session takes the values of the job's last committed
@@ -146,7 +146,7 @@ def attach(
 
     Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was, but
             for a plain one that attach was to shard: fully_shard() stays.
-            E_JOB_EXISTS  another run has made the job (its initial parameters are written):
+            E_JOB_EXISTS  another run has created the job (its initial parameters are written):
                           resume=True, another name, or `forebay jobs --delete`.
             E_RANK        arguments, process group and RANK and WORLD_SIZE contradict each other, or
                           do not say which rank this is; or another process of the same launch trains
@@ -244,7 +244,7 @@ def attach_reader(
     param_groups,
     timeout
 
-    Errors  E_JOB_NAME  there is no such job yet.
+    Errors  E_JOB_NAME  no job has this name yet.
             E_LAYOUT    the job has another model, optimizer or format; names the difference.
 
     >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))

@@ -120,7 +120,7 @@ class Optimizer:
                 )
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Of what is not there."""
+        """Raises for an attribute that does not exist."""
         if name in ("step", "zero_grad", "param_groups", "state", "state_dict", "load_state_dict"):
             raise usage_error(
                 "E_NOT_READY",

@@ -21,8 +21,8 @@ from ..errors import unsupported
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate.Accelerator on attached models. prepare() attaches the models that an optimizer was made for, as one
-    job, keeps DDP away from them (the daemon averages the gradients of all ranks) and splits the data as ever. An
+    """accelerate.Accelerator on attached models. prepare() attaches the models of an optimizer as one
+    job, without DDP (the daemon averages the gradients of all ranks), and splits the data as ever. An
     optimizer is one of torch's, one of forebay.optimizers, or what forebay.attach has returned.
 
     forebay  Further arguments of forebay.attach: {"durability": "step", "job": "bert"}.
@@ -151,7 +151,7 @@ def _trained_by(optimizer: Any, models: list[nn.Module]) -> list[nn.Module]:
 
 
 def _joined(models: list[nn.Module]) -> nn.Module:
-    """Several models as one, whose parameters are called "0.weight", "1.weight"; it is not kept."""
+    """Several models as one, whose parameters are called "0.weight", "1.weight"; it is not retained."""
     if len(models) == 1:
         return models[0]
     joined = nn.Module()

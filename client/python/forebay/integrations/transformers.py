@@ -4,7 +4,7 @@
 -    from transformers import Trainer
 +    from forebay.integrations.transformers import Trainer
 
-A killed run that is started again goes on by itself behind its last committed step, with the bits of one that was
+A restarted run resumes by itself after the last committed step of the killed run, with the bits of one that was
 not killed: the Trainer's own state (position in the data, scheduler, random numbers, losses to be logged) commits with
 each step.
 """
@@ -153,7 +153,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     # ---------------------------------------------------------------------------------- attaching
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers.Trainer's; the Accelerator is Forebay's, which keeps DDP away from an attached model.
+        """As transformers.Trainer's; the Accelerator is Forebay's, which does not wrap an attached model in DDP.
 
         >>> from forebay.integrations import transformers as ours
         >>> trainer = ours.Trainer(model, transformers.TrainingArguments(folder, use_cpu=True))
@@ -278,11 +278,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _exportable(self) -> list[Any]:
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
-    # -------------------------------------------------------------------------------- going on
+    # -------------------------------------------------------------------------------- resuming
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains as transformers.Trainer.train does. Attaches the model, and goes on behind the step with which a killed run ended.
-        Behind it the model is a plain one, until train() is called again.
+        """Trains as transformers.Trainer.train does. Attaches the model, and resumes after the step with which a killed run ended.
+        After train() the model is a plain one, until train() is called again.
 
         Errors  E_UNSUPPORTED  a second model in one Trainer.
 
@@ -319,7 +319,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _init_training_state(
         self, max_steps: int, updates_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
-        """Attaches, so that the job says whether there is something to go on with."""
+        """Attaches, so that the job says whether it has steps to resume after."""
         self.create_optimizer()
         self._position = position = self._committed()
         if position is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of which parameters each rank holds: boxes, and partitions made of them. Plain
+"""Which elements of which parameters each rank holds: boxes, and partitions that consist of them. Plain
 numbers; knows neither torch nor FSDP."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass
 class ShardPlan:
-    """The layout of all ranks, made from what each holds. Equal on every rank."""
+    """The layout of all ranks, computed from what each holds. Equal on every rank."""
 
     group_names: list[str] = field(default_factory=list)
     # Name, shape, group, parameter group, trainable: as _core.attach takes them.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a process group attach together: what one of them meets all raise, so that none waits
-for one that has given up."""
+"""The ranks of a process group attach together: all raise the error of one, so that none waits
+for a rank that has failed."""
 
 from __future__ import annotations
 

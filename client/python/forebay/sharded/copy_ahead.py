@@ -16,8 +16,8 @@ HELD = 2  # buffers: of the group in use, and of the one whose copy is under way
 
 
 class CopyAhead:
-    """Copies on a stream beside torch's. The processor asks for a group long before the GPU computes with it: its copy goes
-    on while the group before it is computed.
+    """Copies on a stream beside torch's. The processor asks for a group long before the GPU computes with it: the group is
+    copied while the GPU computes with the group before it.
 
     Threads  One.
     """

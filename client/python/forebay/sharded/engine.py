@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded attachment: ZeRO-3 on torch's FSDP2. FSDP2 gathers, reduces and overlaps; Forebay holds the
 shards. A rank's weights are copied from the daemon's memory when FSDP2 is about to gather them, on the
-stream it gathers on; its reduced gradients go there as soon as FSDP2 has them."""
+stream it gathers on; its reduced gradients are copied to that memory as soon as FSDP2 has them."""
 
 from __future__ import annotations
 
@@ -625,7 +625,7 @@ def prefetch_along(order: Sequence[Unit], limit_bytes: int) -> None:
 
 
 class BeforeForward(InertOnCopy):
-    """Begins anew after a forward or backward that did not come to its end, before FSDP2 gathers."""
+    """Resets FSDP2 after a forward or backward that did not come to its end, before FSDP2 gathers."""
 
     def __init__(self, engine: ShardedEngine) -> None:
         self._engine = weakref.ref(engine)

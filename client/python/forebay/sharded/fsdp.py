@@ -148,7 +148,7 @@ class Shard:
     @property
     def grad_dtype(self) -> torch.dtype:
         """In which its gradient travels. FSDP2 gives it in the parameter's type, whatever it reduced
-        in; what the reduction has rounded away need not travel."""
+        in; bits that the reduction has rounded off need not travel."""
         if self.param_dtype == torch.float32:
             return torch.float32
         has_more_bits = torch.float32 == self.parameter.dtype == self.reduce_dtype
@@ -395,7 +395,7 @@ def ensure_means(units: Sequence[Unit]) -> None:
 
 def reset(units: Sequence[Unit]) -> None:
     """After a forward or backward that did not come to its end: FSDP2 forgets what it has gathered and
-    the gradients that it has not reduced; the next forward begins anew."""
+    the gradients that it has not reduced; the next forward begins from scratch."""
     contexts = {id(unit._state._state_ctx): unit._state._state_ctx for unit in units}
     for context in contexts.values():
         for state in context.all_states:

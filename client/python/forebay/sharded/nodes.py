@@ -22,7 +22,7 @@ BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # another on each mac
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is, and which daemon it reaches from there."""
+    """The machine of a rank, and the daemon that the rank reaches from this machine."""
 
     machine: str
     daemon: str  # as it names itself

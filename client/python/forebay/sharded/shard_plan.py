@@ -261,7 +261,7 @@ def _types_of(one: Shard) -> str:
 
 def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and size of the default process group; None: the caller has not said them. Errors: E_RANK
-    where there is no group, or it is another than the caller says."""
+    if there is no group, or its numbers differ from the caller's."""
     if not dist.is_available() or not dist.is_initialized():
         raise usage_error(
             "E_RANK",

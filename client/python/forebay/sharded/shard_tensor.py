@@ -42,7 +42,7 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 class ShardTensor(torch.Tensor):
     """Has a shape, a type and a device. A view of it is another one, which is read through the views
-    that made it."""
+    that lead to it."""
 
     reader: Reader
     views: tuple[View, ...]

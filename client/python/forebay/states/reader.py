@@ -114,7 +114,7 @@ class Reader:
 
 
 def parameter_named(plan: Plan, name: str) -> Parameter:
-    """Errors: E_OPTION where there is none."""
+    """The parameter of this name. Errors: E_OPTION if the plan has none."""
     if name in plan.by_name:
         return plan.by_name[name]
     raise usage_error(

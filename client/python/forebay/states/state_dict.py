@@ -119,7 +119,7 @@ class StateDicts(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all parameters in torch's format: torch's optimizer of the same name loads it and
-        goes on. Shared: all states, whole, in float32, in memory of this process (8 bytes a parameter of
+        continues. Shared: all states, whole, in float32, in memory of this process (8 bytes a parameter of
         AdamW, 12 where parameters have 16 bits; save_state() takes no more than a piece). Sharded: this
         rank's shards, as DTensors.
 
@@ -145,8 +145,8 @@ class StateDicts(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes states and parameter groups over from a state_dict() of this class or of torch's optimizer
         of the same kind: between two steps, on every rank, each with the same; it returns when all have
-        them. Shared: rank 0 writes, what it was given: of the others' the steps and groups are compared, not
-        the moments. Sharded: each rank its shards, out of DTensors with the placements of its parameters or
+        them. Shared: rank 0 writes its own argument; the other ranks' steps and groups are compared, not
+        their moments. Sharded: each rank its shards, out of DTensors with the placements of its parameters or
         of whole tensors; a collective of the process group, whose timeout bounds the wait for a rank that
         does not call, not that of attach(), and a rank that calls another collective meanwhile may abort.
 
@@ -154,10 +154,10 @@ class StateDicts(torch.optim.Optimizer):
         (format "fp32" and "exact": bit for bit), "step" counts on from what is loaded. A parameter without a
         state has had no update. A "master" sets the parameter too; without one the parameter stays.
         Hyper-parameters are taken over as torch does; how torch computes ("foreach", "fused") and
-        "initial_lr" are kept and not looked at. committed_step stays the job's.
+        "initial_lr" are stored and not read. committed_step stays the job's.
 
-        Ctrl-C that comes while states are written is raised when all are. Where a process ends or meets
-        an error there, a part is loaded: step(), state_dict() and save_state() raise E_NOT_READY, in later
+        Ctrl-C that comes while states are written is raised when all are. If a process ends or fails
+        meanwhile, a part is loaded: step(), state_dict() and save_state() raise E_NOT_READY, in later
         attachments too, until a load ends.
 
         state_dict  {"state": {index: {...}}, "param_groups": [...]}
@@ -193,8 +193,8 @@ class StateDicts(torch.optim.Optimizer):
         of the process group, with the limits of load_state_dict(). It can be loaded with any number of
         ranks, shared and sharded.
 
-        Until it is whole it is .forebay-*.part in the same folder, which a process that is killed leaves
-        there; then it takes the place of the file of this name.
+        Until the file is whole it is .forebay-*.part in the same folder, and remains if the process is
+        killed. Then it takes the place of the file of this name.
 
         Tensors  PARAMETER.STATE in float32, PARAMETER.step; the parameter groups are in the metadata.
         Errors   OSError on rank 0, E_RANK on the others: it cannot be written.
@@ -736,7 +736,7 @@ def _write_file(opt: StateDicts, attachment: Attachment, path: str) -> None:
 
 
 def _read_file(opt: StateDicts, path: str, stack: ExitStack) -> dict[str, Any]:
-    """As a state_dict of FileTensors, until the stack is left, for this rank's parameters."""
+    """The file as a state_dict of FileTensors, valid until the stack is closed, for this rank's parameters."""
     tensors, metadata = state_file.read(path, stack)
     try:
         described = copy.deepcopy(json.loads(metadata["forebay"]))  # as deep as load_state_dict() copies

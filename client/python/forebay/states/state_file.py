@@ -28,12 +28,12 @@ def write(
     metadata: Mapping[str, str],
     pieces: Iterable[torch.Tensor],
 ) -> None:
-    """The file is there when all of it is on the disk; until then its name is what it was. Until then it is
-    .forebay-*.part in the same folder, which a killed process leaves.
+    """The file has its name when all of it is on the disk; an older file of the name persists until then. Until then the
+    new file is .forebay-*.part in the same folder, and remains if the process is killed.
 
     pieces  The elements of all tensors, in the order of `shapes`: contiguous float32 on the CPU.
 
-    Errors  E_OPTION  there is something at the path that is no regular file, nor a link to one.
+    Errors  E_OPTION  the path exists and is no regular file, nor a link to one.
     """
     path = os.path.realpath(path)
     try:
@@ -136,8 +136,8 @@ Flat = torch.Tensor | FileTensor | BoxOf  # values of one dimension: len() and [
 
 
 def read(path: str, stack: ExitStack) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """The tensors and the metadata, until the stack is left. Errors: E_OPTION where the file is none of
-    write()'s."""
+    """The tensors and the metadata, valid until the stack is closed. Errors: E_OPTION if the file is none
+    of write()'s."""
     assert sys.byteorder == "little"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
