@@ -15,7 +15,7 @@ inline constexpr size_t kSumChunkElems = 4096;
 inline constexpr size_t kSumRunElems = 512;
 inline constexpr size_t kSumLanes = 32;
 
-// Between these a chunk's sum stands as float32 made it.
+// Between these bounds the sum of a chunk is the one computed in float32.
 inline constexpr double kFloatSumMin = 0x1p-100, kFloatSumMax = 0x1p100;
 
 // Writes one sum of squares, in double, for each of the ceil(n / kSumChunkElems) chunks. The sum of a chunk depends on the

@@ -283,7 +283,7 @@ void SimdCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums)
   }
 }
 
-#else  // vectors of unknown length cannot be kept in an array, but a processor with SVE has NEON too
+#else  // vectors of unknown length cannot be stored in an array, but a processor with SVE has NEON too
 
 inline const StreamKernels& OfKnownLength() {
   const StreamKernels* const neon = StreamKernelsOf(HWY_NEON);
@@ -397,7 +397,7 @@ HWY_INLINE void CopyOut(size_t n, const float* from, float* to) {
   for (; i < n; ++i) to[i] = from[i];
 }
 
-// The sum of one chunk is made in the cache, from one source after another, and leaves it once.
+// The sum of one chunk is computed in the cache, from one source after another, and written to memory once.
 template <bool kStream>
 void AddChunks(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
                double* chunk_sums) {
