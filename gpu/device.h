@@ -43,7 +43,7 @@ class MemorySource {
 };
 
 // Memory of the device, for the work of one stream; empty: none. Its destructor frees it behind the work
-// that the stream has been given; other streams' work with it has ended or been waited for by then.
+// that the stream already has; other streams' work with it has ended or been waited for by then.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -130,7 +130,7 @@ class Stream {
 
   // Allocates memory with undefined content for work that is begun on this stream from now on.
   //
-  // Errors  E_DEVICE_MEMORY  the device has too little left.
+  // Errors  E_DEVICE_MEMORY  the device has too little free memory.
   virtual absl::StatusOr<DeviceMemory> Allocate(size_t size_bytes) = 0;
 };
 
@@ -167,8 +167,8 @@ class Device {
   // Whether it takes memory that the process has mapped read-only.
   virtual bool registers_read_only() const = 0;
 
-  // Makes mapped memory, from a page's begin on, known to the device. Memory that was mapped writable may
-  // be made read-only (mprotect) afterwards.
+  // Registers mapped memory, from a page's begin on, with the device. Memory that was mapped writable may
+  // become read-only (mprotect) afterwards.
   //
   // Errors  E_UNSUPPORTED  the device cannot reach this memory, or memory that is mapped so.
   virtual absl::StatusOr<std::unique_ptr<HostRegistration>> Register(

@@ -36,7 +36,7 @@ class HostTimedEvent final : public TimedEvent {
 
 }  // namespace
 
-// Memory that was given up is given again; together with what is in use it is never more than was in use at
+// Freed memory is allocated again. Free memory and memory in use are together never more than was in use at
 // once, or than is needed.
 class HostDevice::Memory final : public MemorySource {
  public:

@@ -47,7 +47,7 @@ nccl::cudaStream_t HandleOf(const Stream& stream) {
 
 }  // namespace
 
-// Every call of NCCL is made under the mutex, with the device's context current.
+// Every call of NCCL holds the mutex, with the device's context current.
 class NcclCommunicator::State {
  public:
   State(Options options, std::shared_ptr<CudaDevice> device, std::shared_ptr<const Library> library)
@@ -297,7 +297,7 @@ absl::StatusOr<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Create(
       return (*library)->Check((*library)->ncclGetUniqueId(&id), "ncclGetUniqueId", nullptr);
     });
   }
-  // Whatever a rank meets, all hear of it, and none waits for one that has given up.
+  // All ranks hear of an error on one rank, so that none waits for a rank that has failed.
   const std::string own = status.ok() ? std::string(id.internal.data(), id.internal.size()) : "";
   ASSIGN_OR_RETURN(const std::vector<std::string> ids, exchange(own));
   RETURN_IF_ERROR(status);

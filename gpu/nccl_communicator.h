@@ -19,7 +19,7 @@ namespace forebay::gpu {
 // time limit, if NCCL reports an error, or if the check of WatchWith() fails. Work that waits on their streams
 // then continues with undefined bytes, and Check() returns the error.
 //
-// Streams belong to the device that Create() was given.
+// Streams belong to the device that was passed to Create().
 class NcclCommunicator final : public Communicator {
  public:
   struct Options {
