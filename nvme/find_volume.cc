@@ -135,7 +135,7 @@ bool HasLabel(std::span<const Ends> paths, const VolumeId& volume) {
 }
 
 // Returns the records that count. All records at the head of the first path and at the tail of the last path count: these are
-// the positions for records. The other ends hold data, to which a client may have given any content. A record at such an end
+// the positions for records. The other ends hold data, which may be any bytes that a client wrote. A record at such an end
 // counts only if one of the paths has a label of the record's volume.
 std::vector<Record> RecordsOf(std::span<const Ends> paths) {
   std::vector<Record> records = paths.front().head_records;

@@ -37,7 +37,7 @@ constexpr std::array kLoads = {
     Load{kSlotBytes, 1}, Load{kMiB, 16}, Load{8 * kMiB, 2},   Load{kMiB, 32}, Load{8 * kMiB, 4}};
 constexpr uint64_t kAloneBytes = kMiB;
 constexpr uint64_t kMemoryBytes = 32 * kMiB;
-// Loads of the first writes of slots, in this order. On a slow path only the smaller writes are made.
+// Loads of the first writes of slots, in this order. A slow path gets only the smaller writes.
 constexpr std::array kFirstWrites = {Load{256 * kKiB, 1}, Load{256 * kKiB, 8}, Load{kMiB, 4},
                                      Load{kSlotBytes, 2}};
 
@@ -114,7 +114,7 @@ class Prober {
     }
   }
 
-  // Returns `shares` shares of the time left, and takes them from the shares left.
+  // Returns `shares` shares of the remaining time, and takes them from the remaining shares.
   Clock::duration Share(int shares) {
     const Clock::duration left = std::max(end_ - now_(), Clock::duration::zero());
     const Clock::duration share = left * shares / shares_left_;
@@ -154,7 +154,7 @@ class Prober {
   }
 
   // Returns the rate in bytes a second with load.depth requests in flight until the time is over or `requests_max` requests
-  // were made. Returns 0 if the time does not suffice, or if too few slots were written so far.
+  // have begun. Returns 0 if the time does not suffice, or if too few slots were written so far.
   absl::StatusOr<double> Run(Mode mode, Load load, Clock::duration time,
                              uint64_t requests_max = UINT64_MAX) {
     places_ = slots_.size();

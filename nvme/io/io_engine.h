@@ -46,8 +46,7 @@ struct Completion {
 // Ownership  Files, buffers and eventfds stay the caller's. The memory of a transfer belongs to the
 //            engine from Submit() to its completion. The destructor waits for transfers in flight.
 // Threads    RegisterFile(), RegisterBuffer() on the creating thread before the first use; from the
-//            first Submit(), WatchEventFd() or Wait() on, everything on the one thread that made
-//            that call.
+//            first Submit(), WatchEventFd() or Wait() on, everything on the thread of that first call.
 // Limits     At most kBacklogMax transfers queued or in flight, kFilesMax files, kWatchesMax
 //            watches. Only Wait() blocks; no heap allocation after the creation, registrations
 //            aside.
