@@ -72,7 +72,7 @@ struct ArenaOptions {
 // Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
 // Threads    Create(), Adopt(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker (they
 //            block), one of them at a time for one arena; all else on the loop thread. The bytes of a
-//            live range may be given to any thread.
+//            live range may be passed to any thread.
 // Limits     At most kMaxRanges live ranges.
 // Source     memfd_create(2), madvise(2), set_mempolicy(2), mlock(2), fcntl(2) F_ADD_SEALS, fallocate(2),
 //            Linux man-pages.
@@ -112,7 +112,7 @@ class PinnedArena {
   //         E_MEMLOCK     kRequired, and RLIMIT_MEMLOCK is too low: limit, need, the line to add.
   static absl::StatusOr<std::unique_ptr<PinnedArena>> Create(const ArenaOptions& options);
 
-  // Creates an arena over the memfd that an earlier process made with the same options. `fd` comes from DuplicateFd(). The
+  // Creates an arena over the memfd that an earlier process created with the same options. `fd` comes from DuplicateFd(). The
   // pages of `parts` have memory, and retain their bytes, NUMA nodes and size. No other page gets memory. All ranges are free.
   // Costs one system call for each 2 MiB: no page is copied.
   //
@@ -147,7 +147,7 @@ class PinnedArena {
   absl::Status FreePart(const ArenaPart& part);
 
   // Allocates a range of `size_bytes` > 0 bytes, rounded up to whole pages. O(log ranges), no system call. The bytes have the
-  // content that the previous owner of the range left.
+  // content that the previous owner of the range wrote.
   //
   // Errors  E_RANGE  size 0, or above the capacity.
   //         E_LIMIT  no free run is long enough now, or kMaxRanges are live. Retry after a range

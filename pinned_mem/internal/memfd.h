@@ -50,7 +50,7 @@ absl::StatusOr<protocol::UniqueFd> ReopenWritable(const protocol::UniqueFd& fd);
 // Frees a part's pages. Mappings stay valid and read as zeros. Returns false if the kernel refuses.
 bool FreePages(int fd, const ArenaPart& part);
 
-// Users of a memfd: open file descriptions made by Reopen(), other than `reader_fd` of UseCheck, which is O_RDONLY itself. A
+// Users of a memfd: open file descriptions from Reopen(), other than `reader_fd` of UseCheck, which is O_RDONLY itself. A
 // mapping holds an open file description. Descriptions that are open with O_PATH are not found.
 enum class OtherUsers { kNone, kSome, kUnknown };
 class UseCheck {
