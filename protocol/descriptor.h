@@ -30,7 +30,7 @@ inline schema::Descriptor::Client MakeDescriptor(UniqueFd fd) {
 
 void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome);
 
-// The status that SetOutcome was given: id, message and hint. Numbers this side does not know are
+// The status that was passed to SetOutcome: id, message and hint. Numbers this side does not know are
 // E_INTERNAL.
 absl::Status StatusOf(schema::Outcome::Reader outcome);
 

@@ -58,7 +58,7 @@ absl::StatusOr<SocketDoorbell> MakeSocketDoorbell() {
 
 void RingSocketDoorbell(int ringer) {
   const char ring = 0;
-  // A full queue wakes as well. A waiter that has closed its end needs no wake-up.
+  // A full queue wakes the waiter too. A waiter that has closed its end needs no wake-up.
   while (::send(ringer, &ring, sizeof(ring), MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno == EINTR) {
   }
 }

@@ -14,7 +14,7 @@ namespace forebay::protocol {
 // Errors  E_LIMIT  no descriptor is left; names the errno.
 absl::StatusOr<UniqueFd> MakeDoorbell();
 
-// Wakes the threads that wait on the eventfd `fd`. Never blocks if no other process holds `fd`. A full counter wakes as well.
+// Wakes the threads that wait on the eventfd `fd`. Never blocks if no other process holds `fd`. A full counter wakes them too.
 // Async-signal-safe.
 void RingDoorbell(int fd);
 

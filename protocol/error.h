@@ -63,7 +63,7 @@ struct ErrorInfo {
   ErrorId id;
   std::string_view name;  // "E_SWAP_NOSPC"
   absl::StatusCode code;  // tells a caller whether to retry (IsRetryable)
-  std::string_view hint;  // default for errors made without a hint
+  std::string_view hint;  // default for errors without a hint of their own
 };
 
 std::span<const ErrorInfo> AllErrors();

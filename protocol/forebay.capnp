@@ -32,7 +32,7 @@ interface Node {
 
   attach @1 (request :AttachRequest, layout :Descriptor) -> (outcome :Outcome, session :Session, reply :AttachReply);
   # Makes the caller rank `rank` of a job, which is created where it does not exist, or a reader of an existing one.
-  # Waits until the job can accept the rank: memory made, the initial parameters written (unless it is this session that
+  # Waits until the job can accept the rank: memory created, the initial parameters written (unless it is this session that
   # writes them), a step in progress done. A live session of the same rank is fenced. The layout is a sealed memfd
   # with an encoded LayoutSpec.
 
@@ -57,7 +57,7 @@ struct AttachRequest {
   extraStateBytes @4 :UInt64;   # room for extra_state of one step, at most 480 MiB, of a rank on another node 16 MiB
   layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
   run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
-  resume @7 :Bool;              # go on with a job that another run has trained
+  resume @7 :Bool;              # continue a job that another run has trained
   accumulate @9 :Bool;          # steps have several backward passes: sums take 4 bytes an element from the start
   writableWeights @10 :Bool;    # not of a reader: the weights' descriptor is for writing too, for a device
                                 # that takes no memory that is mapped read-only
@@ -70,7 +70,7 @@ struct AttachRequest {
                                 # restarted (wire.h): it has its arenas mapped, and gets descriptors of the same
   heldLeases @16 :List(UInt64); # of a reattach to a job with weights on swap: that the session had
   gradArena @17 :UInt64;        # of a reattach: inode of the gradient arena that it has mapped (AttachReply.remoteGradArena
-                                # where there is one). 0: it does not say
+                                # if the reply had one). 0: it does not say
   newestTag @19 :UInt64;        # of a reattach: of the commands that the client has sent. What has no newer one is sent again
   exchanged @20 :List(Data);    # of a reattach: the answer of the newest exchange that the session has had one of; empty:
                                 # of none, or it is larger than kExchangedBytesMax. Others may not have had it
@@ -189,8 +189,8 @@ interface Admin {
   # Bytes that an attach would allocate, by the daemon's own sum; nothing is allocated. With limitBytes 0: on this node as it
   # is now. Else on an empty node with this daemon's settings, that limit of DRAM and so much swap.
   planJob @5 (job :Text, limitBytes :UInt64, swapBytes :UInt64) -> (outcome :Outcome, plan :JobPlan);
-  # The same sum of a job that is there. With limitBytes 0: as it is now, its blocks where they are. Else what its
-  # first rank would make on such an empty node.
+  # The same sum of an existing job. With limitBytes 0: as it is now, its blocks where they are. Else what its
+  # first rank would allocate on such an empty node.
   scrub @4 (bytesPerSecond :UInt64) -> (outcome :Outcome, report :ScrubReport);
   # Reads and verifies what the caller's durable jobs, or all that it may see, have on swap, behind the jobs' own
   # transfers and no faster than that; 0: a tenth of what the paths were measured with. Answers when it is done.
@@ -212,7 +212,7 @@ struct JobPlan {
   weightsOnSwap @11 :UInt64;
   blocks @12 :UInt32;
   residentBlocks @13 :UInt32;
-  swap @14 :UInt64;         # taken there: two slots for each block that is not in DRAM; at levels `epoch` and `step`
+  swap @14 :UInt64;         # bytes on swap: two slots for each block that is not in DRAM; at levels `epoch` and `step`
                             # more for it, and slots for what is in DRAM
   stepRead @15 :UInt64;     # from swap in a step in which every parameter has a gradient: states and weights of the
                             # update, and weights twice, in forward and backward
@@ -314,12 +314,12 @@ struct SwapPathStatus {
   # Rates of the path's last transfers, in both directions at once; 0: too few so far, and not measured.
   readRateNow @24 :Float64;
   writeRateNow @25 :Float64;
-  marked @26 :Bool;  # it has failed again and again: it gets new writes where no other path has room, its blocks move away
+  marked @26 :Bool;  # it has failed repeatedly: it gets new writes if no other path has room, and its blocks move to other paths
   # Shares of readRate and writeRate that the last transfers reached; 0: not measured, or too few so far. While the path reads
   # and writes at once, each direction counts the time that the other leaves.
   readShare @27 :Float64;
   writeShare @28 :Float64;
-  writtenInAll @29 :UInt64;  # over all starts of the daemon if the path's files are kept; zeros over slots that jobs
+  writtenInAll @29 :UInt64;  # over all starts of the daemon if the path's files persist; zeros over slots that jobs
                              # take are written too
 }
 
@@ -343,15 +343,15 @@ struct JobStatus {
   updateReadsPrefetched @16 :UInt64;  # of these, requested before the update waited for them
   stateReadBytes @17 :UInt64;    # swap bytes read for updates
   stateWrittenBytes @18 :UInt64;
-  failed @19 :Text;              # the error that left the job unusable; empty while it is well
+  failed @19 :Text;              # the error that made the job unusable; empty while the job is ok
   groups @20 :List(Text);
   lastStepReads @21 :UInt64;         # updateReads of the newest step
   lastStepReadsPrefetched @22 :UInt64;
   lastStepSeconds @23 :Float64;      # of the newest published step: from the last rank's call to its publication
   rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
   swapWait @25 :Text;  # the failed write that the running step waits for, tried again until it succeeds
-  madeBytes @26 :UInt64;             # while its arenas and swap slots are made, or read back from swap: so much of them
-  makingBytes @27 :UInt64;           # of so much; both 0 afterwards
+  madeBytes @26 :UInt64;             # while its arenas and swap slots are created, or read back from swap: bytes so far
+  makingBytes @27 :UInt64;           # of so many; both 0 afterwards
   evictedBlocks @28 :UInt64;   # moved from DRAM to swap between steps, to make room for other jobs
   promotedBlocks @29 :UInt64;  # moved back
   failedMoves @30 :UInt64;     # of either, whose write or read has failed: no bytes were lost
@@ -365,7 +365,7 @@ struct JobStatus {
   publishedStep @38 :UInt64;        # all blocks of it are updated and written: committedStep, or the one before
   lastDecisionSeconds @39 :Float64;  # of the newest published step: from the last rank's call to the decision
   earlyUpdates @40 :UInt64;          # blocks that were updated before the decision of their step, and taken by it
-  droppedUpdates @41 :UInt64;        # and updated anew, because the step was another than announced, or had no use
+  droppedUpdates @41 :UInt64;        # and updated again, because the step was another than announced, or had no use
   lastStepEarlyUpdates @42 :UInt64;  # of the newest step
   swapBytes @43 :UInt64;             # taken on swap
   stepReadBytes @44 :UInt64;         # of swap, in a step as JobPlan has it
@@ -383,10 +383,10 @@ struct JobStatus {
 
 struct ScrubReport {
   # Every slot of durable jobs that the newest durable ledger names was read and verified.
-  clean @0 :Bool;             # every job comes back as its newest durable step left it
+  clean @0 :Bool;             # every job can be recovered at its newest durable step
   sequence @1 :UInt64;        # of the ledger; 0: nothing was ever committed
   fellBack @2 :Bool;          # a newer one may be lost, by damage or by a power cut while it was written: jobs may
-                              # come back as the durable step before the newest left them
+                              # be recovered at the durable step before the newest
   # Copies that are not whole; where `fellBack` is false the others are.
   damagedLabels @3 :UInt32;
   damagedRecords @4 :UInt32;

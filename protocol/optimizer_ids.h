@@ -79,7 +79,7 @@ inline constexpr StateFormat kStateFormats[kStateFormatCount] = {
     StateFormat::kInt8, StateFormat::kFp32Bf16, StateFormat::kFp32Fp16,
 };
 
-// Elements that share a scale in format int8. There each parameter and each partition starts on a
+// Elements that share a scale in format int8. In this format each parameter and each partition starts on a
 // multiple of it, so that no scale is shared between two.
 inline constexpr uint64_t kScaleElems = 128;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The elements of parameters that an owner holds: partitions of groups, made of boxes.
+// The elements of parameters that an owner holds: partitions of groups, which consist of boxes.
 #pragma once
 
 #include <cstdint>

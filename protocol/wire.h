@@ -209,8 +209,8 @@ inline constexpr uint64_t kRingMagic = 0x31474e4952594246;  // "FBYRING1" on a l
 inline constexpr uint32_t kRingEntries = 256;
 inline constexpr size_t kCacheLineBytes = 64;
 
-// State of a session, which the daemon writes in its ring. Completions written before a state other than kOpen still count. A
-// daemon that died has left kOpen.
+// State of a session, which the daemon writes in its ring. Completions written before a state other than kOpen still count. The
+// state is still kOpen after a daemon has died.
 enum class ChannelState : uint32_t {
   kOpen = 0,
   kEnded = 1,  // the session has ended: attach again as a new session

@@ -285,7 +285,7 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Create(const UcxOptions& o
     arrival.size_bytes_ = bytes_;
     arrival.is_descriptor_ = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
     if (here->on_arrival) here->on_arrival(arrival);
-    // A descriptor that is being received is UCX's; one that is not is given up.
+    // UCX still uses a descriptor that is being received. UCX drops any other descriptor.
     return arrival.is_descriptor_ && arrival.was_received_ ? UCS_INPROGRESS : UCS_OK;
   };
   RETURN_IF_ERROR(

@@ -135,7 +135,7 @@ class UcxWorker {
   absl::StatusOr<std::unique_ptr<UcxMemory>> Map(std::span<const std::byte> memory);
 
   bool Progress();  // true: something was done
-  // Returns true if no work is left until fd() is readable.
+  // Returns true if the worker has no work until fd() is readable.
   bool PrepareSleep();
   int fd() const;
 
