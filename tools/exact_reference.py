@@ -16,7 +16,7 @@ BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 1e-2  # forebay.AdamW's defa
 
 def fma(a, b, c):
     """a * b + c in float32, rounded once. The product of two float32 is exact in float64; the sum
-    is rounded to odd there (TwoSum gives what was lost), which makes the second rounding to float32
+    is rounded to odd in float64 (TwoSum gives what was lost), which makes the second rounding to float32
     the only one that counts."""
     product, c = a.double() * b.double(), c.double()
     total = product + c
@@ -89,8 +89,8 @@ class Recorder:
         return self.folder / f"rank{rank}.step{step}.pt"
 
     def compare(self, opt):
-        """Every rank reached the last step's barrier, but the other's last file may be a moment
-        away."""
+        """Every rank reached the last step's barrier, but the other rank's last file may not exist
+        yet."""
         names = sorted(self.parameters)[self.rank :: self.world]
         state = {
             name: (self.initial[name].float(), *torch.zeros(2, *self.initial[name].shape))

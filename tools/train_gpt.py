@@ -241,7 +241,7 @@ def train(args):
 
 
 def finish(args, model, opt, rank, log, reference):
-    """What is left once the last step is committed: the check, the hash, the file, the sample."""
+    """The work after the last committed step: the check, the hash, the file, the sample."""
     if reference:
         log.write("reference", **reference.compare(opt))
     if rank != 0:

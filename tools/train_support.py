@@ -68,7 +68,7 @@ def add_run_arguments(parser, kill, kill_help):
 
 
 def load_text(path):
-    """The bytes of the text; the file is made by the program `bible` if it is missing, at most
+    """The bytes of the text; the program `bible` creates the file if it is missing, at most
     once."""
     file = pathlib.Path(path)
     if not file.exists():

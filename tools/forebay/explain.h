@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `forebay explain`: the meaning of each error id and its remedy. docs/reference/troubleshooting.md is made from it.
+// `forebay explain`: the meaning of each error id and its remedy. docs/reference/troubleshooting.md is generated from it.
 #pragma once
 
 #include <string>

@@ -175,8 +175,8 @@ absl::StatusOr<std::optional<std::vector<KeptTraining>>> DurableTrainings(const 
   return trainings;
 }
 
-// Restarts the daemon if it has ended, and waits until it is ready. A daemon that has ended may have left jobs in memory,
-// which its successor takes over.
+// Restarts the daemon if it has ended, and waits until it is ready. Jobs in memory may outlive a daemon that has ended; its
+// successor takes them over.
 absl::Status MakeReady(PrivateDaemon& daemon, int signal_fd) {
   daemon.HandleMessages();
   if (daemon.process().WaitFor(std::chrono::milliseconds(0)).has_value()) {

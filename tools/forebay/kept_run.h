@@ -39,7 +39,7 @@ struct KeptRun {
 };
 
 // Name and state of a run that can be resumed, stored in the folder runs/NAME of the user's state folder. The folder is
-// locked by one process at a time. A child made by fork(2) shares the lock.
+// locked by one process at a time. A child of fork(2) shares the lock.
 //
 // Ownership  The files persist until Remove().
 class KeptRunFile {

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # the model is made from a config
+os.environ["HF_HUB_OFFLINE"] = "1"  # the model is created from a config
 
 import accelerate
 import torch

@@ -207,7 +207,7 @@ class Checks:
         yield Item("binding", "PASS", seen)
 
     def check_contracts(self):
-        """The contract tests of the repository, of the real device alone where there is one."""
+        """The contract tests of the repository, of the real device alone if the machine has one."""
         where = "*" if self.args.rehearse else "*/Cuda:*/Nccl:*EveryDevice"
         for program, what in (
             ("gpu_device_contract_test", "device contract"),
@@ -465,7 +465,7 @@ def launch():
 
 
 def before_others(variable, *folders):
-    """The folders, and behind them those that the variable has: torch or the driver may be there."""
+    """The folders, and behind them those that the variable has: torch or the driver may be in them."""
     others = os.environ.get(variable, "").split(os.pathsep)
     return os.pathsep.join([*map(str, folders), *filter(None, others)])
 

@@ -43,7 +43,7 @@ class Help:
     sections: list[Section]
 
     def section(self, title: str) -> list[tuple[str, str]]:
-        """The items of one section; none where there is none."""
+        """The items of one section; empty if the help has no such section."""
         return next((one.items for one in self.sections if one.title == title), [])
 
     def options(self) -> list[str]:
