@@ -110,7 +110,7 @@ absl::StatusOr<uint64_t> DramLimit(uint64_t configured_bytes,
       "lower dram.limit, or raise the limit of the control group (MemoryMax= in the unit)");
 }
 
-// The number of a group that is given by name or number; nothing for "".
+// Returns the number of a group from its name or number; nullopt for "".
 absl::StatusOr<std::optional<gid_t>> GroupOf(const std::string& name) {
   uint32_t number = 0;
   if (name.empty()) return std::nullopt;

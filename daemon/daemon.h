@@ -36,8 +36,8 @@ class Daemon {
   //         E_UNSUPPORTED                             jobs.durability without swap files that outlive the daemon.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   //
-  // `left`: descriptors that the daemon before this one has left. Its jobs continue. If a job
-  // cannot continue, the log says why, and the job is recovered from the disk if it is durable there. `forget` is called before
+  // `left`: retained descriptors of the previous daemon, whose jobs continue. If a job
+  // cannot continue, the log says why, and the job is recovered from the disk if it is durable. `forget` is called before
   // a byte of the arenas changes, so that no other daemon finds them again, except those whose names it gets; its error is
   // returned. `store` gets the descriptors from which jobs continue if this daemon is killed. Without `store` the jobs end with
   // the daemon.

@@ -46,7 +46,7 @@ struct FdStoreEnvironment {
 //   end    Keep() each; Flush().
 //
 // Ownership  Of descriptors that were taken and not released: the destructor closes them.
-// Threads    One. Take() changes the environment: before the first thread is made.
+// Threads    One. Take() changes the environment: before the first thread is started.
 // Limits     A message waits while the service manager's socket is full.
 // Source     sd_listen_fds(3), sd_notify(3) FDSTORE= and BARRIER=, systemd.service(5).
 class FdStore {

@@ -264,7 +264,7 @@ void MakeDurable(Daemon& daemon, const Service& service, std::chrono::seconds li
 
 int Serve(const Config& config, Service& service) {
   FdStore& store = service.store;
-  // Blocked before the first thread is made, so that all inherit it.
+  // Blocked before the first thread is started, so that all inherit it.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);

@@ -37,7 +37,7 @@ uint64_t StagingSlotBytes(uint64_t block_elems) {
   return slot_bytes;
 }
 
-// Returns the size for a path out of one size for all paths, or one for each path; 0: none is given.
+// Returns the size for a path out of one size for all paths, or one for each path; 0: no size is set.
 uint64_t SizeOfPath(const std::vector<uint64_t>& sizes, size_t path) {
   if (sizes.size() == 1) return sizes.front();
   return path < sizes.size() ? sizes[path] : 0;

@@ -44,7 +44,7 @@ constexpr auto kAcceptPause = 100 * kj::MILLISECONDS;
 // Time that the end of the control plane waits for relay threads. A relay thread that takes longer ends with the process.
 constexpr std::chrono::milliseconds kRelaysEndLimit{1000};
 
-// Everything that dies with a connection, in the order in which it was made.
+// Everything that dies with a connection, in the order of creation.
 struct LiveConnection {
   LiveConnection(kj::Own<kj::AsyncCapabilityStream> socket, kj::UnixEventPort& port,
                  protocol::UniqueFd process, std::shared_ptr<Connection> shared)

@@ -21,7 +21,7 @@ namespace forebay::daemon {
 // at once if the process cannot open more descriptors.
 //
 // Threads  The control thread.
-// Limits   kHeldMax sockets, kHeldPerUidMax of one user; the oldest are closed before their time where
+// Limits   kHeldMax sockets, kHeldPerUidMax of one user; the oldest are closed before their time if
 //          there are more.
 class RefusedClients final : private kj::TaskSet::ErrorHandler {
  public:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every segment of shared memory that the daemon has made: what `forebay mem` shows.
+// Every segment of shared memory that the daemon has created: what `forebay mem` shows.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@ namespace forebay::daemon {
 // ends with its TaskDone.
 //
 // Threads  The loop thread. Workers of updates digest, verify, populate and free: a step may wait for the
-//          move, and the pool that may block is busy for minutes while a large job is made.
+//          move, and the pool that may block is busy for minutes while a large job is created.
 class BlockMover {
  public:
   // Called with the transfers that ended during a call of SwapSpace.

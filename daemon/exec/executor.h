@@ -113,7 +113,7 @@ class Executor {
   void StopDue();
   // Sets the store of descriptors on a node that retains its jobs over a restart. Call it before all functions below.
   void SetStore(DescriptorStore store) { store_ = std::move(store); }
-  // Takes over the arenas of the jobs that the state machine was made with. Call it before the loop runs. If the executor ends
+  // Takes over the arenas of the jobs that the state machine was created with. Call it before the loop runs. If the executor ends
   // before OwnAdopted(), the arenas retain their bytes for another daemon.
   void Adopt(std::vector<AdoptedArenas> all, const std::string& left_staging = {});
   void OwnAdopted();
@@ -166,7 +166,7 @@ class Executor {
     AttachCallbacks callbacks;
     protocol::UniqueFd process;
     std::unique_ptr<SessionIo> io;  // null until CreateSessionMemory has ended
-    // Copy of the extra_state of the rank and of rank 0, made at attach.
+    // Copy of the extra_state of the rank and of rank 0, taken at attach.
     ArenaRegistry::Arena extra_state;
     uint64_t trace_bytes = 0;   // bytes for trace events at the end of the gradient arena
     bool has_detached = false;  // the client has asked to end the session

@@ -22,7 +22,7 @@
 
 namespace forebay::daemon {
 
-// Options with which a job's arenas are made, and with which arenas of an earlier daemon are taken over.
+// Options with which a job's arenas are created, and with which arenas of an earlier daemon are taken over.
 pinned_mem::ArenaOptions WeightsOptions(const ArenaPolicy& policy, const JobName& job,
                                         uint64_t bytes);
 // `resident`: the parts that have memory.
@@ -42,8 +42,8 @@ struct AbsentRank {
   uint64_t ends_ns = 0;
 };
 
-// Arenas that an earlier daemon has left for a job. `state` is null if the job has no state arena. `step` is null if the step
-// arena must be created.
+// Arenas of a job that were retained from an earlier daemon. `state` is null if the job has no state arena. `step` is null if
+// the step arena must be created.
 struct AdoptedArenas {
   JobId id = 0;
   JobName name;
@@ -67,7 +67,7 @@ struct JobMemory {
   ArenaRegistry::Arena weights;
   ArenaRegistry::Arena state;
   ArenaRegistry::Arena step;
-  // extra_state by rank, saved from a step arena that was freed when its replacement could not be made.
+  // extra_state by rank, saved from a step arena that was freed when its replacement could not be created.
   std::vector<std::vector<std::byte>> extra_state;
   // True while a worker populates the arenas: `made_bytes` so far of `making_bytes`.
   bool is_making = true;
@@ -79,7 +79,7 @@ struct JobMemory {
   std::shared_ptr<std::atomic<uint64_t>> rpc_calls = std::make_shared<std::atomic<uint64_t>>(0);
 };
 
-// Threads  The loop thread. Arenas are made and freed on the pool that may block.
+// Threads  The loop thread. Arenas are created and freed on the pool that may block.
 class JobMemoryTable {
  public:
   // Called with TaskDone and JobFreed.

@@ -32,7 +32,7 @@ void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
     if (made->second.IsOf(member, bytes)) return answer(made->second.all);
   }
   std::map<uint32_t, Waiting>& ranks = waiting_[member.job];
-  // The newer call replaces an older one, which its client may have given up.
+  // The newer call replaces an older one, which its client may have cancelled.
   auto older = ranks.extract(member.rank);
   ranks[member.rank] = {.member = member, .bytes = std::move(bytes), .answer = std::move(answer)};
   if (!older.empty()) {

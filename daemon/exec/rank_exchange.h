@@ -39,8 +39,8 @@ class RankExchange {
   // Errors  E_RANGE  more than kExchangeBytesMax.
   void Add(const Member& member, std::string bytes, Answer answer);
 
-  // Adds the newest answer that an earlier daemon has given to `member`, under the number of `member`. Ranks of the job that
-  // have not received this answer get it if they ask with the same number: all ranks that continue have made equally many
+  // Adds the newest answer of an earlier daemon to `member`, under the number of `member`. Ranks of the job that
+  // have not received this answer get it if they ask with the same number. All ranks that continue have had equally many
   // exchanges.
   void SetMade(const Member& member, std::vector<std::string> all);
 

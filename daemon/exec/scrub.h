@@ -45,7 +45,7 @@ struct ScrubReport {
   nvme::RecoveryReport recovery;
   std::vector<ScrubbedJob> jobs;
 
-  // True if every job can be recovered as its newest durable step left it. A damaged copy does not count if another copy is
+  // True if every job can be recovered at its newest durable step. A damaged copy does not count if another copy is
   // whole.
   bool is_clean() const;
 };

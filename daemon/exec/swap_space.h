@@ -48,8 +48,8 @@ struct SwapSpaceOptions {
   nvme::FileLife life = nvme::FileLife::kKept;
   // kRecover: a volume with a durable ledger is recovered with its jobs; a volume without one is created.
   nvme::OpenMode mode = nvme::OpenMode::kReclaim;
-  // True if an earlier daemon has left jobs in memory whose slots the volume holds. The volume is then recovered even without a
-  // durable job.
+  // True if jobs of an earlier daemon are retained in memory, and the volume holds their slots. The volume is then recovered even
+  // without a durable job.
   bool keeps_slots = false;
   // Identity of this machine. If it is unknown now, or was unknown when the volume was last used, only the paths tell whose
   // volume it is.

@@ -86,7 +86,7 @@ class TaskRunner {
     size_t parts = 0;
     std::atomic<size_t> next_part = 0;
     std::atomic<size_t> parts_left = 0;
-    // Entries in the pool's queue that have not ended. The last entries may find no part left.
+    // Entries in the pool's queue that have not ended. The last entries may find no remaining part.
     std::atomic<size_t> runs = 0;
   };
   struct Waiting {

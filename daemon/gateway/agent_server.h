@@ -15,8 +15,8 @@ struct AgentOptions {
   protocol::UniqueFd trainer;  // a connected Unix socket
   // A pidfd of the trainer. If it is not valid, only the socket shows when the trainer ends.
   protocol::UniqueFd lifetime;
-  // Memfds of a rank that attaches again: the window and the gradient arena that an agent before this one has made. If they are
-  // not valid, the agent makes both.
+  // Memfds of a rank that attaches again: the window and the gradient arena that an earlier agent has created. If they are
+  // not valid, the agent creates both.
   protocol::UniqueFd weights;
   protocol::UniqueFd grad_arena;
 };

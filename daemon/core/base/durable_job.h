@@ -94,7 +94,7 @@ struct KeptMemory {
   std::vector<KeptLease> leases = {};
   // The durable step; null: none. DurableJob::blocks has the current slots, whether durable or not.
   std::shared_ptr<const DurableJob> durable = {};
-  // False if the job has no record yet, because the daemon of the release before has left it.
+  // False if the job has no record yet, because a daemon of the previous release has handed it over.
   bool has_record = true;
   // Values that the answers to calls of the job's step carry: the gradient norm, whether the gradient was clipped, and the
   // number of masters that overflowed.

@@ -99,7 +99,7 @@ struct NodeOptions {
   protocol::Durability durability = {};
   // Reason why no job of this node can have another level than kMemory. OK: every level is possible.
   absl::Status not_durable = {};
-  // Jobs that the daemon has recovered: from the volume's ledger, or from what the daemon before has left in memory.
+  // Jobs that the daemon has recovered: from the volume's ledger, or from the retained memory of the previous daemon.
   DurableNode recovered = {};
   // True if all bytes on swap are lost with the daemon, because its files have no names.
   bool loses_swap = false;

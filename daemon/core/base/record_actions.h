@@ -39,7 +39,7 @@ struct RecordJob {
   std::shared_ptr<const DurableJob> job;     // extra_states of the DurableJob is empty
   std::vector<StatePart> extra_states = {};  // ranges of the step arena, by rank
   uint32_t sum_pages = 0;  // number of pages of gradient sums; 0 if the sums are not paged
-  // True if the job has a record, which stays valid if the new record cannot be made.
+  // True if the job has a record, which stays valid if the new record cannot be created.
   bool has_record = false;
 };
 

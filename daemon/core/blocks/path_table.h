@@ -35,7 +35,7 @@ struct PathTransfer {
 //
 // A path on which the last write failed is suspect: it gets new writes only if no other path has a free slot. After
 // kPathErrorsMax failures without a success in one direction the path is marked: it gets new writes only if no other path has
-// room, and its blocks move away. kPathErrorsMax successful writes without a failed one remove the mark.
+// room, and its blocks move to other paths. kPathErrorsMax successful writes without a failed one remove the mark.
 class PathTable {
  public:
   // Number of transfers over which a rate is computed. A measured rate counts as this many transfers.

@@ -90,7 +90,7 @@ class StagedBlocks {
   Staged& at(uint32_t block) { return blocks_.at(block); }
   const std::pmr::map<uint32_t, Staged>& all() const { return blocks_; }
   void Add(uint32_t block, uint32_t slot) { blocks_.emplace(block, Staged{.slot = slot}); }
-  // Adds a block in use that the previous daemon left in the slot. Called on a new table.
+  // Adds a block in use whose bytes the previous daemon had in the slot. Called on a new table.
   void Adopt(uint32_t block, uint32_t slot) {
     pool_.Take(slot);
     blocks_.emplace(block, Staged{.slot = slot, .state = State::kInUse});

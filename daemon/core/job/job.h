@@ -259,7 +259,7 @@ class Job {
   Residency residency_;
   DurableSteps durable_;
   bool reads_first_ = false;  // a block has moved since states were read
-  uint32_t turns_left_ = 0;   // reads and moves left before the next decision
+  uint32_t turns_left_ = 0;   // remaining reads and moves before the next decision
   Step step_;
   FetchQueue fetches_;
 };

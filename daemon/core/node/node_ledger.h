@@ -43,7 +43,7 @@ class NodeLedger {
   // Returns the bytes of DRAM that are retained for jobs to which no client has attached, except `other_than`.
   uint64_t kept_bytes(const DurableJob* other_than = nullptr) const;
 
-  // True if a record names slots of the volume, and this daemon has made no ledger by which the next daemon finds the volume.
+  // True if a record names slots of the volume, and this daemon has committed no ledger by which the next daemon finds the volume.
   bool WantsFirst(const std::map<JobId, std::unique_ptr<Job>>& jobs) const;
   // Emits CommitLedger if a step or retired slots wait for a ledger, or if the first ledger is wanted.
   void Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job);
@@ -66,7 +66,7 @@ class NodeLedger {
   TaskId task_ = 0;               // running CommitLedger; 0: none runs
   std::vector<JobId> in_ledger_;  // jobs whose steps are in the ledger in progress
   bool has_failed_ = false;       // the newest ledger has failed
-  bool has_made_ = false;         // a ledger was made, so the next daemon finds the volume
+  bool has_made_ = false;         // a ledger was committed, so the next daemon finds the volume
 };
 
 // Returns the default bytes of a volume's ledger. `slot_bytes` is 0 if it is not known. `keeps_files`: jobs can be durable on

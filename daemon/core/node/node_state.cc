@@ -575,7 +575,7 @@ void NodeState::Impl::ReturnBlocks() {
   }
 }
 
-// Resumes the return of blocks that an attach has stopped, once no attach waits. The attach may have been given up.
+// Resumes the return of blocks that an attach has stopped, once no attach waits. The attach may have been cancelled.
 void NodeState::Impl::ResumeReturns() {
   const auto waits = [](const auto& entry) { return entry.second->awaited_bytes().has_value(); };
   if (!has_cut_returns || !waiting.empty() || std::ranges::any_of(jobs, waits)) return;

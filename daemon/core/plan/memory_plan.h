@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Admission: computes the memory that a job needs, and compares it with the memory that the node has left.
+// Admission: computes the memory that a job needs, and compares it with the free memory of the node.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace forebay::daemon {
 struct NodeUse {
   // Bytes of DRAM that other jobs take once all blocks that are marked for eviction have been evicted.
   uint64_t jobs_dram_bytes = 0;
-  // Part of jobs_dram_bytes: bytes of states that can move to swap. An estimate, made before the planned job has its slots.
+  // Part of jobs_dram_bytes: bytes of states that can move to swap. An estimate, from before the planned job has its slots.
   uint64_t movable_bytes = 0;
   // Bytes of the planned job's states in DRAM, for PlanWorld().
   uint64_t own_state_bytes = 0;
@@ -158,12 +158,12 @@ uint64_t StepRegionBytes(const protocol::Layout& layout, const SessionRequest& s
 // Returns `grad_arena_bytes` of a reader, rounded up to whole pages.
 uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes);
 
-// Checks a reader's request on its own. The memory that the node has left is not checked.
+// Checks a reader's request on its own. The free memory of the node is not checked.
 //
 // Errors  E_RANGE  the arena is smaller than a page or larger than kGradArenaBytesMax.
 absl::Status CheckReaderRequest(uint64_t grad_arena_bytes);
 
-// Checks a session's request on its own. The memory that the node has left is not checked.
+// Checks a session's request on its own. The free memory of the node is not checked.
 //
 // Errors  E_RANGE        the gradients' part is smaller than kGradPiecesMin pieces.
 //         E_EXTRA_STATE  extra_state_bytes is above kExtraStateBytesMax.

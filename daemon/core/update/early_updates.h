@@ -51,7 +51,7 @@ class EarlyUpdates {
            (places_[block] == Place::kSlot && !free_slots_.empty());
   }
   void Begin(uint32_t block);
-  // Adds an early update that another daemon made. Called on a new object.
+  // Adds an early update that another daemon computed. Called on a new object.
   void Adopt(uint32_t block, const Block& made);
   bool has(uint32_t block) const { return blocks_.contains(block); }
   Block& at(uint32_t block) { return blocks_.at(block); }

@@ -60,7 +60,7 @@ void Relocation::PumpDoubted() {
 }
 
 void Relocation::Start(uint32_t block, uint32_t staging_slot) {
-  // An early update was made from the block's old bytes, and holds the slot of the next version.
+  // An early update was computed from the block's old bytes, and holds the slot of the next version.
   pipeline_.DropEarlyUpdateOf(block);
   block_ = block;
   phase_ = Phase::kReading;

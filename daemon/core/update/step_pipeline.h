@@ -64,7 +64,7 @@ struct PipelineCounters {
 //
 // Between BeginEarly() and the decision, blocks on swap that have all their gradients are updated early (EarlyUpdates), with
 // the announced scalars. Among these blocks, the block that the next forward needs first is updated first. Begin() accepts the
-// early updates that were made with the scalars of the decision. The other blocks are updated from scratch.
+// early updates that were computed with the scalars of the decision. The other blocks are updated from scratch.
 //
 // LAMB makes two passes over all blocks. The first pass computes the norms of parameters, and changes nothing. The norms are
 // summed in the order of blocks. The second pass updates with the trust ratios from these sums.
@@ -83,7 +83,7 @@ class StepPipeline {
   void FollowTrace(const std::vector<uint32_t>& trace);
   // Begins to apply a step. `is_as_announced`: the scalars equal those of BeginEarly(). Tasks start with the next Pump().
   void Begin(StepOrder order, bool is_as_announced);
-  // Reserves the staging slots in which the previous daemon left blocks. Called on a new pipeline.
+  // Reserves the staging slots in which the previous daemon had blocks. Called on a new pipeline.
   void KeepStaged(const KeptUpdate& update);
   // Continues the update of a daemon that was killed, once the pipeline has recovered.
   void Resume(const KeptUpdate& update);

@@ -72,7 +72,7 @@ void StepPipeline::EndDropped(uint32_t block) {
   early_.EndRemoved(block);
 }
 
-// Drops early updates that the decision cannot accept: updates that were made with other scalars than the decided ones, updates
+// Drops early updates that the decision cannot accept: updates with other scalars than the decided ones, updates
 // of a parameter that has no gradient in the step, and updates of weights that a reader has leased.
 void StepPipeline::AdoptEarly(bool is_as_announced) {
   const bool same = is_early_ && is_as_announced;

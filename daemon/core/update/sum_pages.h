@@ -90,7 +90,7 @@ class SumPages {
   // Begins to record the places of all pages of a prepared step (RecordPrepared), until BeginUpdate() or EndPrepared().
   void BeginPrepared(uint64_t recorded_step);
   void EndPrepared();
-  // Sets the place in which the previous daemon left a page. Called on a new object, before BeginUpdate() and BeginPrepared().
+  // Sets the place that a page had in the previous daemon. Called on a new object, before BeginUpdate() and BeginPrepared().
   void Adopt(const KeptUpdate::Sums& sums);
   void EndUpdateOf(uint32_t block);
   // Records, before the decision, that the early update of a block is on swap, or is dropped after all.
@@ -129,7 +129,7 @@ class SumPages {
     uint64_t spills = 0;                  // number of writes to swap; part of the identity
     uint32_t adds = 0;                    // running tasks that add sums to the page
     uint32_t updates = 0;                 // running tasks of updates
-    uint32_t updates_left = 0;            // blocks that the running update has left
+    uint32_t updates_left = 0;            // blocks that the running update has not ended yet
     uint32_t prepared = 0;                // blocks with Prepare() called, update not begun
     bool is_requested = false;
     bool is_urgent = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Leaves the jobs of this daemon to the next, and adopts the jobs that the daemon before has left.
+// Hands the jobs of this daemon over to the next, and adopts the retained jobs of the previous daemon.
 
 #include <poll.h>
 

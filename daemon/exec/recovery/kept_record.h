@@ -35,7 +35,7 @@ class KeptRecord {
   // Errors  of EncodeKept. E_LIMIT  no memory or descriptor for it.
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce,
                                                           uint64_t workers);
-  // Takes over a record that another process has left.
+  // Takes over the record of another process.
   //
   // Errors  E_CORRUPT  the memfd holds no record, or a record of an older version.
   //         E_CONFIG   the record is of a newer version; names both versions.

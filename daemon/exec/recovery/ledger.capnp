@@ -10,7 +10,7 @@ $Cxx.namespace("forebay::daemon::schema");
 struct Ledger {
   version @0 :UInt32;   # from 1; comes first and stays
   nonce @1 :UInt64;     # of the volume, part of every checksum
-  lastJob @2 :UInt64;   # ids up to this one were given out
+  lastJob @2 :UInt64;   # ids up to this one were assigned
   jobs @3 :List(Job);
 
   lastLease @4 :UInt64;  # of release 0.2.0; not read
@@ -18,7 +18,7 @@ struct Ledger {
 
   # The place of the volume (volume_place.h).
   machine @6 :Data;     # empty: not known
-  paths @7 :List(Path); # in the volume's order; empty: made by a program that did not write it
+  paths @7 :List(Path); # in the volume's order; empty: written by a program that did not record paths
 }
 
 struct Path {

@@ -71,7 +71,7 @@ absl::StatusOr<uint64_t> SizeOf(const UniqueFd& fd) {
 }
 
 // Frees the memory of the arena outside `parts`. A daemon that was killed may have populated parts that its record does not
-// name, or not yet freed parts that the record has given up.
+// name, or not yet freed parts that the record has dropped.
 absl::Status FreeBeside(std::vector<StatePart> parts, const UniqueFd& fd) {
   ASSIGN_OR_RETURN(const uint64_t size, SizeOf(fd));
   parts.push_back({.offset_bytes = size, .bytes = 0});

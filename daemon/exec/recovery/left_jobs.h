@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs that a daemon has left in memory for the next: named descriptors of arenas, and of a record of each job. The keeper of the
+// Jobs that outlive their daemon in memory: named descriptors of arenas, and of a record of each job. The keeper of the
 // descriptors (fd_store.h) does not know their contents.
 #pragma once
 
@@ -45,7 +45,7 @@ std::string StagingDescriptor(uint64_t slot_bytes, uint64_t number);
 // Name of a record. Each record of a job has another number; the newest intact record counts.
 std::string RecordDescriptor(JobId job, uint64_t number);
 
-// A job in the state of its record, left by a daemon that has stopped or was killed.
+// A job of a daemon that has stopped or was killed, in the state of its record.
 struct RecordedJob {
   DurableJob job;
   uint64_t nonce = 0;                       // nonce of the swap volume with the job's slots
@@ -63,7 +63,7 @@ absl::StatusOr<std::vector<RecordedJob>> ReadRecords(DescriptorsByName& left);
 // Errors  E_CONFIG  it is not: started with other swap.paths they are not lost.
 absl::Status CheckVolume(const std::vector<RecordedJob>& recorded, const SwapSpace* swap);
 
-// Staging arena that the earlier daemon has left. `name` is empty if no arena with slots of this size exists.
+// Retained staging arena of the earlier daemon. `name` is empty if no arena with slots of this size exists.
 struct LeftStaging {
   std::string name;
   protocol::UniqueFd fd;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs that a daemon of release 0.2.0 has handed over. That release left a ledger of all jobs beside their records. This file
-// goes with the release after this one.
+// Jobs that a daemon of release 0.2.0 has handed over. That release wrote a ledger of all jobs beside their records. The next
+// release removes this file.
 #pragma once
 
 #include <vector>

@@ -71,7 +71,7 @@ class UndoLog {
   // True if elements of the block are done or in progress in this step.
   bool HasBegun(uint64_t block, uint64_t step) const;
 
-  // Restores the elements that a process had in progress in this step when it was killed. Call it before any Part is made.
+  // Restores the elements that a process had in progress in this step when it was killed. Call it before any Part is created.
   //
   // Errors  E_CORRUPT  the saved elements do not fit the log or the arenas.
   struct Arenas {
