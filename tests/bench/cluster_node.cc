@@ -88,7 +88,7 @@ class VirtualTrainer {
 
  private:
   struct Piece {
-    uint32_t index = 0;  // position in the step of the computation that made the gradient
+    uint32_t index = 0;  // position in the step of the computation of the gradient
     uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;

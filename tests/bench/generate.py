@@ -3,7 +3,7 @@
 
 usage: forebay run --dram 1GiB -- python tests/bench/generate.py [ROUNDS]
 
-Small models, whose layers take little time: what a forward costs beside them shows most there.
+Small models, whose layers take little time: the other costs of a forward show most with these models.
 """
 
 import copy

@@ -94,7 +94,7 @@ def fetched(attachment, large, small, pause_s=0):
 
 
 def reader(mib):
-    """On the other node: fetches, for each line, what the trainer has made."""
+    """On the other node: fetches, for each line, the weights that the trainer has updated."""
     attached = forebay.attach_reader(make_model(int(mib)), forebay.SGD(lr=0.1), job=JOB)
     large, *small = (attached._plan.group_names.index(f"layers.{number}") for number in range(1 + SMALL_GROUPS))
     print("ready", flush=True)
@@ -104,8 +104,8 @@ def reader(mib):
 
 
 def rank(mib):
-    """On the other node, with sharded attachment: makes a step for each line, and fetches what it has made of its own
-    partitions, which is brought before it asks; with a pause behind the large one, as a layer's compute has it."""
+    """On the other node, with sharded attachment: trains a step for each line, and fetches the new weights of its own
+    partitions, which are sent before it asks; with a pause behind the large one, as a layer's compute has it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = make_model(int(mib))
     for layer in model.layers:

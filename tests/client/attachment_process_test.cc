@@ -94,7 +94,7 @@ TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
     EXPECT_THAT(Attach("attach", 1, 2), HasError(ErrorId::kDaemonGone));
   });
   blocked.emplace_back([&] {
-    // Rank 0 delivers nothing: what rank 1 delivers is held until it has no room left.
+    // Rank 0 delivers nothing: what rank 1 delivers is held until rank 1 has no free room.
     absl::Status status;
     for (uint32_t g = 0; g < 3 && status.ok(); ++g) {
       status = rank1->GradSlot(g, GradFill::kZero, kTimeout).status();

@@ -74,7 +74,7 @@ class Training {
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
 
-  // Trains two steps, then writes masters. Returns the errors; empty if all went well.
+  // Trains two steps, then writes masters. Returns the errors; empty if there are none.
   std::vector<std::string> Run() {
     for (uint64_t step = 1; step <= 2; ++step) {
       Forward();

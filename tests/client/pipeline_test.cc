@@ -164,7 +164,7 @@ class Loop {
     used_.clear();
     return all;
   }
-  // Call this after Run. Runs a step whose gradients are made on two streams, which wait for no weights.
+  // Call this after Run. Runs a step whose gradients are computed on two streams, which wait for no weights.
   absl::Status StepOnTwoStreams(uint64_t t) {
     ASSIGN_OR_RETURN(second_, own_.device->MakeStream());
     RETURN_IF_ERROR(MakeGradients(t));

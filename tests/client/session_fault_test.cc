@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    No call hangs, whatever the daemon does: death, silence, interrupts, a full ring, impossible answers.
-// Method  Both ends of a real ring are in one process. A script plays the daemon, well or badly.
+// Method  Both ends of a real ring are in one process. A script plays the daemon, correctly or not.
 
 #include <atomic>
 #include <thread>

@@ -4,7 +4,7 @@
 // Method  This program's operator new counts allocations on every thread, except those of the tests' drivers. Ranks are
 //         threads, and their daemon is a process. Buffers grow with the most work that was ever under way at once. A busy
 //         machine takes more steps to reach that most, so ranks train until 20 steps in a row allocated nothing. If one step in
-//         20 always allocates, the ranks never get there.
+//         20 always allocates, the ranks never reach that.
 
 #include <dlfcn.h>
 #include <execinfo.h>

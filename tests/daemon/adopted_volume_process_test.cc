@@ -228,7 +228,7 @@ TEST_F(AdoptedVolume, ThatIsACopyAndItsOriginalAreTrainedSideBySide) {
   ASSERT_OK(of_copy.Train(copy.socket(), 3e-2, 1));
   first->Kill();
   second->Kill();
-  // A volume made of one file of the original and one of the copy is refused. Adopted by force, it gives an error and no wrong
+  // A volume of one file of the original and one of the copy is refused. Adopted by force, it gives an error and no wrong
   // bytes.
   std::filesystem::remove_all(copy.path("a"));
   std::filesystem::rename(original.path("a"), copy.path("a"));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    A disk fails, hangs, is slow, fills up, loses or misplaces writes, or returns wrong bits. A fault that a retry cures
-//         goes unnoticed, and writes move to another path if there is one. Every other fault is an error of the affected job
+//         goes unnoticed, and writes move to another path if the daemon has one. Every other fault is an error of the affected job
 //         alone, and names path and cause. The daemon lives, serves the other jobs, and can be stopped.
 // Method  A real daemon uses a FUSE file system that this process serves and that injects faults on command. States are
 //         compared with the reference's, bit by bit. The test is skipped if FUSE cannot be mounted; tests/nvme and

@@ -326,7 +326,7 @@ TEST_F(FdStoreTest, ForgetsWhatItTookAndNothingElse) {
         FdStore store = FdStore::Take(Handed(keeps_two_));
         const UniqueFd released = store.Release("a");
         if (!store.Forget(kPatience).ok()) return 10;
-        // Succeeds because no descriptor is left to forget.
+        // Succeeds because the store has no descriptor to forget.
         if (!store.Forget(kPatience).ok()) return 11;
         return store.names() == std::vector<std::string>{"b"} ? 0 : 12;
       });

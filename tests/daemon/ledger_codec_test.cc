@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    Decoding a ledger recovers every value of every job. Bytes that are no ledger are refused, with the job and the
 //         reason. No bytes crash the decoder.
-// Method  Jobs of every kind are encoded and decoded. One value after the other is made invalid. The encoded bytes are cut at
+// Method  Jobs of every kind are encoded and decoded. One value after the other is invalidated. The encoded bytes are cut at
 //         every length and changed at seeded places. Bytes that are then accepted must encode and decode to the same ledger.
 
 #include "daemon/exec/recovery/ledger_codec.h"

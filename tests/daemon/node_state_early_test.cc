@@ -191,7 +191,7 @@ class NodeStateEarly : public ::testing::TestWithParam<Where>, protected EarlyJo
   NodeStateEarly() : EarlyJob(OptionsFor(GetParam())) { before_ = updates(); }
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 
-  // Expects `updates` to cover every block on swap. If gradients are on swap, blocks whose gradients have left DRAM may be
+  // Expects `updates` to cover every block on swap. If gradients are on swap, blocks with spilled gradients may be
   // updated after the decision.
   void ExpectAllEarly(uint64_t updates) {
     if (GetParam() == Where::kGradientsOnSwap) {

@@ -424,7 +424,7 @@ TEST_F(NodeStateGradient, APassOverAllRanksBringsTheSquaresWithIt) {
 
 TEST_F(NodeStateGradient, ARangeWithoutTheLastRankIsSummedWhenThatRankCallsStep) {
   node_.Gradient(sessions_[0], 0, 1);
-  // Both gradients are added, because rank 0 has only one free piece left.
+  // Both gradients are added, because rank 0 has only one free piece.
   node_.Gradient(sessions_[0], 1, 1);
   node_.RunTasks();
   EXPECT_THAT(node_.Logged<SumGradient>(), ::testing::IsEmpty());

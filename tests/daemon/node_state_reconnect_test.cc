@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    A rank whose connection is lost and made again continues its session, whatever commands it has sent and whatever
+// Goal    A rank whose connection is lost and restored continues its session, whatever commands it has sent and whatever
 //         answers it has not received. No command is executed twice or lost, and no other rank notices.
 // Method  The harness, with a client whose connection is lost after each turn of some steps in turn, together with some of the
 //         newest answers. The client sends unanswered commands again. The model reports a fault if a gradient is added twice or

@@ -96,7 +96,7 @@ TEST_F(RefusedRanks, WithAnotherStepNumberGetAnErrorAndTheOtherWaits) {
                 {"step 3", "next one 2"});
   EXPECT_OK(testing::CallStep(job_->rank(1), {.rank = 1, .t = 2}));
   waiting.join();
-  // The step that both ranks made in the end has used the delivered gradients.
+  // The step that both ranks called in the end has used the delivered gradients.
   job_.reset();
   EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = kTwoRanks}));
 }

@@ -172,7 +172,7 @@ class SecondJob : public ::testing::Test {
         << bytes.of_blocks << " of resident blocks, " << bytes.allocated << " allocated, "
         << bytes.arena << " in the arena";
     const client::NodeStatus status = *admin_->Status();
-    if (testing::kSanitized) return;  // The sanitizer's heap would count as well.
+    if (testing::kSanitized) return;  // The sanitizer's heap would count too.
     EXPECT_LE(status->getMemory().getPeakBytes(), status->getMemory().getLimitBytes());
   }
 

@@ -274,7 +274,7 @@ TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
               << compute_s;
         }
         // Spilled gradients add 2 bytes written and at most 2 bytes read to 28 bytes an element. Few states are read ahead for
-        // gradients that have left DRAM.
+        // spilled gradients.
         EXPECT_LE(timed.waste(), spills ? 4.0 / 28 + 0.02 : 0.01) << compute_s;
       }
     }

@@ -232,7 +232,7 @@ TEST_F(FaultySwap, StatusSaysHowFarAJobIsThatIsBeingMade) {
   ASSERT_NO_FATAL_FAILURE(Start("dram.limit=6474KiB"));
   Order("hang swap_");
   std::thread trainer([this] { EXPECT_OK(Attach(socket_, "job")); });
-  // True after the job's arenas have been made. The zeroing of its swap slots hangs.
+  // True after the job's arenas have been created. The zeroing of its swap slots hangs.
   const auto zeroes = [this] {
     const auto jobs = Status().getJobs();
     return jobs.size() == 1 && jobs[0].getMadeBytes() > 0;

@@ -2,7 +2,7 @@
 // Goal    Committed jobs return with the next opening, with the checksums of their slots. A volume that may have durable jobs
 //         is never replaced by a new one unasked. A volume that was last used elsewhere is refused until it is adopted. A slot
 //         that no ledger names any more can be written.
-// Method  Real swap files, made-up jobs and machines; the test is the loop. Ledgers are damaged on the disk, transfers
+// Method  Real swap files, invented jobs and machines; the test is the loop. Ledgers are damaged on the disk, transfers
 //         fail, folders are renamed, files copied.
 
 #include <fcntl.h>

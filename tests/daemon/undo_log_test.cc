@@ -71,7 +71,7 @@ struct UndoCase {
   bool weights_in_block = false;
 };
 
-// A block with sums, states and weights as some steps have left them.
+// A block with sums, states and weights as they are after some steps.
 class Killed : public ::testing::TestWithParam<UndoCase> {
  protected:
   Killed()

@@ -107,7 +107,7 @@ def make_disk(kernel, init, program, folder, gtest_filter):
 
 
 def wait_on_terminal(command, limit_s, **variables):
-    """Runs Bochs on a terminal, and discards what it writes there."""
+    """Runs Bochs on a terminal, and discards its output."""
     terminal, its_end = pty.openpty()
     process = subprocess.Popen(
         command, stdin=its_end, stdout=its_end, stderr=its_end, env=os.environ | variables
@@ -136,7 +136,7 @@ def wait_on_terminal(command, limit_s, **variables):
 
 
 def boot(kernel, built, folder, gtest_filter, limit_s):
-    """Text of the serial line, and the exit status of the program or why there is none."""
+    """Text of the serial line, and the exit status of the program or why it has none."""
     make_disk(kernel, built / "emulated_init", built / "tests/cpu_adam_test", folder, gtest_filter)
     serial, settings, commands = folder / "serial", folder / "bochsrc", folder / "commands"
     serial.unlink(missing_ok=True)

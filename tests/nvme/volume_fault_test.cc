@@ -4,7 +4,7 @@
 //         names path, offset and identity. Steps never mix, and no fault is silent.
 // Method  Faults are enumerated: before or at operation 0, 1, 2, ... of the steps, until they end
 //         without meeting the fault; the number of cut points must be the disk's own count. The
-//         disk is simulated: its cache is lost, kept, reordered or torn by sector at a cut.
+//         disk is simulated: its cache is lost, persisted, reordered or torn by sector at a cut.
 
 #include <cerrno>
 #include <cstddef>

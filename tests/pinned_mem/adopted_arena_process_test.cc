@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    An arena survives the process that made it. The next process finds every byte, a client that maps the arena sees
+// Goal    An arena survives the process that created it. The next process finds every byte, a client that maps the arena sees
 //         later writes of the next process, and the pages are freed when that client ends.
 // Method  A child makes the arena, sends its descriptors through a socket and ends: by _exit() after the arena's end, or killed
 //         before. Another child maps the arena as a client does and reports bytes on request. Every child runs under a

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quickstart claims, and how each claim is seen to hold. Evidence is read once; a check that
-cannot be made because a run ended early is a claim that does not hold.
+"""The claims of quickstart, and how each claim is seen to hold. Evidence is read once; a check that
+cannot run because a run ended early is a claim that does not hold.
 """
 
 import json
@@ -116,7 +116,7 @@ def read_log(path):
 
 
 def group_count(out):
-    """Groups of the job that ran there; 0 where it left nothing."""
+    """Groups of the job of this run; 0 if the run wrote no node.json."""
     path = out / "node.json"
     if not path.exists():
         return 0
@@ -125,7 +125,7 @@ def group_count(out):
 
 
 def first_start(out):
-    """What rank 0 of the run there logged at its start; counts of 0 where it left nothing.
+    """The counts that rank 0 of this run logged at its start; 0 if it logged nothing.
 
     `params` of the model; `gradients`, parameters that get one in each step."""
     rows = [row for row in read_log(out / "rank0.jsonl") if row["event"] == "start"]
@@ -211,7 +211,7 @@ class Evidence:
         return 1 - self.job["resident_blocks"] * self.args.block_elems / self.job["params"]
 
     def disk_under(self, span):
-        """Milliseconds of the infinity run's kept trace in which its blocks were read or written during rank 0's
+        """Milliseconds of the infinity run's stored trace in which its blocks were read or written during rank 0's
         `span` ("forward_ns", "backward_ns") of some step."""
         spans = [row[span] for row in self.infinity.events("step")]
         return sum(
@@ -237,7 +237,7 @@ class Evidence:
         return largest_difference(self.plain, self.forebay, min(LOSS_STEPS, self.args.steps))
 
     def resumed_at(self, kill=0):
-        """The step each rank went on from after that kill: 0 of the rank, 1 of the daemon."""
+        """The step each rank resumed at after that kill: 0 of the rank, 1 of the daemon."""
         return [self.killed.events("resume", rank)[kill]["step"] for rank in range(self.ranks)]
 
     def answered_before_daemon_kill(self):
@@ -252,7 +252,7 @@ class Evidence:
 
 
 def largest_difference(plain, ours, count):
-    """Of the losses of the first LOSS_STEPS steps, relative; at least `count` are there."""
+    """The largest relative difference of the losses of the first LOSS_STEPS steps, of which there are at least `count`."""
     plain, ours = plain.losses(), ours.losses()
     steps = [step for step in plain if step <= LOSS_STEPS]
     if len(steps) < count:
@@ -282,7 +282,7 @@ def is_plains(args):
 
 
 def summarize(e):
-    """The figures of summary.json; None where a run left none."""
+    """The figures of summary.json; None for a figure that a run did not record."""
     job, memory = e.job, e.memory
     losses, plain = e.forebay.losses(), e.plain.losses()
     heldout = e.forebay.heldout()

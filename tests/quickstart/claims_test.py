@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    What the quickstart prints beside its claims, and writes of them.
-Method  The claims over runs that did nothing but take their time; two claims made by hand.
+Method  The claims over runs that did nothing but take their time; two claims written by hand.
 """
 
 import json

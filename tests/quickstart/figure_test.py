@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    The figure of the main job shows what summary.json and claims.json have, on light and on dark pages.
 Method  The figure of a recorded run is parsed and each figure compared; then single figures are changed, on either side,
-        and figure.py must notice. The figure in docs/ is compared with itself: what its run left is not in the tree.
+        and figure.py must notice. The figure in docs/ is compared with itself: the output of its run is not in the tree.
 """
 
 import json

@@ -127,7 +127,7 @@ class Run:
         self.lines = []
 
     def start(self, command, environment=None, on_line=None):
-        """Runs to the end; every line is shown and kept, and `on_line` called with it. May be started again."""
+        """Runs to the end; every line is shown and stored, and `on_line` called with it. May be started again."""
         if self.status is None:
             print(f"== {self.announcement}", flush=True)
         print(f"== {self.name}: {' '.join(map(str, command))}", flush=True)

@@ -108,7 +108,7 @@ def loss_chart(series, held_out):
 
 
 def without(span, holes):
-    """What is left of (began, ended) when the sorted holes are taken out."""
+    """The remaining parts of (began, ended) without the sorted holes."""
     began, ended = span
     for hole_began, hole_ended in holes:
         if hole_ended <= began or hole_began >= ended:

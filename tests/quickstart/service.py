@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forebayd as a service runs it, on swap that it keeps: it can be killed, and started again on what it left."""
+"""A forebayd as a service runs it, on persistent swap: it can be killed, and started again on the same swap."""
 
 import pathlib
 import re

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Made-up durable jobs of every kind. Each job has its own slots.
+// Invented durable jobs of every kind. Each job has its own slots.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Made-up durable jobs that commit to a real volume. Records every block version and the volume's files after each commit.
+// Invented durable jobs that commit to a real volume. Records every block version and the volume's files after each commit.
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@ import signal
 def kill_at_once(*pids):
     """Stops all, then kills them. Parents come before their children in `pids`.
 
-    The last is killed first: a child may die with its parent, and its process id is gone once another process has
+    The last is killed first: a child may die with its parent, and its process id is invalid once another process has
     waited for it; a stopped parent does not wait for its child.
     """
     assert all(os.getsid(pid) != os.getsid(0) for pid in pids), "start them with start_new_session"

@@ -54,7 +54,7 @@ SSH_CONFIG = """Host *
 
 
 def missing(ssh=False):
-    """Why there can be no nodes here, with or without ssh between them; empty where there can."""
+    """Why nodes are impossible here, with or without ssh between them; empty if they are possible."""
     programs = {"ip": "iproute2", "nsenter": "util-linux"}
     if ssh:
         programs |= {"sshd": "openssh-server", "ssh": "openssh-client"}
@@ -188,7 +188,7 @@ def await_link(node):
 
 
 def _await_port(node):
-    """Returns once sshd listens there."""
+    """Returns once sshd listens on the node."""
     probe = f"import socket; socket.create_connection(('127.0.0.1', {PORT}), 1)"
     end = time.monotonic() + DEADLINE_S
     while subprocess.run(node.command(sys.executable, "-c", probe), capture_output=True, check=False).returncode:

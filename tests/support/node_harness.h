@@ -206,7 +206,7 @@ class NodeHarness {
   uint64_t Decide(uint64_t session, const protocol::StepSummary& world);
   uint64_t GoBack(uint64_t session, uint64_t step);
   uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);
-  // The number of updates t for which a segment's scalars were made. Returns 0 if they match no t below 10 with lr 0.1.
+  // The number of updates t for which a segment's scalars were computed. Returns 0 if they match no t below 10 with lr 0.1.
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);
 
   const daemon::AnswerCommand* answer(uint64_t tag) const;

@@ -138,7 +138,7 @@ class NodeModel {
     uint32_t partition = 0;
     BlockToken block;
   };
-  // Gradients that an update of a block has used, and weights that it has made. Dropped updates have no entry.
+  // Gradients that an update of a block has used, and weights that it has computed. Dropped updates have no entry.
   struct BlockUpdate {
     std::map<uint32_t, uint64_t> elems;  // by parameter
     // Used gradients by parameter and partition.

@@ -3,7 +3,7 @@
 
 Usage   pytest -p pytest_shards --shards 3 --junitxml FILE PATH..., with tests/support on PYTHONPATH.
 
-Each process claims one file of tests at a time, the longest files first, so that fixtures of a module are made once and
+Each process claims one file of tests at a time, the longest files first, so that fixtures of a module are created once and
 those of a session once a process. FILE counts the tests of all processes; what they print stands below it, in FILE.N.log,
 and is printed when all have ended.
 """

@@ -15,7 +15,7 @@ PRINCIPAL = "trainer"
 
 
 def missing():
-    """Why there can be no gateway here; empty where there can."""
+    """Why a gateway is impossible here; empty if it is possible."""
     return "" if GATEWAY.exists() else f"{GATEWAY} is not built: it needs libucx-dev and libssl-dev"
 
 

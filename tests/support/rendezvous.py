@@ -11,7 +11,7 @@ class Rendezvous:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def environment(self):
-        """The variables that tell a rank that the store is there."""
+        """The variables that tell a rank that the store exists."""
         return {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),

@@ -95,7 +95,7 @@ void SimulatedTrainer::Act(SimulationRandom& random, bool chaos) {
   }
   switch (phase_) {
     case Phase::kOut:
-      // A session that was left without a detach ends with its process, some time later.
+      // A session without a detach ends with its process, some time later.
       if (!sessions_.empty() && random.OneIn(2)) {
         wires_.send(SessionEnded{.session = *sessions_.begin(), .cause = EndCause::kLost});
       }

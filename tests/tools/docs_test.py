@@ -4,7 +4,7 @@
 Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,
         `toml` is checked by forebayd, `python` runs under a private daemon as a rank that torchrun starts alone, `sh by-ci`
         must be a command of .ci/run, `sh on-nodes` is run on two nodes by launch_network_test.py, `sh on-daemon-node`,
-        `toml gateway` and `sh on-trainer-node` by test_remote_docs.py, `diff` is made anew from a training script, `diff guide`
+        `toml gateway` and `sh on-trainer-node` by test_remote_docs.py, `diff` is generated from a training script, `diff guide`
         is applied to a script and run by test_guides.py or test_huggingface_docs.py. `text` is a drawing or what a terminal shows, nothing else is allowed.
         `docs_test.py --write` puts the diffs into README.md.
 """

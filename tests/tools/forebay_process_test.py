@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    The forebay command does what a person at a shell expects: exit codes, signals passed on,
-        errors with their id, and nothing left behind by `run`, however it ends.
+        errors with their id, and no residue of `run`, however it ends.
 Method  Real processes of build/bin. Commands tell by their standard output that they have begun;
         ends are awaited by pidfd, each with a deadline.
 """

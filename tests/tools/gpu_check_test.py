@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    gpu_check runs all of its items without a GPU when it is asked to rehearse, also on a kernel that
-        lacks what the service wants, and says in a line each what is missing there; where there is no
+        lacks what the service wants, and says in a line each what is missing; without a
         GPU it says so. It leaves nothing behind when it is ended, and finds what its caller finds.
-Method  The folders of its archive, made of links to what the checkout has built, under a filter of system
+Method  The folders of its archive, as links to what the checkout has built, under a filter of system
         calls that answers as an old kernel does.
 """
 

@@ -5,7 +5,7 @@ words.
 
 usage: house.py ROOT
 
-Prints one line a breach, `path:line: [rule] what, and what to do`, and exits 1 where there is any.
+Prints one line a breach, `path:line: [rule] what, and what to do`, and exits 1 if there is any.
 A line whose comment, or the line above it, says `house: allow RULE: reason` may break that rule;
 for `size` the first ten lines may say so.
 """

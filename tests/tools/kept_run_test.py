@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goal    `forebay run --keep` leaves each training at its newest step, however the run ends; it says at start what it
-        cannot keep, and leaves nothing of a run that has not begun. --resume, --kept and --forget refuse what
+"""Goal    `forebay run --keep` retains each training at its newest step, however the run ends; it says at start what it
+        cannot retain, and retains nothing of a run that has not begun. --resume, --kept and --forget refuse what
         contradicts the run, with both values.
 Method  Real processes of build/bin; a client in C++ trains one step of a small job.
 """
@@ -241,7 +241,7 @@ def test_settings_and_config_come_back_with_the_run(node, tmp_path):
 
 
 class Held(Started):
-    """A run named one, whose training is at step 1 and goes on."""
+    """A run named one, whose training is at step 1 and continues."""
 
     def __init__(self, node, log, *words, name=("--keep", "one")):
         new = ("--dram", "256MiB", "--swap", node.swap, "--swap-size", "64MiB", *SMALL)

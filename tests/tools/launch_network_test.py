@@ -50,7 +50,7 @@ def cluster():
 
 @contextlib.contextmanager
 def daemon_on(node):
-    """As a service has it: at the socket that everything finds without being given one."""
+    """A daemon as a service has it: at the default socket, which everything finds."""
     settings = ("dram.limit=64MiB", "memlock=best_effort", "socket.mode=\"0600\"", "swap.paths=[]")
     words = [word for setting in settings for word in ("--set", setting)]
     daemon = subprocess.Popen(

@@ -2,7 +2,7 @@
 """Goal    `forebay launch` runs a command on every selected host with what torchrun reads, shows its output by host,
         passes on signals and the first failure, and leaves nothing running; `forebay status --all` shows what each
         host's daemon says, and which host says nothing.
-Method  Real processes of build/bin. A script stands for ssh and runs what it is given on this machine; for host
+Method  Real processes of build/bin. A script stands for ssh and runs its command on this machine; for host
         "down" it ends as ssh does that cannot connect, for "silent" it waits. launch_network_test.py has the real ssh.
 """
 

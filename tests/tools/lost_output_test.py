@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goal    No command loses its output without a word: a full disk is an error with status 1; a reader that has gone ends the
+"""Goal    No command loses its output without a word: a full disk is an error with status 1; a closed reader ends the
         command with status 1 and no word.
 Method  Real processes of build/bin. Standard output is /dev/full, or a pipe whose reader was closed before, with SIGPIPE
         as a shell leaves it and ignored.
@@ -39,7 +39,7 @@ def folders(tmp_path):
 
 @pytest.fixture
 def daemon(folders):
-    """The environment of a private daemon's clients; a job has trained there."""
+    """The environment of a private daemon's clients; a job has trained on this daemon."""
     environment, _, swap = folders
     script = f'{TRAIN} && echo "$FOREBAY_SOCKET" && read -r end'
     running = subprocess.Popen(

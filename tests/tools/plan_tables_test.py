@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    The tables of memory and speed in docs/ are what `forebay plan` says.
-Method  Each row names its options; every table is made anew under one private daemon. `plan_tables_test.py --write`
+Method  Each row names its options; every table is generated under one private daemon. `plan_tables_test.py --write`
         writes them: a new row needs its options alone.
 """
 

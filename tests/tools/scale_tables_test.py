@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    The tables of docs/reports/scale.md are what `forebay plan --nodes` and `forebay-bench cluster` say, and the two agree.
 Method  Each row names its options; both commands are run with them and those of its table. Time is virtual: the same
-        numbers on every machine. The last cell, what others have published, is kept. `scale_tables_test.py --write`
+        numbers on every machine. The last cell, what others have published, does not change. `scale_tables_test.py --write`
         writes the tables.
 """
 

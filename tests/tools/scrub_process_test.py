@@ -24,7 +24,7 @@ def folders(tmp_path):
 
 
 def kept_daemon(environment, runtime, swap):
-    """A forebayd on a kept path, whose jobs are durable at each step; ready."""
+    """A forebayd on a path whose files persist, with jobs that are durable at each step; ready."""
     settings = {
         "socket.path": f'"{runtime}/s"',
         "memlock": "best_effort",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    docs/reference/troubleshooting.md has every error id that the sources know, says what `forebay explain` says, and
         its examples are what the sources print; each id is provoked by a test.
-Method  The page is made anew from `forebay explain --json`; the ids come from the table in protocol/error.cc and from
+Method  The page is generated from `forebay explain --json`; the ids come from the table in protocol/error.cc and from
         whatever names one in the rooms. Examples are compared with the string literals of the sources.
         `troubleshooting_test.py --write` writes the page.
 """

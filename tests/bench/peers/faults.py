@@ -6,8 +6,8 @@ a save.
 
 Real processes on real files, one rank. DeepSpeed saves with save_checkpoint() at steps 4 and 6 and resumes
 with load_checkpoint(); a job of Forebay is at durability step, and resumes by attaching. Each training goes to
-step 8; its result is SHA-256 of all weights, masters and moments there, beside that of the training that
-nothing disturbs. Where DeepSpeed's resume alone gives another one, results are compared with that of a resume
+step 8; its result is SHA-256 of all weights, masters and moments at that step, beside that of the training that
+nothing disturbs. If DeepSpeed's resume alone gives another one, results are compared with that of a resume
 from the same step that nothing disturbs.
 
 Needs the environment that infinity.py makes (with DeepSpeed and its aio), an interpreter with the forebay

@@ -98,7 +98,7 @@ class Forebay:
         return outcome(trial, whole or self.whole, {})
 
     def resume(self, folder, swap=None):
-        """A daemon on what is there, and the trainer: (step that it began at, outcome)."""
+        """Starts a daemon on the present swap, and the trainer: (step that it began at, outcome)."""
         daemon = self.daemon(folder, swap)
         if daemon.error:
             return None, f"error: {daemon.error}"

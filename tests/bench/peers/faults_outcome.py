@@ -25,7 +25,7 @@ class Trial:
         return found[0] if found else None
 
     def error(self):
-        """Its first line; None where there was none."""
+        """The first line of the error; None if the trial had no error."""
         if self.of("error"):
             return self.of("error")[0][0]
         if self.status:
@@ -38,7 +38,7 @@ def outcome(trial, whole, undisturbed):
     """In a few words.
 
     whole        digests of the training that nothing disturbs, at the last step.
-    undisturbed  {step: digests} at the last step of a resume from there that nothing disturbs.
+    undisturbed  {step: digests} at the last step of a resume from this step that nothing disturbs.
     """
     if trial.status is None:
         return HANGS
@@ -69,8 +69,8 @@ def counted(results):
 
 
 def as_saved(trial, digests, losses):
-    """Of a resume: its step, which digests of the save are others there, and the first step with another loss than
-    the training that nothing disturbs, whose losses by step are `losses`."""
+    """The outcome of a resume: its step, which digests differ from the save's, and the first step with another loss
+    than the training that nothing disturbs, whose losses by step are `losses`."""
     step, loaded = trial.began()
     other = [at for at, loss in trial.of("step") if losses[at] != loss]
     return {

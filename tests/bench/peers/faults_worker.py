@@ -9,7 +9,7 @@ A training attaches (DeepSpeed: loads the checkpoint that --load names), trains 
 as events, a JSON list a line: ["ready", step, digests], ["stepping", step], ["step", step, loss in
 hexadecimal], ["paused", step], ["saving", step], ["saved", step, seconds], ["unsaved", step, first line of the
 error], ["end", step, digests], ["error", first line]. Digests are SHA-256 over all parameters, by what is
-hashed; null where there is none. The data of a step depends on its number and --seed alone.
+hashed; null without such a part. The data of a step depends on its number and --seed alone.
 """
 
 import argparse
@@ -95,7 +95,7 @@ class DeepSpeed(deepspeed_side.DeepSpeed):
         return {part: read and digest(read, named) or None for part, read in parts.items()}
 
     def end(self):
-        """Nothing is left to end."""
+        """Does nothing: DeepSpeed has nothing to end."""
 
 
 def digest(read, named):

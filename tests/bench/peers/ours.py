@@ -89,7 +89,7 @@ class Library:
 
 @contextlib.contextmanager
 def on_cpus(cpus):
-    """Threads may be made for these meanwhile: OpenMP has bound this one to its first place."""
+    """Allows these CPUs, so that threads may be started on them: OpenMP has bound this one to its first place."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    What the comparison with other systems calls of ours does what it is timed for, and it
         counts no run in which a peer was held back.
-Method  The shared object through ctypes, on small buffers: steps of blocks, values left as they were
-        by the limit loops. The figures from made-up samples. The peers themselves are not installed
+Method  The shared object through ctypes, on small buffers: steps of blocks, values unchanged
+        by the limit loops. The figures from invented samples. The peers themselves are not installed
         here.
 """
 

@@ -87,7 +87,7 @@ def wait_quiet(noise_max, deadline):
 
 
 class Rounds:
-    """Rounds of samples until `wanted` are kept or the patience is over.
+    """Rounds of samples until `wanted` quiet ones are stored in `kept`, or the patience is over.
 
     ahead  Before all others by priority: does not wait for them to be quiet.
     """

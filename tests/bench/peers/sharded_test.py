@@ -2,7 +2,7 @@
 """Goal    The comparison with FSDP2's CPU offload runs as docs/reports/benchmarks.md says, with every row; so does
         the cost of a group. Of the comparison with DeepSpeed, what needs no DeepSpeed: the side that only
         computes, and the rows.
-Method  The scripts on tiny models, as processes. Their times are not looked at. Rows from made-up samples.
+Method  The scripts on tiny models, as processes. Their times are not looked at. Rows from invented samples.
 """
 
 import json

@@ -5,8 +5,8 @@ sleep in between.
 Started by sharded.py and infinity.py; the Forebay sides under `forebay run`. This process is rank 0 and
 starts the others. Each message is answered with the seconds of forward, backward and step, the slower
 rank's of each, the bytes that Forebay has copied, and the loss. With --steps a message is so many steps
-without a pause; the answer is that of a step behind the first one, and comes when nothing of them is left
-to do: else what a step leaves to the time behind it would be done while others have their turn.
+without a pause; the answer is that of a step behind the first one, and comes when all work of the steps has
+ended: else the deferred work of a step would be done while others have their turn.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Sharded:
         loss.backward()
 
     def finish(self):
-        """Until no update is left to do."""
+        """Waits until all updates have ended."""
 
     def copied_bytes(self):
         """By Forebay's client, of all ranks, since attach."""
@@ -70,8 +70,8 @@ class Sharded:
 
 
 class Compute(Sharded):
-    """What no optimizer and no offload can make shorter. Parameters are of the type that it computes in: not
-    even a cast is left."""
+    """The time that no optimizer and no offload can shorten. Parameters are of the type that it computes in:
+    no cast is needed."""
 
     def __init__(self, model, args):
         super().__init__(model.bfloat16() if args.dtype == "bf16" else model, args)

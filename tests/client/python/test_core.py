@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goal    forebay._core: views that torch takes silently and that outlive what made them, errors with
+"""Goal    forebay._core: views that torch takes silently and that outlive their creator, errors with
         code and hint, calls without the GIL that answer Ctrl-C, forks and faults.
 Method  The built extension on a real daemon; what ends a process runs in one of its own.
 """

@@ -40,7 +40,7 @@ os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts bel
 
 
 def pytest_collection_finish():
-    """What is imported stays: the collection after each test looks at what tests made, in milliseconds."""
+    """Freezes all imported objects: the collection after each test looks at the tests' objects, in milliseconds."""
     gc.collect()
     gc.freeze()
 

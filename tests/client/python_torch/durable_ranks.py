@@ -7,9 +7,9 @@ durability memory].
 usage: durable_ranks.py shared|sharded[+lamb|+passes|+leases|+loads] LEVEL on | MORE | ordered
 
 +lamb: with LAMB. +passes: two backward passes a step that were not announced, in bfloat16. +leases: ranks hold a lease
-while they wait for an order, and a daemon that is to stop waits for them. +loads: behind each step they load the states
-that there are.
-on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests. ordered: the steps
+while they wait for an order, and a daemon that is to stop waits for them. +loads: behind each step they load the present
+states.
+on: until the daemon has ended. MORE: so many steps beyond the one that attach gives, then the digests. ordered: the steps
 that a test orders (ordered_steps.py), then the digests.
 A step whose gradients were lost with a daemon that was killed is repeated: ["repeated", rank, step].
 """

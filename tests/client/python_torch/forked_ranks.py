@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes that are forked, not spawned: none of them imports torch anew."""
+"""Ranks as processes that are forked, not spawned: none of them imports torch again."""
 
 import tempfile
 
@@ -8,7 +8,7 @@ import torch.multiprocessing as processes
 
 
 def make_pool():
-    """Call it in each forked process before it computes: torch makes its pool of threads anew at the first use after a
+    """Call it in each forked process before it computes: torch creates a new pool of threads at the first use after a
     fork, and ends the process ("Invalid thread pool!") if two threads do at once."""
     torch.set_num_threads(1)
 

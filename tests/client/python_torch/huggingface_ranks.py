@@ -23,7 +23,7 @@ import torch
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "support"))
 torch.set_num_threads(1)
-os.environ["HF_HUB_OFFLINE"] = "1"  # models are made from configs
+os.environ["HF_HUB_OFFLINE"] = "1"  # models are created from configs
 
 import accelerate  # noqa: E402, F401
 import exact_reference  # noqa: E402
@@ -340,7 +340,7 @@ def loop(rank, attempt, folder, options):
 
 
 def several(rank, attempt, folder, options):
-    """Two models and a loss that prepare() is not given, under one optimizer and one norm."""
+    """Two models and a loss that is not passed to prepare(), under one optimizer and one norm."""
     maker = accelerate.Accelerator if options.get("plain") else forebay_accelerate.Accelerator
     accelerator = maker(cpu=True)
     torch.manual_seed(1)
@@ -477,7 +477,7 @@ def run_rank(rank, attempt, scenario, ranks, meeting, folder, options):
 
 
 def launch(attempt, scenario, ranks, *arguments):
-    """The exit statuses of the ranks, of which each that is left when one was killed is killed too."""
+    """The exit statuses of the ranks. Once a rank has failed, each remaining rank is killed."""
     rendezvous = Rendezvous()
     fork = multiprocessing.get_context("fork")
     processes = [
@@ -498,7 +498,7 @@ def launch(attempt, scenario, ranks, *arguments):
 
 
 def prepare():
-    """What every run would do anew: a first save compiles expressions for all architectures, and the collections of
+    """Work that every run would repeat: a first save compiles expressions for all architectures, and the collections of
     Trainer look at all that was imported."""
     with tempfile.TemporaryDirectory() as folder:
         gpt2().save_pretrained(folder)

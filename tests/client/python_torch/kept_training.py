@@ -5,7 +5,7 @@
 usage: kept_training.py LAST [LEVEL]
 
 It trains to step LAST, at the level of durability, if there is one. Each line of stdin is a number of steps: without a line
-it waits, behind the backward of the next step; at the end of stdin it goes on without one.
+it waits, behind the backward of the next step; at the end of stdin it continues without one.
 """
 
 import json

@@ -33,7 +33,7 @@ IN_UPDATE = re.compile(r"job left goes on in the middle of the update of step (\
 
 
 def service_of(folder):
-    """Without swap: what is left says nothing of a machine's disks."""
+    """Without swap: the retained memory says nothing of a machine's disks."""
     service = Service(folder, "dram.limit=256MiB", "update.workers=1")
     service.manager.command = without_swap(service.manager.command)
     return service

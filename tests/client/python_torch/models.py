@@ -129,7 +129,7 @@ def assert_trains_one_more_step(model, opt, lr=1e-2, betas=(0.9, 0.999), eps=1e-
     """One step of an attached float32 model, compared with AdamW's formula on its own state: nothing
     of that state was lost. A private twin computes the gradients.
 
-    Bounds: each new value is made of a few float32 operations, each with a relative error of 2^-24;
+    Bounds: each new value is the result of a few float32 operations, each with a relative error of 2^-24;
     1e-5 is above a hundred of them. The step that corrects a group's bias is the number of steps in
     which it had a gradient, which only the daemon counts: one of those that can be must fit.
     """
@@ -178,7 +178,7 @@ class HealthyJob:
 
 
 class Scored(torch.utils.data.Dataset):
-    """Batches, and what the model made of them in the process that loads them."""
+    """Batches, and the model's outputs for them in the process that loads them."""
 
     def __init__(self, model, batches):
         self.model, self.batches = model, batches

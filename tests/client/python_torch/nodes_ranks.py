@@ -15,7 +15,7 @@ bad=R         rank R's first attempt at step 2 has a gradient that is not finite
 rate=R-..     these ranks call step 2 with another learning rate the first time
 die=R,..@P    these ranks are killed in step 3 at point P, once: "call" (of step), "gather" (of what the nodes have
               prepared), "decide" (when they know what all have)
-hold=R,..@P   these ranks say ["held", scenario, rank] there, once, and wait until FOLDER/go.SCENARIO exists
+hold=R,..@P   these ranks say ["held", scenario, rank] at P, once, and wait until FOLDER/go.SCENARIO exists
 differ=R      rank R writes other masters behind step 2, of what another node has too
 level=L       its durability, in the place of memory
 patience=S    gloo waits so many seconds
@@ -98,7 +98,7 @@ def model_of(scenario, size):
 
 
 def call(scenario, opt, rank, step, is_first):
-    """Once more where the first call is refused: the gradients are kept."""
+    """Calls once more if the first call is refused: the gradients persist."""
     if step == BAD_STEP and is_first and scenario.rate_ranks:
         opt.param_groups[0]["lr"] = 2 * LR if rank in scenario.rate_ranks else LR
         try:
@@ -175,7 +175,7 @@ def rank_process(scenario, host, port, rank, size, folder, is_first):
 
 
 def begin(scenario, begun, host, port, ranks, size, folder):
-    """The ranks run to their ends. Whether all of them ended well."""
+    """The ranks run to their ends. Returns whether all of them succeeded."""
     children = []
     for rank in ranks:
         child = os.fork()

@@ -7,7 +7,7 @@ An order is a line:
 
 step          take the next step
 step PLACE    take it, and wait at this place for the next order
-on            go on from there
+on            continue from this place
 end           there are no more steps
 """
 
@@ -27,7 +27,7 @@ BEHIND_BACKWARD = "behind backward"
 BEFORE_STEP = "before step()"
 # More places where a test finds the ranks.
 BETWEEN_STEPS = "between steps"  # the previous step's update may run
-IN_STEP = "in step()"  # the last rank waits there for the others, which are behind backward
+IN_STEP = "in step()"  # the last rank waits in step() for the others, which are behind backward
 UNDER_WAY = "under way"  # nothing waits for the test
 HELD_PLACES = [IN_BACKWARD, BEHIND_BACKWARD, IN_STEP]  # a step waits in them for the test
 PLACES = [BETWEEN_STEPS, *HELD_PLACES, UNDER_WAY]
@@ -128,7 +128,7 @@ class Orders:
 
 
 def await_sleep(pid):
-    """Waits until a rank that is BEFORE_STEP sleeps: nothing but step() is left that its main thread waits in."""
+    """Waits until a rank that is BEFORE_STEP sleeps: its main thread can then wait in step() alone."""
     end = time.monotonic() + DEADLINE_S
     while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
         assert time.monotonic() < end
@@ -183,7 +183,7 @@ class Ranks:
     # ---------------------------------------------------------------- steps
 
     def go_to(self, place, step):
-        """Returns when the ranks are there in this step."""
+        """Returns when the ranks have reached this place in this step."""
         self.hear(*(["at", rank, where, step] for rank, where in self.orders.give_step(place)))
         if place == IN_STEP:
             await_sleep(self.pids()[-1])

@@ -26,7 +26,7 @@ OUT, ERR, STATUS = "out", "err", "status"
 
 class Run:
     """A run that has begun, with what tests use of subprocess.Popen; standard output is text that is read meanwhile,
-    standard error what there is of it so far. Several processes may write to them: the output ends with the last."""
+    standard error the text of it so far. Several processes may write to them: the output ends with the last."""
 
     def __init__(self, command, folder, pid, stdout):
         self.args, self.pid, self.stdout, self.returncode = command, pid, stdout, None

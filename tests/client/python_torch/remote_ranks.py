@@ -8,10 +8,10 @@ usage: remote_ranks.py JOB RANKS STEPS [WORD]...
 passes    each step has two backward passes
 frozen    the embedding is frozen
 load      before step 2 all ranks load a state_dict, and rank 0 writes into a parameter
-extra     a counter is kept as extra_state
-wait      after step 1 prints ["waiting", rank, pid], and goes on when a line comes
+extra     a counter is stored as extra_state
+wait      after step 1 prints ["waiting", rank, pid], and continues when a line comes
 wide=N    layers of this width
-beside=S  rank 1 is on the daemon's node, of the principal's user, and attaches to the socket S there
+beside=S  rank 1 is on the daemon's node, of the principal's user, and attaches to the socket S of that node
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 over a model of FSDP2.
 
 Both sides compute each step from the same bits: after a step was compared, the reference takes over weights and states.
-So losses and gradients are equal bit by bit, and what is left is the arithmetic of one update, in float32 on both sides;
+So losses and gradients are equal bit by bit, and only the arithmetic of one update differs, in float32 on both sides;
 update_bound.py derives how far these may lie apart. A difference in an earlier step cannot hide in a later one.
 """
 
@@ -425,7 +425,7 @@ class Run:
         return all(whole(gradient).to_dense().isfinite().all() for gradient in gradients)
 
     def states(self, parameter):
-        """Of the reference; None for a momentum that there is not yet."""
+        """The states of the reference; without a momentum that does not exist yet."""
         found = self.plain.opt.state.get(parameter, {})
         return {key: value for key, value in found.items() if value is not None}
 
@@ -464,7 +464,7 @@ class Run:
             )
 
     def take_over(self):
-        """The reference goes on with the bits of the other side."""
+        """The reference continues with the bits of the other side."""
         self.remember()
         _, own = self.committed
         with torch.no_grad():

@@ -124,7 +124,7 @@ def offloaded_activations_leave_the_device(ranks):
 
 @case(1, 2)
 def a_second_backward_of_offloaded_activations(ranks):
-    """torch.autograd.grad through a graph that is kept: twice the same."""
+    """torch.autograd.grad through a retained graph: twice the same."""
     with tensors_of_any_size():
         model = ranks.shard(small_net())
         opt = ranks.attach(model, activation_bytes=ROOM)
@@ -331,7 +331,7 @@ def a_buffer_that_is_filled_again(ranks):
 
 @case(1, 2)
 def room_for_activations_is_refused(ranks):
-    """Where there is none: by the sum, or by name; the model is as it was."""
+    """Refused without room: by the sum, or by name; the model is as it was."""
     model = ranks.shard(small_net())
     with refused("E_DRAM_LIMIT", r"activations 1\.0 TiB", "dram.limit"):
         ranks.attach(model, activation_bytes=1 << 40)
@@ -353,7 +353,7 @@ def room_for_activations_is_refused(ranks):
 
 @case()
 def a_tensor_that_changes_while_it_is_copied(ranks):
-    """Of a device: its backward says so, as torch does of a tensor that it kept itself."""
+    """A tensor of a device: its backward says so, as torch does of a tensor that torch itself has saved."""
     with tensors_of_any_size():
         model = ranks.shard(small_net())
         opt = ranks.attach(model, activation_bytes=ROOM)

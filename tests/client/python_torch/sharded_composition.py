@@ -376,8 +376,8 @@ def a_pipeline_of_16_bit_gradients(ranks):
 
 @case(2)
 def two_schedules_a_step(ranks):
-    """Their gradients are added. An evaluation after the step, behind which torch looks at the
-    pipeline's shapes anew, brings no gradient."""
+    """Their gradients are added. An evaluation after the step, behind which torch infers the
+    pipeline's shapes again, brings no gradient."""
     mesh = mesh_of(pp=2, dp=1)
     ranks.mesh = mesh["dp"]
     model = ranks.shard(Stage(ranks.rank, untied()), [])
@@ -407,7 +407,7 @@ def two_schedules_a_step(ranks):
 def an_exception_in_a_pipeline(ranks):
     """Between its chunks, of which FSDP2 has gradients that it has not reduced: zero_grad() drops them.
     Each rank has all of the pipeline, so that none waits for one that has failed; torch's schedule keeps
-    the losses of one that has, so that a new one goes on."""
+    the losses of one that has, so that training continues with a new one."""
     mesh = mesh_of(pp=1, dp=2)
     ranks.mesh = mesh["dp"]
     model, one = ranks.shard(untied()), OneProcess(untied())

@@ -115,7 +115,7 @@ def two_devices_of_one_rank(ranks):
 @case()
 def a_gpu_that_fails(ranks):
     """Its rank says so from then on; the others hear of it; the job is as it was. The last case of a launch:
-    a process cannot go on with such a GPU."""
+    a process cannot continue with such a GPU."""
     twins = Twins(ranks).attach().train(2)
     loss_of(twins.ours, ranks.batch(3)).backward()
     if ranks.rank == 1:

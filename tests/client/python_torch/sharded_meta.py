@@ -196,7 +196,7 @@ def a_warning_where_all_ranks_have_the_same_seed(ranks):
 
 @case(2)
 def a_job_goes_on_from_meta(ranks):
-    """Nothing is initialized but what the job does not have; files need not be there any more."""
+    """Nothing is initialized but what the job does not have; files need not exist any more."""
     twins = twins_of(ranks, Placed).train(2)
     twins.ours.positions.offset.fill_(0.5)
     twins.theirs.positions.offset.fill_(0.5)
@@ -331,7 +331,7 @@ def files_of_another_model(ranks):
 
 def meta_stays(ranks, model, code, message, hint, is_new=True, **options):
     """Refused; the model is as it was, and the next attach finds no job that was begun. A rank may
-    find that another has left."""
+    find that another has disconnected."""
     if not isinstance(model, FSDPModule):
         ranks.shard(model)
     before = dict(model.named_parameters())

@@ -9,7 +9,7 @@ Each argument is a launch, all of whose cases the same processes run, one after 
 end without detach(). No CASE: all that need no launch of their own. RUN is what FOREBAY_RUN is set
 to. The ranks of a launch whose NAME begins with "device" are on a GPU that late_device.py makes, those of
 one that begins with "cuda" each on one of this machine's. Where a case fails the processes end, and new ones
-go on with the next case.
+continue with the next case.
 """
 
 import contextlib

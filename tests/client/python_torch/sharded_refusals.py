@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 
 def at_attach(ranks, model, code, message, hint, optimizer=None, **options):
-    """Refused; the model is as it was, and its job was not made."""
+    """Refused; the model is as it was, and its job was not created."""
     before = {name: (p, copy.deepcopy(p)) for name, p in model.named_parameters()}
     with refused(code, message, hint):
         ranks.attach(model, optimizer, **options)
@@ -265,7 +265,7 @@ def lamb(ranks):
 
 
 class OnOtherGpu(torch.Tensor):
-    """Says that it is on a GPU of another maker's, where there is none."""
+    """Says that it is on a GPU of another maker, which the machine does not have."""
 
     @staticmethod
     def __new__(cls, values):
@@ -280,7 +280,7 @@ class OnOtherGpu(torch.Tensor):
 
 @case(2)
 def a_model_on_another_kind_of_gpu(ranks):
-    """It means sharded, which does not run there: refused before fully_shard() was called."""
+    """It means sharded, which does not run on such a GPU: refused before fully_shard() was called."""
     model = small_net()
     model.norm.weight = nn.Parameter(OnOtherGpu(model.norm.weight))
     with refused("E_UNSUPPORTED", "parameter norm.weight is on device xpu:0; models on CPUs", "cpu"):
@@ -328,7 +328,7 @@ def arguments_that_contradict_the_model(ranks):
 
 @case(2, 3)
 def not_a_number_in_a_shard(ranks):
-    """The first rank that finds one says so and leaves; another may find that it has left."""
+    """The first rank that finds one says so and disconnects; another may find that it has disconnected."""
     model = small_net()
     model.layers[1].up.weight.data.fill_(float("nan"))
     ranks.shard(model)
@@ -360,7 +360,7 @@ def ranks_that_disagree(ranks):
 
 @case(2, 3)
 def what_one_rank_alone_meets(ranks):
-    """All ranks raise it, so that none waits for the one that has given up."""
+    """All ranks raise it, so that none waits for the one that has failed."""
     is_last = ranks.rank == ranks.size - 1
     name = "" if is_last else f"rank {ranks.size - 1}: "
     socket = "/nobody/is/here" if is_last else None

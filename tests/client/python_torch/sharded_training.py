@@ -361,7 +361,7 @@ def wide_twins(ranks, make=small_net, loss=loss_of, dtype=torch.bfloat16, reduce
 
 
 def assert_computes_the_same(twins):
-    """Bit by bit: the values of the parameters, and what the model makes of them. No master here is a
+    """Bit by bit: the values of the parameters, and what the model computes with them. No master here is a
     tie of two bfloat16 values, which the daemon rounds away from zero and torch to even."""
     assert_same(full(twins.ours), full(twins.theirs))
     with torch.no_grad():

@@ -110,7 +110,7 @@ def writes_into_wide_masters(ranks):
 
 @case(3)
 def writes_into_uneven_and_empty_shards(ranks):
-    """Also after FSDP2 has made its padded forms of them."""
+    """Also after FSDP2 has created its padded forms of them."""
     twins = equalize(Twins(ranks, Uneven, loss_of_uneven).attach().train(1))
     for _ in range(2):
         for model in (twins.ours, twins.theirs):
@@ -130,7 +130,7 @@ def writes_into_uneven_and_empty_shards(ranks):
 
 @case(3)
 def writes_by_replicas(ranks):
-    """What is gathered on a rank that owns nothing is gathered anew too, after the owner's write; the
+    """Groups gathered on a rank that owns nothing are gathered again too, after the owner's write; the
     owner's next write waits until such a rank, however late, comes to it too."""
     mesh = init_device_mesh(computes_on(), (ranks.size, 1), mesh_dim_names=("replicate", "shard"))
     ranks.mesh = mesh

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Goal    A loop written by hand for Accelerate trains an attached model to the numbers of the plain model, on one rank and two.
-#         prepare() does not wrap the model in DDP, and the scheduler that was made before prepare() still works.
+#         prepare() does not wrap the model in DDP, and a scheduler from before prepare() still works.
 # Method  The method of test_transformers.py.
 
 import pytest

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Goal    A copy of an attached model is a plain model without hooks. torch.jit and torch.export take the attached model, or
 #         raise an error that says what to write instead.
-# Method  Copies are compared with copies that were made before attach, table by table, and both are trained with torch's
+# Method  Copies are compared with copies from before attach, table by table, and both are trained with torch's
 #         optimizer. What is compiled returns what the model returns. The attached model continues training like a model that
 #         was never copied.
 

@@ -78,7 +78,7 @@ def test_a_kill_of_the_daemon_costs_no_committed_step(folder, mode, level, place
 
 @pytest.mark.parametrize("place", ["dram", "swap"])
 def test_a_kill_after_a_restart_before_the_ranks_are_back(folder, place):
-    """Nobody asks the daemons between: the record that was handed over with the job is what the last one goes on from."""
+    """Nobody asks the daemons between: the last one continues from the record that was handed over with the job."""
     room = ["dram.limit=1GiB"] if place == "dram" else room_of_one_without_states(folder)
     service = Service(folder, *room)
     with service.manager as manager:
@@ -102,7 +102,7 @@ def test_a_kill_after_a_restart_before_the_ranks_are_back(folder, place):
 @pytest.mark.parametrize("level", ["memory", "step"])
 @pytest.mark.parametrize("end", ["restart", "kill"])
 def test_states_of_more_updates_than_the_job_has_steps(folder, end, level, monkeypatch):
-    """They come from another training. A daemon that ends while they are written: the rank goes on with it."""
+    """They come from another training. The daemon ends while they are written: the rank continues the write."""
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()

@@ -103,14 +103,14 @@ def places_of(chance, count):
 
 
 def go_to(manager, ranks, place, step):
-    """Returns when the ranks are there, and the daemon has gradients of theirs if it is to have some."""
+    """Returns when the ranks have reached the place, and the daemon has their gradients if it is to have some."""
     ranks.go_to(place, step)
     if place in HELD_PLACES:
         await_gradients(manager, step)
 
 
 def restart_at(manager, ranks, place, step):
-    """The ranks go on once the daemon has heard that it is to stop."""
+    """The ranks continue once the daemon has heard that it is to stop."""
     go_to(manager, ranks, place, step)
     manager.begin_restart()
     ranks.go_on(place)

@@ -35,7 +35,7 @@ def smallest_limit(*arguments):
 
 @functools.cache
 def run(dram_bytes, ranks, seed, *options):
-    """(What the script prints, or None; what it writes to stderr.) `options` are sorted, so that no run is made twice."""
+    """(What the script prints, or None; what it writes to stderr.) `options` are sorted, so that no run is repeated."""
     with tempfile.TemporaryDirectory(prefix="fb", dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
         daemon = Daemon(
             folder,

@@ -58,7 +58,7 @@ class HangingSwap:
 
 
 def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
-    """Its record has no slots for the blocks that left DRAM: the next daemon zeroes some before anything else."""
+    """Its record has no slots for the evicted blocks: the next daemon zeroes some before anything else."""
     assert FAULTY_DISK.exists(), "cmake --build build --target faulty_disk"
     service = Service(folder, "dram.limit=90MiB", "swap.capacity=256MiB", "io.engine=threads")
     swap = HangingSwap(service)
@@ -179,7 +179,7 @@ def test_damage_of_what_changes_is_no_crash(folder, what):
 
 
 def test_a_restart_while_a_rank_is_not_back_yet(folder):
-    """Two ranks after a kill; one is held while the daemon is asked to stop. It waits for that one, which may come back."""
+    """Two ranks after a kill; one is held while the daemon is asked to stop. It waits for that one, which may return."""
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
@@ -205,7 +205,7 @@ def test_a_restart_while_a_rank_is_not_back_yet(folder):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_rank_that_ends_while_there_is_no_daemon_is_not_waited_for(folder, end):
-    """The other one hears it, from this daemon or one after it; a run that begins anew waits for all of its ranks."""
+    """The other one hears it, from this daemon or one after it; a restarted run waits for all of its ranks."""
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
@@ -291,7 +291,7 @@ def test_a_process_that_was_replaced_detaches_alone(folder):
 
 
 def test_restarts_while_ranks_are_on_their_way_back(folder):
-    """Attached, and not known yet to have mapped their memory: what they had mapped before is kept."""
+    """Attached, and not known yet to have mapped their memory: the daemon retains what they had mapped before."""
     chance = random.Random(SEED)
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:

@@ -110,7 +110,7 @@ class Run:
             self.losses[step] = loss
 
     def finish(self):
-        """(step, digest), once it has trained all that is left."""
+        """(step, digest), once it has trained all remaining steps."""
         self.process.stdin.close()
         for line in self.process.stdout:
             what, step, value = json.loads(line)

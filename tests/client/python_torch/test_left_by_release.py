@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Goal    A daemon continues with the memory that a daemon of the previous release has left in the service manager's store: the
+# Goal    A daemon continues with the memory of a daemon of the previous release in the service manager's store: the
 #         jobs of a daemon that was restarted, and of a daemon that was killed in the middle of an update.
-# Method  left/*.tar.xz are the bytes of every memfd that a daemon of commit 4b14564 (protocol 14) left, each with the step and
-#         the SHA-256 of the job at that time. The bytes become memfds again and are handed to a daemon of this build. Then the
+# Method  left/*.tar.xz are the bytes of every memfd of a daemon of commit 4b14564 (protocol 14) in that store, each with the step
+#         and the SHA-256 of the job at that time. The bytes become memfds again and are handed to a daemon of this build. Then the
 #         job trains on. A release creates the files from scratch, with its own programs and package: left_by_release.py
 #         handed-over left/handed-over.tar.xz; the same for killed. The case "converted" is handed-over without the record, so
 #         that the job has the form of the ledger alone.

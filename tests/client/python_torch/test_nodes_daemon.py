@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goal    A job over two nodes goes on, to the bit, where a daemon is killed in the middle of a step and its memory was
-        kept; where it was lost, all nodes go back to the newest step that is durable on both. A restart of a daemon
+"""Goal    A job over two nodes continues, to the bit, if a daemon is killed in the middle of a step and its memory was
+        retained; if it was lost, all nodes return to the newest step that is durable on both. A restart of a daemon
         and a link that is down for a while cost time alone.
 Method  Two network namespaces, a daemon in each under a stand-in for the service manager; ranks that wait before a message
         of step 3 while the daemon is killed, restarted or cut off. SHA-256 of weights and states beside a run that saw

@@ -247,7 +247,7 @@ def test_what_is_no_number_is_refused_before_there_is_a_job(node):
         with pytest.raises(forebay.UsageError, match="group 0: .* not the numbers") as info:
             forebay.attach(Plane(), wrong)
         assert info.value.code == "E_OPTION" and info.value.hint
-    # The name is still free, for any layout; a bad value that comes later is an error as well.
+    # The name is still free, for any layout; a bad value that comes later is an error too.
     model = Plane()
     opt = forebay.attach(model, forebay.Lion(lr=LR))
     model(0).backward()

@@ -90,8 +90,8 @@ def descriptors(pid):
 
 
 def held_at_rest(daemon, want=None):
-    """What is held once no session is left and nothing changes any more (or once they equal
-    `want`), within the deadline."""
+    """The resources in use once the daemon is quiescent: no session exists and nothing changes any more (or once
+    they equal `want`), within the deadline."""
     end = time.monotonic() + DEADLINE_S
     last, same = None, 0
     while True:

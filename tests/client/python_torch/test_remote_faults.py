@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goal    Where an end of a remote session dies, hangs, loses its link or talks nonsense for longer than anybody waits, the
         other ends it: the trainer gets an error of ours, the daemon has its memory back, the gateway serves others, and
-        the job goes on from its step.
-Method  As test_remote.py, with a keepalive of two seconds; ranks wait for another one to come back, and for their daemon, a
+        the job continues from its step.
+Method  As test_remote.py, with a keepalive of two seconds; ranks wait for another one to return, and for their daemon, a
         second. Ranks wait between two steps while their world is changed.
 """
 
@@ -34,7 +34,7 @@ def place(gateway_network, tmp_path_factory):
 
 
 class Waiting:
-    """A rank that has made its first step and waits."""
+    """A rank that has trained its first step and waits."""
 
     def __init__(self, place, job, *words, ranks=1):
         if place.gateway.process.poll() is not None:  # a failed test may have ended the gateway
@@ -60,7 +60,7 @@ class Waiting:
         self.output.process.stdin.flush()
 
     def errors(self):
-        """What it says when it goes on."""
+        """The errors that it reports when it continues."""
         self.go_on()
         return errors(self.output.wait(DEADLINE_S))
 
@@ -93,7 +93,7 @@ def await_end(place, job):
 
 
 def finishes(place, job):
-    """Another process goes on with the job, from step 1."""
+    """Another process continues the job, from step 1."""
     lines = place.ranks(job, 1, 4)
     assert [line for line in lines if line[0] == "attached"] == [["attached", 0, 1]], lines
     assert not errors(lines)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goal    Ranks whose daemon is on another node go on by themselves where the gateway, their agents or the daemon are killed
-        or started again, and where the link is down for longer than the keepalive: no error, each step once, the bits
+"""Goal    Ranks whose daemon is on another node continue by themselves if the gateway, their agents or the daemon are killed
+        or started again, and if the link is down for longer than the keepalive: no error, each step once, the bits
         of a run that saw nothing of the kind.
 Method  As test_remote.py, with a keepalive of half a second and a daemon whose service manager keeps what it has in
-        memory. Two ranks take each step from the test, which takes something away at a known place of it.
+        memory. Two ranks take each step from the test, which removes one part of the system at a known place of it.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def agents_of(place):
 
 
 class KeptPlace(Place):
-    """One whose daemon is a service: what it has in memory is kept where it is killed."""
+    """One whose daemon is a service: its memory is retained if it is killed."""
 
     def start_daemon(self, *settings):
         self.service = Service(self.folder, *settings)
@@ -59,7 +59,7 @@ class KeptPlace(Place):
         self.gateway.kill()
         self.service.manager.__exit__(None, None, None)
 
-    # ---------------------------------------------------------------- what is taken away
+    # ---------------------------------------------------------------- faults
 
     def kill_gateway(self):
         self.gateway.kill()

@@ -115,7 +115,7 @@ def test_narrow_moments_come_back(node, format_):
 
 
 def test_states_before_the_first_step(node):
-    """Fresh states are states: loading them takes a trained job's moments away."""
+    """Fresh states are states: loading them removes a trained job's moments."""
     model = net(seed=1)
     opt = attach(model, "first")
     fresh = copy.deepcopy(opt.state_dict())
@@ -295,7 +295,7 @@ def _met(work):
 
 
 def test_between_forward_and_backward(node):
-    """Leases of the forward are given back: a write waits for them."""
+    """Leases of the forward are released: a write waits for them."""
     model = net(seed=1)
     opt = attach(model, "job")
     train(model, opt, 1)

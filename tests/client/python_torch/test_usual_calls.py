@@ -274,7 +274,7 @@ def test_a_batch_that_is_dropped_by_clearing_the_model(node, clear):
 
 @pytest.mark.parametrize("clear", CLEARS.values(), ids=CLEARS)
 def test_a_step_after_clearing_the_model(node, clear):
-    """As torch: without a gradient nothing moves, by one of zeros moments and decay go on."""
+    """The same as torch: without a gradient nothing changes; with one of zeros moments and decay still apply."""
     model, plain, plain_opt = pair(net())
     opt = forebay.attach(model, forebay.AdamW(lr=LR))
     for which, optimizer in ((model, opt), (plain, plain_opt)):
@@ -451,7 +451,7 @@ CELLS = [
 
 
 def test_cells_of_a_notebook(node):
-    """Attach, interrupt, go on, attach another, come back to the first."""
+    """Attach, interrupt, continue, attach another, return to the first."""
 
     def interrupted(call):
         handle = cells["model"].layers[1].up.weight.register_hook(interrupt)
@@ -562,7 +562,7 @@ def test_a_parameter_that_is_frozen_between_forward_and_backward(node):
 
 
 def test_a_second_training_of_one_process_is_warned_of(node, capfd, recwarn):
-    """It goes on with the job of the first one, whatever its model has."""
+    """It continues the job of the first one, whatever its model has."""
     first = net()
     opt = forebay.attach(first, forebay.AdamW(lr=LR))
     train(first, opt, 2)

@@ -2,7 +2,7 @@
 # Goal    Any in-place write into the parameters of a shared attachment writes into the job. This process computes with the
 #         values at once, and the next step updates them. Values that are exchanged and exchanged back leave no trace. A write
 #         that cannot be taken is an error that a script can catch, with unchanged parameters.
-# Method  The same writes are made on a private twin with torch's optimizer. Two ranks are two threads, as in test_two_ranks.py.
+# Method  The same writes go to a private twin with torch's optimizer. Two ranks are two threads, as in test_two_ranks.py.
 
 import copy
 import errno

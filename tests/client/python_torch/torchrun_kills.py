@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills ranks that torchrun has started, their daemon, or both, at random moments of a training whose steps are durable,
-and compares what is left with the same training without kills.
+and compares the result with the same training without kills.
 
 usage: torchrun_kills.py KILLS [SEED]      FOREBAY_BIN_DIR and FOREBAY_CORE as in daemon_process.py
 """
@@ -145,7 +145,7 @@ class Campaign:
         assert launch.returncode == 0, "the training with kills failed"
 
     def check(self):
-        """Raises where an answered step is lost, or bits differ; returns how often ranks went on."""
+        """Raises if an answered step is lost, or bits differ; returns how often ranks resumed."""
         logs = []
         for rank in range(RANKS):
             text = (self.folder / "killed" / f"rank{rank}.jsonl").read_text(encoding="utf-8")
@@ -173,7 +173,7 @@ class Campaign:
 
 
 def run(kills, seed):
-    """{target: kills of it}, how often ranks went on, seconds."""
+    """{target: kills of it}, how often ranks resumed, seconds."""
     # A folder on a disk: a tmpfs survives no power cut.
     place = os.environ.get("TMPDIR", "/var/tmp")
     with tempfile.TemporaryDirectory(prefix="fb", dir=place) as folder:

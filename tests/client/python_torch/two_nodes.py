@@ -49,7 +49,7 @@ class NodeOfJob:
 
 
 class KeptNode(NodeOfJob):
-    """One with swap, whose daemon is a service: what it has in memory is kept where it is killed."""
+    """One with swap, whose daemon is a service: its memory is retained if it is killed."""
 
     def start_daemon(self):
         self.service = Service(self.folder, "dram.limit=1GiB")
@@ -90,7 +90,7 @@ class Output:
             time.sleep(0.02)  # house: allow sleep: a poll with a deadline
 
     def wait(self, timeout):
-        """What it has said, where it ends well."""
+        """Returns the output if the process succeeds."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:

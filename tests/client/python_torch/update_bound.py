@@ -12,8 +12,8 @@ NORM_ROUNDINGS = 64
 def bounds(rule, group, before, gradient, e_gradient, e_states=None):
     """How far apart the two sides may be after one update: {"": of the parameter, state: ...}, each a tensor.
 
-    Each side rounds each operation to float32, which moves a result by at most UNIT of its size; errors of what it is made of
-    go on as the derivative says.
+    Each side rounds each operation to float32, which moves a result by at most UNIT of its size; errors of its operands
+    propagate as the derivative says.
 
     before      (parameter, states) of the reference, before the update.
     e_gradient  how far apart the two sides' gradients may be: a tensor, or 0.0.

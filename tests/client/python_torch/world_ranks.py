@@ -173,7 +173,7 @@ def group_after_attach(rank, folder):
     train(opt, model, rank)  # a job of one rank trains without a group
     join(f"file://{folder}/later", rank, 2)
     dist.new_group([0], timeout=PATIENCE)
-    # This rank is 0 of 1 in the group, which attach() was not given.
+    # This rank is 0 of 1 in the group, which was not passed to attach().
     dist.new_group([1], timeout=PATIENCE)
     for _ in range(2):
         backward(model, rank)
