@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills related processes so that none of them sees another one die.
 
-Processes that a test stops have a session of their own. Else a command of `forebay run` that ends meanwhile, in the process
-group of the tests, may leave that group orphaned. If a member of an orphaned group is stopped, the kernel sends SIGHUP to
-all its members: the tests and the program that runs them end. Source: setpgid(2).
+The processes are stopped meanwhile, and the kernel continues stopped processes of a group that becomes orphaned: it sends SIGHUP
+and SIGCONT to all members. A group is orphaned if no member has a parent in another group of the same session (setpgid(2)). So
+the first process of a test has a process group of its own, in the session of the tests: the tests are the parent that counts.
+In a session of its own, `forebay run` would continue and clean up when its command dies. In the group of the tests, the tests
+themselves would get SIGHUP.
 """
 
 import os
@@ -16,7 +18,7 @@ def kill_at_once(*pids):
     The last is killed first: a child may die with its parent, and its process id is invalid once another process has
     waited for it; a stopped parent does not wait for its child.
     """
-    assert all(os.getsid(pid) != os.getsid(0) for pid in pids), "start them with start_new_session"
+    assert all(os.getpgid(pid) != os.getpgid(0) for pid in pids), "start the first with preexec_fn=os.setpgrp"
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     for pid in reversed(pids):

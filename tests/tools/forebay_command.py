@@ -53,12 +53,12 @@ def folders_of_run(tmp_path, name):
     """(environment, runtime folder, swap folder); both folders must be empty again at the end."""
     environment, runtime, swap = make_folders(tmp_path, name)
     yield environment, runtime, swap
-    left = [*runtime.iterdir(), *swap.iterdir()]
+    left = [*runtime.rglob("*"), *swap.rglob("*")]
     for folder in (runtime, swap):
         for path in folder.iterdir():
             subprocess.run(["rm", "-rf", path], check=True)
     swap.rmdir()
-    assert left == [], "left behind"
+    assert left == [], f"left behind: {left}"
 
 
 def run_flags(swap):
@@ -88,9 +88,15 @@ def take_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
+def begin_own_group():
+    """As take_signals(); the program also has a process group of its own (kill_at_once.py)."""
+    take_signals()
+    os.setpgrp()
+
+
 class Started:
     """A `forebay run` whose command has begun: it prints its own pid, then runs permanently. `flags` are for run,
-    on top of `run` (run_flags' by default), the other options for Popen."""
+    on top of `run` (run_flags' by default), `begin` is called before the program, the other options are for Popen."""
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class Started:
         script="echo $$; while :; do read -r line || exit 5; done",
         flags=(),
         run=None,
+        begin=take_signals,
         **options,
     ):
         environment, _, swap = folders
@@ -108,7 +115,7 @@ class Started:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=take_signals,
+            preexec_fn=begin,
             **options,
         )
         self.pids = [int(word) for word in self.process.stdout.readline().split()]

@@ -23,6 +23,7 @@ from forebay_command import (
     ROOT,
     Started,
     await_end,
+    begin_own_group,
     folders_of_run,
     forebay,
     run_flags,
@@ -400,7 +401,7 @@ def test_nothing_is_left_after_a_kill_of_the_second_process(folders):
 
 def test_what_a_kill_of_both_processes_leaves_is_removed_by_the_next_run(folders):
     environment, runtime, swap = folders
-    started = Started(folders, start_new_session=True)
+    started = Started(folders, begin=begin_own_group)
     kill_at_once(started.process.pid, started.supervisor)
     assert started.wait() == -signal.SIGKILL
     for pid in (*started.pids, started.daemon, started.supervisor):

@@ -12,7 +12,7 @@ import re
 import signal
 
 import pytest
-from forebay_command import FOREBAY, Started, await_end, folders_of_run, forebay
+from forebay_command import FOREBAY, Started, await_end, begin_own_group, folders_of_run, forebay
 from kill_at_once import kill_at_once
 
 CLIENT = FOREBAY.parent.parent / "tests/held_client"
@@ -252,7 +252,7 @@ class Held(Started):
         )
         self.log = log
         with open(log, "wb") as messages:
-            super().__init__(node.folders, script, flags=flags, run=(), stderr=messages, start_new_session=True)
+            super().__init__(node.folders, script, flags=flags, run=(), stderr=messages, begin=begin_own_group)
 
     def processes(self):
         return {

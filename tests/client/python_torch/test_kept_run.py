@@ -78,7 +78,7 @@ class Run:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,
+                preexec_fn=os.setpgrp,
             )
         self.watchdog = threading.Timer(DEADLINE_S, self.process.terminate)
         self.watchdog.start()
