@@ -85,7 +85,7 @@ def parse_args():
     args = parser.parse_args()
     args.forebay = ROOT / args.bin / "forebay"
     args.block_elems = BLOCK_ELEMS
-    args.steps = args.steps or (25 if args.smoke else 50)  # 50: the usual trainings take less than five minutes
+    args.steps = args.steps or (25 if args.smoke else 30)  # 30: the usual trainings take less than five minutes
     args.runs = claims_of.RUNS if args.all else claims_of.SMOKE_RUNS if args.smoke else claims_of.USUAL_RUNS
     args.kill_seed = secrets.randbelow(1 << 31) if args.kill_seed is None else args.kill_seed
     return args
