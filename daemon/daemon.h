@@ -29,17 +29,16 @@ class Daemon {
  public:
   // Starts a daemon. Returns once clients can connect.
   //
-  // Errors  E_CONFIG, E_OPTION  a setting is not possible.
+  // Errors  E_CONFIG, E_OPTION  a setting is not possible; or jobs in `left` are of a newer daemon, or on another volume.
   //         E_BUSY              another daemon uses the socket or a swap path; its process id.
   //         E_SWAP_PATH, E_SWAP_NOSPC, E_UNSUPPORTED  those of nvme.
   //         E_SWAP_PATH, E_CORRUPT                    durable jobs that cannot be recovered, or are of another place.
   //         E_UNSUPPORTED                             jobs.durability without swap files that outlive the daemon.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   //
-  // `left`: retained descriptors of the previous daemon, whose jobs continue. If a job
-  // cannot continue, the log says why, and the job is recovered from the disk if it is durable. `forget` is called before
-  // a byte of the arenas changes, so that no other daemon finds them again, except those whose names it gets; its error is
-  // returned. `store` gets the descriptors from which jobs continue if this daemon is killed. Without `store` the jobs end with
+  // `left`: retained descriptors of the previous daemon, whose jobs continue. If a job cannot continue, the log says why, and
+  // the job is recovered from the disk if it is durable. `forget` is called before a byte of the arenas changes, so that no
+  // other daemon finds them again, except those whose names it gets; its error is returned. `store` gets the descriptors from which jobs continue if this daemon is killed. Without `store` the jobs end with
   // the daemon.
   using Forget = absl::AnyInvocable<absl::Status(const std::set<std::string>& kept)>;
   static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config,

@@ -353,7 +353,6 @@ void Executor::Run(JobsStopped& action) {
   absl::Status status = flush_();
   if (status.ok()) {
     for (const SessionId session : action.sessions) {
-      if (!sessions_.contains(session)) continue;
       poller_.Remove(session);
       session_io(session).channel().Close(protocol::ChannelState::kRestarting);
     }

@@ -51,8 +51,7 @@ absl::Status NewerRecord(uint64_t version) {
       ErrorId::kConfig,
       absl::StrCat("the daemon before keeps a job in memory, in a record of version ", version,
                    ", made by a newer forebayd; this one reads version ", kRecordVersion),
-      "start the newer forebayd again; to give up what is kept, stop the service before it is "
-      "started (systemctl stop forebayd)");
+      absl::StrCat("start the newer forebayd again", kGiveUpHint));
 }
 
 uint64_t Aligned(uint64_t bytes) { return protocol::RoundUp(bytes, kAlignment); }

@@ -20,6 +20,10 @@
 
 namespace forebay::daemon {
 
+// Hint of errors by which a daemon does not start on retained jobs: how to give the jobs up.
+inline constexpr char kGiveUpHint[] =
+    "; to give up what is kept, stop the service before it is started (systemctl stop forebayd)";
+
 // The record is consistent at every moment, even if the process is killed. Each value that changes has two copies, and a store
 // of 8 bytes selects the current copy. The store of RecordStep selects the new copies of all blocks of the step at once.
 //

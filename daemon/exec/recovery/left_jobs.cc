@@ -23,7 +23,6 @@
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/swap_space.h"
 #include "protocol/error.h"
-#include "protocol/os/memfd.h"
 #include "protocol/os/status_macros.h"
 #include "spdlog/spdlog.h"
 
@@ -64,11 +63,15 @@ absl::StatusOr<UniqueFd> Take(const std::string& name, const DurableJob& job,
                                                    "has left, ", name, " is missing"));
 }
 
+}  // namespace
+
 absl::StatusOr<uint64_t> SizeOf(const UniqueFd& fd) {
   struct stat info = {};
   if (::fstat(fd.get(), &info) == 0) return static_cast<uint64_t>(info.st_size);
-  return MakeError(ErrorId::kInternal, protocol::ErrnoText("fstat of an arena", errno));
+  return MakeError(ErrorId::kInternal, protocol::ErrnoText("fstat of a stored descriptor", errno));
 }
+
+namespace {
 
 // Frees the memory of the arena outside `parts`. A daemon that was killed may have populated parts that its record does not
 // name, or not yet freed parts that the record has dropped.
@@ -286,8 +289,7 @@ absl::Status CheckVolume(const std::vector<RecordedJob>& recorded, const SwapSpa
                      " of the daemon before is kept in memory, and a part of it is on swap; this "
                      "daemon has ",
                      swap == nullptr ? "no swap" : "another volume there"),
-        "start it with the swap.paths that it had; to give up what is kept, stop the service "
-        "before it is started (systemctl stop forebayd)");
+        absl::StrCat("start it with the swap.paths that it had", kGiveUpHint));
   }
   return absl::OkStatus();
 }

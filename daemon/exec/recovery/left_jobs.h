@@ -35,6 +35,9 @@ struct DescriptorStore {
   absl::AnyInvocable<void(const std::string& name)> drop;
 };
 
+// Returns the bytes of a descriptor's file. Errors: E_INTERNAL.
+absl::StatusOr<uint64_t> SizeOf(const protocol::UniqueFd& fd);
+
 std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
 std::string StepDescriptor(JobId job);

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/exec/recovery/release_before.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -15,6 +12,7 @@
 #include "nvme/volume.h"
 #include "protocol/error.h"
 #include "protocol/os/memfd.h"
+#include "protocol/os/status_macros.h"
 #include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
@@ -25,10 +23,8 @@ constexpr char kLedgerDescriptor[] = "ledger";
 absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& left) {
   const auto found = left.find(kLedgerDescriptor);
   if (found == left.end()) return DecodedLedger{};
-  struct stat info = {};
-  const bool is_sized = ::fstat(found->second.get(), &info) == 0;
-  const auto size = static_cast<uint64_t>(info.st_size);
-  if (!is_sized || size > nvme::Volume::kLedgerBytesMax) {
+  ASSIGN_OR_RETURN(const uint64_t size, SizeOf(found->second));
+  if (size > nvme::Volume::kLedgerBytesMax) {
     return protocol::MakeError(
         protocol::ErrorId::kCorrupt,
         absl::StrCat("the ledger that the daemon before has left has ", size, " bytes"));
