@@ -39,40 +39,32 @@ class NodeStateKill : public ::testing::TestWithParam<JobCase> {};
 
 TEST_P(NodeStateKill, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
-  constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
   uint64_t in_update = 0;
-  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;
-  const std::vector<uint64_t> points =
-      testing::PointsOf<Training>(GetParam(), options, kSteps, stride);
-  for (const uint64_t point : points) {
-    Training run(GetParam(), options);
-    run.AttachAll();
-    for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
+  const auto kill_twice = [&](Training& run, uint64_t /*point*/) {
     const uint32_t resident = run.View().resident_blocks;
     ASSERT_EQ(run.View().sums_on_swap_bytes > 0, GetParam().place == Place::kSumsOnSwap);
     ASSERT_EQ(run.View().weights_on_swap_bytes > 0, GetParam().place >= Place::kWeightsOnSwap);
     const bool is_updating = run.node_->model().is_updating(run.View().id);
-    ASSERT_TRUE(run.Kill()) << "point " << point;
+    ASSERT_TRUE(run.Kill());
     in_update += is_updating ? 1 : 0;
     run.Resume();
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_FALSE(::testing::Test::HasFailure());
     run.AttachAll(/*reattach=*/true);
     steps.insert(run.answered_);
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_FALSE(::testing::Test::HasFailure());
     EXPECT_EQ(run.View().resident_blocks, resident);
     ASSERT_THAT(run.node_->Logged<RestorePart>(), IsEmpty());
     run.TrainTo(run.answered_ + 2);
-    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+    ASSERT_EQ(run.node_->fault(), "");
     // Kills the next daemon too.
-    ASSERT_TRUE(run.Kill()) << "point " << point;
+    ASSERT_TRUE(run.Kill());
     run.Resume();
     run.AttachAll(/*reattach=*/true);
     run.TrainTo(run.answered_ + 1);
-    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
-  }
-  EXPECT_GE(points.size(), 20U);
+    ASSERT_EQ(run.node_->fault(), "");
+  };
+  EXPECT_GE(testing::AtEachPoint<Training>(GetParam(), options, kill_twice), 20U);
   EXPECT_GT(in_update, 0U);
   EXPECT_GE(steps.size(), 3U);
 }

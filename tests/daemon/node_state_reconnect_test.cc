@@ -38,35 +38,28 @@ class NodeStateReconnect : public ::testing::TestWithParam<JobCase> {};
 
 TEST_P(NodeStateReconnect, AtAnyPointARankGoesOn) {
   const NodeState::Options options = OptionsOf(GetParam());
-  constexpr uint64_t kSteps = 3;
-  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;
-  const std::vector<uint64_t> points =
-      testing::PointsOf<Training>(GetParam(), options, kSteps, stride);
-  for (const uint64_t point : points) {
-    Training run(GetParam(), options);
-    run.AttachAll();
-    run.node_->set_unheard_max(kUnheard);
-    for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
+  const auto reconnect = [](Training& run, uint64_t point) {
     const std::vector<uint64_t> sessions = run.sessions_;
     // The first rank reconnects at once. The second rank reconnects after three tasks, loses its connection again, and
     // reconnects at once.
     run.LoseClientOf(point % 2, 0);
     run.LoseClientOf(1 - point % 2, 3);
     run.LoseClientOf(1 - point % 2, 0);
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_FALSE(::testing::Test::HasFailure());
     run.TrainTo(run.answered_ + 1);
     // Both ranks remain disconnected until every task that can run without them has ended.
     for (const uint64_t session : sessions) run.node_->Disconnect(session);
     run.Resume();
     for (const uint64_t session : sessions) run.node_->Reconnect(session);
     run.TrainTo(run.answered_ + 1);
-    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_EQ(run.node_->fault(), "");
+    ASSERT_FALSE(::testing::Test::HasFailure());
     ASSERT_EQ(run.View().generation, 0U);
     for (const uint64_t session : sessions) ASSERT_FALSE(run.node_->is_closed(session));
     for (const AnswerCommand& answer : run.node_->Logged<AnswerCommand>()) ASSERT_OK(answer.status);
-  }
-  EXPECT_GE(points.size(), 20U);
+  };
+  const auto hold_answers = [](Training& run) { run.node_->set_unheard_max(kUnheard); };
+  EXPECT_GE(testing::AtEachPoint<Training>(GetParam(), options, reconnect, hold_answers), 20U);
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, NodeStateReconnect, ::testing::ValuesIn(kCasesThatGoOn));

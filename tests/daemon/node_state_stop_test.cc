@@ -52,36 +52,28 @@ class NodeStateStop : public ::testing::TestWithParam<JobCase> {};
 
 TEST_P(NodeStateStop, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   const NodeState::Options options = OptionsOf(GetParam(), /*keeps_jobs=*/true);
-  constexpr uint64_t kSteps = 3;
   std::set<uint64_t> steps;
-  const uint64_t stride = GetParam().place == Place::kSumsOnSwap ? 9 : 1;
-  const std::vector<uint64_t> points =
-      testing::PointsOf<Training>(GetParam(), options, kSteps, stride);
-  for (const uint64_t point : points) {
-    Training run(GetParam(), options);
-    run.AttachAll();
-    for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
+  const auto stop_twice = [&](Training& run, uint64_t /*point*/) {
     const uint64_t swap_bytes = run.View().swap_bytes;
     const uint32_t resident = run.View().resident_blocks;
     run.Stop();
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_FALSE(::testing::Test::HasFailure());
     steps.insert(run.answered_);
     run.AttachAll(/*reattach=*/true);
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_FALSE(::testing::Test::HasFailure());
     EXPECT_EQ(run.View().swap_bytes, swap_bytes);
     EXPECT_EQ(run.View().resident_blocks, resident);
     ASSERT_THAT(run.node_->Logged<RestorePart>(), IsEmpty());
     ASSERT_THAT(run.node_->Logged<CreateJobSwap>(), IsEmpty());
     run.TrainTo(run.answered_ + 2);
-    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+    ASSERT_EQ(run.node_->fault(), "");
     // Stops the next daemon too.
     run.Stop();
     run.AttachAll(/*reattach=*/true);
     run.TrainTo(run.answered_ + 1);
-    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
-    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
-  }
-  EXPECT_GE(points.size(), 20U);
+    ASSERT_EQ(run.node_->fault(), "");
+  };
+  EXPECT_GE(testing::AtEachPoint<Training>(GetParam(), options, stop_twice), 20U);
   EXPECT_GE(steps.size(), 2U);
 }
 
@@ -257,6 +249,14 @@ TEST_F(NodeStateStopJob, ALowerLimitIsSaidAndNothingIsLost) {
   EXPECT_EQ(next->FindJob("job")->committed_step, 1U);
 }
 
+void ExpectStopsWithoutJobs(NodeHarness& node) {
+  node.Send(StopRequested{});
+  node.RunTasks();
+  ASSERT_THAT(node.Logged<JobsStopped>(), SizeIs(1));
+  EXPECT_THAT(node.Logged<JobsStopped>()[0].jobs, IsEmpty());
+  EXPECT_THAT(node.Logged<CommitLedger>(), IsEmpty());
+}
+
 TEST_F(NodeStateStopJob, SwapThatIsLostWithTheDaemonKeepsItsJobs) {
   NodeState::Options options = run_.options_;
   options.loses_swap = true;
@@ -264,20 +264,12 @@ TEST_F(NodeStateStopJob, SwapThatIsLostWithTheDaemonKeepsItsJobs) {
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     half.Attach(run_.layout_, RequestOf(rank, run_.with_, false));
   }
-  half.Send(StopRequested{});
-  half.RunTasks();
-  ASSERT_THAT(half.Logged<JobsStopped>(), SizeIs(1));
-  EXPECT_THAT(half.Logged<JobsStopped>()[0].jobs, IsEmpty());
-  EXPECT_THAT(half.Logged<CommitLedger>(), IsEmpty());
+  ExpectStopsWithoutJobs(half);
 }
 
 TEST_F(NodeStateStopJob, WithoutAJobNothingIsWritten) {
   NodeHarness empty(run_.options_, kRanks);
-  empty.Send(StopRequested{});
-  empty.RunTasks();
-  ASSERT_THAT(empty.Logged<JobsStopped>(), SizeIs(1));
-  EXPECT_THAT(empty.Logged<JobsStopped>()[0].jobs, IsEmpty());
-  EXPECT_THAT(empty.Logged<CommitLedger>(), IsEmpty());
+  ExpectStopsWithoutJobs(empty);
 }
 
 TEST_F(NodeStateStopInDram, NumbersOfLeasesAndJobsGoOn) {

@@ -2,12 +2,14 @@
 // Points of a training at which a test ends the daemon.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <random>
 #include <vector>
 
 #include "daemon/core/node/node_state.h"
+#include "gtest/gtest.h"
 #include "tests/support/job_cases.h"
 
 namespace forebay::testing {
@@ -36,6 +38,27 @@ std::vector<uint64_t> PointsOf(const JobCase& with, const daemon::NodeState::Opt
     points.push_back(begin + random() % (count * (part + 1) / kParts - begin));
   }
   return points;
+}
+
+// Calls `body(run, point)` for each point of a training of three steps (PointsOf()): `run` is a new training that has taken
+// `point` turns. `prepare(run)` is called before the first turn. Ends at the first failure. Returns the number of points.
+template <typename T, typename Body, typename Prepare = void (*)(T&)>
+size_t AtEachPoint(
+    const JobCase& with, const daemon::NodeState::Options& options, Body body,
+    Prepare prepare = [](T&) {}) {
+  constexpr uint64_t kSteps = 3;
+  const uint64_t stride = with.place == Place::kSumsOnSwap ? 9 : 1;
+  const std::vector<uint64_t> points = PointsOf<T>(with, options, kSteps, stride);
+  for (const uint64_t point : points) {
+    SCOPED_TRACE(::testing::Message() << "point " << point);
+    T run(with, options);
+    run.AttachAll();
+    prepare(run);
+    for (uint64_t turns = 0; turns < point; ++turns) run.Turn();
+    body(run, point);
+    if (::testing::Test::HasFailure()) break;
+  }
+  return points.size();
 }
 
 }  // namespace forebay::testing
