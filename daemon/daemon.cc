@@ -56,8 +56,8 @@ using protocol::MakeError;
 
 // Time limit of a probe of all swap paths. A request that takes much longer than those before it ends after the limit.
 constexpr std::chrono::seconds kProbeLimit(8);
-// Time limit of the last ledger of a daemon that hands its jobs over.
-constexpr std::chrono::seconds kLastLedgerLimit(5);
+// Time limit of the ledger by which the next daemon finds the volume of jobs that have stopped.
+constexpr std::chrono::seconds kLedgerLimit(5);
 
 // Raises soft limits to the hard ones, which are the service manager's to set. Returns how many
 // descriptors the daemon may have.
@@ -433,7 +433,7 @@ absl::Status Daemon::StopJobs(FlushStore flush, std::chrono::seconds limit,
       return MakeError(ErrorId::kTimeout, "the ledger on swap is not durable yet");
     }
     is_due = true;
-    end = std::chrono::steady_clock::now() + kLastLedgerLimit;
+    end = std::chrono::steady_clock::now() + kLedgerLimit;
     FOREBAY_CHECK(state_->inbox->Push([](Executor& executor) { executor.StopDue(); }));
   }
   return *outcome->status;

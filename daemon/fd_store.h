@@ -22,7 +22,7 @@ namespace forebay::daemon {
 
 // Numbers of stored descriptors. For each job: weights, states and step arena, its record, and the next record. For each
 // session: its gradient arena and its process, and those of a session of the earlier daemon that was not continued. For the
-// node: the ledger, and reserve. FileDescriptorStoreMax= of the unit is the sum.
+// node: the staging slots, and reserve. FileDescriptorStoreMax= of the unit is the sum.
 inline constexpr uint32_t kStoredFdsPerJob = 5;
 inline constexpr uint32_t kStoredFdsPerSession = 4;
 inline constexpr uint32_t kStoredFdsOfNode = 16;

@@ -167,8 +167,7 @@ absl::Status SwapSpace::CommitAgain(const nvme::VolumeOptions& options) {
   ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
                    nvme::Volume::Open(options, *chosen.engine));
   LogDamage(*volume);
-  found_sequence_ = volume->durable_sequence();
-  if (found_sequence_ == 0) return absl::OkStatus();
+  if (volume->durable_sequence() == 0) return absl::OkStatus();
   ASSIGN_OR_RETURN(const DecodedLedger found, DecodeLedgerOf(*volume));
   RETURN_IF_ERROR(CheckPlace(found.place, found.node));
   const std::vector<nvme::Slot> slots(volume->ledger_slots().begin(), volume->ledger_slots().end());

@@ -193,8 +193,6 @@ class SwapSpace {
   // Bytes that a ledger may have for its jobs and 24 bytes for each slot that it names.
   uint64_t ledger_bytes_max() const;
 
-  // Sequence of the durable ledger that Open() found. 0 if the volume had no ledger.
-  uint64_t found_sequence() const { return found_sequence_; }
   // Sequence of the last durable ledger. 0 if the volume has no ledger.
   uint64_t durable_sequence() const { return volume_->durable_sequence(); }
   // Returns the findings of Open() or Inspect().
@@ -263,7 +261,6 @@ class SwapSpace {
   SwapSpaceOptions options_;
   nvme::IoEngine& engine_;
   uint64_t nonce_ = 0;
-  uint64_t found_sequence_ = 0;
   DurableNode recovered_;
   VolumePlace place_;
   std::string adopted_;

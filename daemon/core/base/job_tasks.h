@@ -35,7 +35,6 @@ class ActionSink {
   // Removes a task. Returns the job that started the task, or 0 if the id names no running task.
   JobId FinishTask(TaskId task);
   uint64_t NewLease() { return ++last_lease_; }
-  uint64_t last_lease() const { return last_lease_; }
   void set_last_lease(uint64_t lease) { last_lease_ = lease; }
 
  private:

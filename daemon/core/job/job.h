@@ -189,8 +189,10 @@ class Job {
   void TryStop();
   absl::Status CheckReattach(const AttachRequested& request) const;
   bool MissesRank() const;
-  // Returns the retained memory of the job, with the current places of its blocks.
-  KeptMemory Kept();
+  // Returns the retained memory of the job, with the current places of its blocks and without the values of its step.
+  KeptMemory Kept() const;
+  // True if a record of the present run exists.
+  bool has_record() const { return is_recorded_ && recorded_run_ == members_.run(); }
   void TryRecord();
   void Record();
   bool is_deleted() const { return deleting_ && !is_unrestored_; }

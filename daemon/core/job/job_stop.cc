@@ -86,7 +86,7 @@ void Job::TryStop() {
   stop_ = Stop::kDone;
 }
 
-KeptMemory Job::Kept() {
+KeptMemory Job::Kept() const {
   KeptMemory kept{.resident = {},
                   .written_steps = {},
                   .weights_bytes = spec_.plan.weights_bytes,
@@ -105,14 +105,12 @@ KeptMemory Job::Kept() {
     kept.resident.push_back(pipeline_.is_resident(block));
     kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
   }
-  step_.Record(kept, /*is_last=*/is_at_rest());
   return kept;
 }
 
 // Creates a new record of the job if it has none or an outdated one, as soon as no task changes the job.
 void Job::TryRecord() {
-  if (recorded_run_ != members_.run()) is_recorded_ = false;
-  if (is_recorded_ || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
+  if (has_record() || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
   if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
   if (step_.prepared_step() > 0) return;  // the existing record has the prepared step
   if (access_.in_progress() || residency_.in_progress()) return;
@@ -128,15 +126,15 @@ void Job::Record() {
     job.blocks.push_back(BytesOf(pipeline_.ledger().current(block)));
   }
   KeptMemory kept = Kept();
+  step_.Record(kept, /*is_last=*/is_at_rest());
   job.RemoveOwn(kept.spare_slots);
   job.kept = std::move(kept);
-  const bool has_record = is_recorded_ && recorded_run_ == members_.run();
-  is_recorded_ = true;
-  recorded_run_ = members_.run();
   io_.actions().Emit(RecordJob{.job = std::make_shared<const DurableJob>(std::move(job)),
                                .extra_states = std::move(extra_states),
                                .sum_pages = spec_.plan.sum_pages,
-                               .has_record = has_record});
+                               .has_record = has_record()});
+  is_recorded_ = true;
+  recorded_run_ = members_.run();
 }
 
 std::vector<SessionId> Job::StoppedSessions() const {
