@@ -257,6 +257,24 @@ def test_the_table_of_actions_has_all_of_them():
         assert f"`{action}`" in table, f"docs/internals/actions.md leaves out {action}"
 
 
+def test_the_table_of_exclusions_is_that_of_the_code():
+    code = (ROOT / "daemon" / "core" / "base" / "activity.cc").read_text(encoding="utf-8")
+    header = (ROOT / "daemon" / "core" / "base" / "activity.h").read_text(encoding="utf-8")
+    lasting = re.findall(r"Activity::(k\w+)", re.search(r"kLastingActivities[^;]*;", header)[0])
+    excluded = {
+        wanted: set(re.findall(r"k\w+", listed))
+        for wanted, listed in re.findall(r"\{(k\w+),\s*\{([^{}]*)\},\s*(?:k\w+Allows|\{\})\}", code)
+    }
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    shown = {}
+    for wanted, cells in re.findall(r"^\| [^|]*\(`(k\w+)`\) \|(.*)\|$", page, re.M):
+        dots = [cell.strip() for cell in cells.split("|")]
+        assert len(dots) == len(lasting), wanted
+        shown[wanted] = {activity for activity, dot in zip(lasting, dots) if dot == "●"}
+    assert len(shown) == 9
+    assert shown == excluded
+
+
 def write():
     page = ROOT / "README.md"
     text = page.read_text(encoding="utf-8")

@@ -163,12 +163,10 @@ void Job::EvictWaiting(const absl::Status& reason) {
 // Changes the world once the last step of the old world is published and the sessions of that world are closed.
 void Job::TryChangeWorld() {
   if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // waiting ranks have ended
-  if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
-  if (durable_.in_progress() || float_sums_ == FloatSums::kMaking) return;
-  if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return;
-  if (!members_.has_only_waiting()) return;
+  if (!has_room_ || deleting_ || !is_ready() || failed() || !members_.has_only_waiting()) return;
+  if (!MayBegin(Activity::kWorldChange, UnderWay().Without(Activity::kEarlyUpdate))) return;
   step_.DropForNewWorld();
-  if (io_.stale_tasks() > 0 || pipeline_.has_early_tasks()) return;
+  if (!MayBegin(Activity::kWorldChange, UnderWay()) || io_.stale_tasks() > 0) return;
   const MemoryPlan before = std::exchange(spec_.plan, *std::exchange(next_plan_, std::nullopt));
   float_sums_ = FloatSums::kNone;
   ReplaceStepArena action{.step_bytes = spec_.plan.step_bytes,
@@ -660,16 +658,17 @@ void Job::EndAll(const absl::Status& reason) {
   Fail(reason);
 }
 
+// The order matters: each call may make possible what a later call begins.
 void Job::Advance() {
-  if (is_at_rest()) {
-    pipeline_.clear_waits_for_slot();
+  pipeline_.clear_waits_for_slot();  // a call below sets it again
+  if (is_at_rest()) {                // only the durable step of the stop continues
     MoveDoubted();
     durable_.Pump();
     TryStop();
     CloseEnded();
     return;
   }
-  pipeline_.clear_waits_for_slot();
+  // Initial parameters first: the steps begin with them.
   for (const StateAccess::Written& written : access_.DrainWritten()) {
     initial_.SetMasters(written, true);
   }
@@ -678,52 +677,74 @@ void Job::Advance() {
   }
   // Serves fetches before blocks of the step, because blocks take the free staging slots.
   if (spec_.plan.has_weights_on_swap() && MayServeFetches()) fetches_.Serve();
+  // Publishes the step, whose durable step then begins.
   const bool was_updating = pipeline_.running();
   step_.AdvanceUpdate();
   durable_.Pump();
+  // A stop and a new record come before accesses, moves and early updates, which would delay them.
   TryStop();
   if (is_at_rest()) return;
   TryRecord();
+  // Before the decision: ranks that have called step wait, and kTurnsBetweenSteps bounds how long.
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
-  TryUseFloatSums();
-  step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_urgent_moves() &&
-                !durable_.is_awaiting_moves() && !step_.is_awaiting_durable());
-  if (MayServeFetches()) fetches_.Serve();
+  TryUseFloatSums();  // before the gradients that wait for these sums
+  // Adds gradients, updates blocks early, decides, and begins the update.
+  step_.Advance(MayUpdateEarly());
+  if (MayServeFetches()) fetches_.Serve();  // weights whose blocks are updated now
   CloseEnded();
+  // A session that has ended may have been the last with a lease, or the last of the old world.
   TryStop();
   if (is_at_rest()) return;
   TryChangeWorld();
+  // The record comes before the answers to ranks, which say that the job outlives the daemon.
   TryRecord();
   AnswerAttaches();
-  CloseEnded();
+  CloseEnded();  // sessions whose attach was refused
   FreeWhenUnused();
 }
 
-// Accesses states and moves blocks, in turns and never at the same time. No access or move begins once all ranks have called
-// step, and the decision waits for the one in progress. If all ranks called step before the previous step was published
-// (`is_due`), kTurnsBetweenSteps accesses and moves may still begin.
+Activities Job::UnderWay() const {
+  Activities under_way = step_.UnderWay();
+  under_way.AddIf(is_unrestored_, Activity::kRestore);
+  under_way.AddIf(making_tasks_ > 0 || float_sums_ == FloatSums::kMaking, Activity::kMemory);
+  return under_way;
+}
+
+// An early update also waits for accesses that are queued, and for blocks that are marked to leave DRAM. An early update waits
+// for a durable step only if calls of step wait for that step, or if that step waits for moves.
+bool Job::MayUpdateEarly() const {
+  Activities under_way = UnderWay().Without(Activity::kDurableStep);
+  under_way.AddIf(access_.has_requests(), Activity::kAccess);
+  under_way.AddIf(residency_.has_urgent_moves(), Activity::kMove);
+  under_way.AddIf(durable_.is_awaiting_moves() || step_.is_awaiting_durable(),
+                  Activity::kDurableStep);
+  return MayBegin(Activity::kEarlyUpdate, under_way);
+}
+
+// Accesses states and moves blocks, in turns. If all ranks called step before the previous step was published (`is_due`),
+// kTurnsBetweenSteps accesses and moves may begin before the decision.
 void Job::UseTimeBetweenSteps(bool is_due) {
   const bool called = step_.phase() == Step::Phase::kReducing;
   if (is_due) residency_.OnPublished();
   if (!called) turns_left_ = 0;
   if (called && is_due) turns_left_ = kTurnsBetweenSteps;
-  const auto may_begin = [&] {
-    return !pipeline_.running() && !pipeline_.has_early_tasks() && !durable_.in_progress() &&
-           !step_.is_digesting() &&
-           (step_.phase() == Step::Phase::kOpen || (called && turns_left_ > 0));
+  const auto may_begin = [&](Activity wanted) {
+    const Activities under_way = UnderWay();
+    return (called || step_.phase() == Step::Phase::kOpen) &&
+           MayBegin(wanted, turns_left_ > 0 ? under_way.Without(Activity::kCalledStep) : under_way);
   };
   const auto is_busy = [&] { return access_.in_progress() || residency_.in_progress(); };
   const bool was_busy = is_busy();
   const auto read = [&] {
-    const bool goes_on = called && access_.in_progress();
-    if ((may_begin() || goes_on) && !residency_.in_progress()) access_.Pump();
+    const bool continues = called && access_.in_progress() && !residency_.in_progress();
+    if (continues || may_begin(Activity::kAccess)) access_.Pump();
     if (access_.in_progress()) reads_first_ = false;
   };
   const auto move = [&] {
     if (access_.in_progress()) return;
     if (durable_.in_progress()) {
       MoveDoubted();
-    } else if (residency_.in_progress() || (may_begin() && is_ready())) {
+    } else if (residency_.in_progress() || (is_ready() && may_begin(Activity::kMove))) {
       residency_.Pump();
     }
     if (residency_.in_progress()) reads_first_ = true;
@@ -741,7 +762,7 @@ void Job::UseTimeBetweenSteps(bool is_due) {
 // Moves blocks in doubt, while a durable step waits for these moves.
 void Job::MoveDoubted() {
   const bool may_begin =
-      durable_.is_awaiting_moves() && !pipeline_.running() && !pipeline_.has_early_tasks();
+      durable_.is_awaiting_moves() && MayBegin(Activity::kDoubtedMove, UnderWay());
   if (may_begin || residency_.in_progress()) residency_.PumpDoubted();
 }
 

@@ -176,6 +176,9 @@ class Job {
   void EndAll(const absl::Status& reason);
   void Fail(const absl::Status& first_error);
   bool MayMove() const { return is_ready() && !failed() && !deleting_; }
+  // Returns the activities that are under way.
+  Activities UnderWay() const;
+  bool MayUpdateEarly() const;
   void UseTimeBetweenSteps(bool is_due);
   void MoveDoubted();
   void OnMemoryMade(const TaskDone& done);

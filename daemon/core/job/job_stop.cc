@@ -30,9 +30,8 @@ bool Job::MayStop() const {
 // True if the job is quiescent. Clients send commands that arrive now, or that wait for other ranks, to the next daemon again.
 bool Job::IsQuiet() const {
   const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count_of_sessions() > 0;
-  return MayStop() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
-         !pipeline_.running() && !durable_.in_progress() && !access_.in_progress() &&
-         !residency_.in_progress() && !holds_copies;
+  return MayStop() && MayBegin(Activity::kStop, UnderWay()) && !next_plan_ && io_.idle() &&
+         step_.is_quiet() && !holds_copies;
 }
 
 // True if fetches may be answered. During a stop, a rank with a lease on weights of the cache may wait for another rank
@@ -99,8 +98,7 @@ KeptMemory Job::Kept() const {
                   .sum_slots = {sum_slots().begin(), sum_slots().end()},
                   .leases = leases_.recorded()};
   // The record does not include float32 sums that are not used yet.
-  const bool is_making = float_sums_ == FloatSums::kMaking || float_sums_ == FloatSums::kMade;
-  if (is_making) kept.dram_bytes -= spec_.plan.float_sums_bytes;
+  if (float_sums_ == FloatSums::kMade) kept.dram_bytes -= spec_.plan.float_sums_bytes;
   for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
     kept.resident.push_back(pipeline_.is_resident(block));
     kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
@@ -111,9 +109,7 @@ KeptMemory Job::Kept() const {
 // Creates a new record of the job if it has none or an outdated one, as soon as no task changes the job.
 void Job::TryRecord() {
   if (has_record() || !spec_.options.keeps_jobs || !is_ready() || failed() || deleting_) return;
-  if (is_unrestored_ || making_tasks_ > 0 || !has_step_arena_ || pipeline_.running()) return;
-  if (step_.prepared_step() > 0) return;  // the existing record has the prepared step
-  if (access_.in_progress() || residency_.in_progress()) return;
+  if (!has_step_arena_ || !MayBegin(Activity::kRecord, UnderWay())) return;
   if (spec_.options.loses_swap && swap_bytes() > 0) return;
   Record();
 }

@@ -115,6 +115,12 @@ JobView ViewOf(const DurableJob& job) {
 }
 
 void Job::CheckInvariants() const {
+  const Activities under_way = UnderWay();
+  for (const Activity a : kLastingActivities) {
+    for (const Activity b : kLastingActivities) {
+      FOREBAY_CHECK(a == b || !under_way.has(a) || !under_way.has(b) || !AreNeverTogether(a, b));
+    }
+  }
   step_.CheckInvariants();
   members_.CheckInvariants();
   uint64_t leases = leases_.count_of_nobody();

@@ -395,16 +395,16 @@ StepOrder Step::OrderOf(const StepCall& call, double scale) const {
 // Prepares or decides the step once everything is added. If the gradients have a fault, the attempt ends. If blocks cannot be
 // read, the calls are refused and the gradients are retained, so that another call can try again.
 void Step::DecideWhenReduced() {
-  if (extra_copies_ > 0 || access_.in_progress() || pipeline_.is_moving()) return;
-  if (weights_.is_loading()) return;
-  if (durable_.in_progress() || durable_.is_restoring() || digests_.in_progress()) return;
+  const Activities under_way = UnderWay();
+  // An attempt with a fault changes no block, and ends during the update of the step before.
+  if (!MayBegin(Activity::kDecision, under_way.Without(Activity::kUpdate))) return;
   if (!gradients_.fault().ok()) {
     phase_ = Phase::kOpen;
     DropFaulty();
     trace_.OnRefused();
     return;
   }
-  if (!gradients_.reduced() || pipeline_.running()) return;
+  if (!gradients_.reduced() || !MayBegin(Activity::kDecision, under_way)) return;
   if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
     pipeline_.ForgetPrefetchErrors();
     if (!decision_) {
@@ -573,10 +573,26 @@ absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
   return absl::OkStatus();
 }
 
+Activities Step::UnderWay() const {
+  Activities under_way;
+  under_way.AddIf(pipeline_.running(), Activity::kUpdate);
+  under_way.AddIf(pipeline_.has_early_tasks(), Activity::kEarlyUpdate);
+  under_way.AddIf(access_.in_progress(), Activity::kAccess);
+  under_way.AddIf(pipeline_.is_moving(), Activity::kMove);
+  under_way.AddIf(durable_.in_progress(), Activity::kDurableStep);
+  under_way.AddIf(durable_.is_restoring(), Activity::kRestore);
+  under_way.AddIf(digests_.in_progress(), Activity::kDigests);
+  under_way.AddIf(weights_.is_loading(), Activity::kWeightsLoad);
+  under_way.AddIf(extra_copies_ > 0, Activity::kExtraCopy);
+  under_way.AddIf(phase_ == Phase::kReducing, Activity::kCalledStep);
+  under_way.AddIf(phase_ == Phase::kPrepared, Activity::kPrepared);
+  return under_way;
+}
+
 // True if the job can switch to float32 accumulators: no block is being updated from the old accumulators, and no task adds to
 // them.
 bool Step::MayUseFloatSums() const {
-  if (pipeline_.running() || pipeline_.has_early_tasks()) return false;
+  if (!MayBegin(Activity::kFloatSums, UnderWay())) return false;
   const bool waits = phase_ == Phase::kReducing && gradients_.needs_float_sums();
   return (phase_ == Phase::kOpen || waits) && gradients_.is_idle();
 }

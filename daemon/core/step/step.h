@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/core/base/activity.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
 #include "daemon/core/base/trace.h"
@@ -82,8 +83,8 @@ class Step {
   absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
   absl::Status OnExtraStateCopied(const TaskDone& done);
   void OnDigested(const TaskDone& done) { digests_.OnDigested(done); }
-  // True while weights of the published step are read for digests: these weights must not change.
-  bool is_digesting() const { return digests_.in_progress(); }
+  // Returns the activities that are under way in the parts of the job that a step uses.
+  Activities UnderWay() const;
 
   // Continues the update, and publishes the step when the update ends.
   void AdvanceUpdate();

@@ -62,7 +62,7 @@ void Step::FollowSums() {
 }
 
 void Step::UpdateEarly() {
-  const bool may = phase_ == Phase::kOpen && announced_ && !early_is_off_ && !pipeline_.running() &&
+  const bool may = phase_ == Phase::kOpen && announced_ && !early_is_off_ &&
                    gradients_.fault().ok() && !gradients_.needs_float_sums();
   if (!may) return;
   if (!pipeline_.is_early()) pipeline_.BeginEarly(OrderOf(*announced_, ScaleOf(*announced_)));
