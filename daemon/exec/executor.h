@@ -22,6 +22,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_name.h"
+#include "daemon/core/base/limits.h"
 #include "daemon/core/node/node_state.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"

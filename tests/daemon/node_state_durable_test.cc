@@ -20,7 +20,6 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/base/limits.h"
 #include "daemon/core/blocks/block_map.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

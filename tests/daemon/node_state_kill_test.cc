@@ -9,7 +9,6 @@
 #include <set>
 #include <vector>
 
-#include "daemon/core/base/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"

@@ -13,7 +13,6 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/base/limits.h"
 #include "daemon/core/blocks/path_table.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

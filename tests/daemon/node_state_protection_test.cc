@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/core/base/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"

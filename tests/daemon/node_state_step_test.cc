@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/core/base/limits.h"
 #include "daemon/core/update/step_pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -15,7 +15,6 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/core/base/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/durability.h"

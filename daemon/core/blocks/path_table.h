@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/core/base/limits.h"
 #include "nvme/path_rates.h"
 #include "nvme/slot_map.h"
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "daemon/core/base/events.h"
+#include "daemon/core/base/limits.h"
 #include "daemon/core/blocks/block_map.h"
 #include "protocol/layout.h"
 

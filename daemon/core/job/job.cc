@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "daemon/core/base/limits.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "daemon/core/base/limits.h"
 #include "daemon/core/job/job.h"
 #include "daemon/core/plan/job_plan.h"
 #include "protocol/os/check.h"

@@ -7,7 +7,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/base/durable_job.h"
-#include "daemon/core/base/limits.h"
+#include "daemon/core/base/node_options.h"
 #include "nvme/slot_map.h"
 
 namespace forebay::daemon {

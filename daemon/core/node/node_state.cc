@@ -11,6 +11,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/core/base/limits.h"
 #include "daemon/core/blocks/path_table.h"
 #include "daemon/core/node/node_impl.h"
 #include "daemon/core/plan/attach_check.h"

@@ -12,7 +12,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_name.h"
-#include "daemon/core/base/limits.h"
+#include "daemon/core/base/node_options.h"
 #include "daemon/core/base/views.h"
 
 namespace forebay::daemon {

@@ -9,7 +9,7 @@
 
 #include "daemon/core/base/durable_job.h"
 #include "daemon/core/base/events.h"
-#include "daemon/core/base/limits.h"
+#include "daemon/core/base/node_options.h"
 #include "daemon/core/plan/memory_plan.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"

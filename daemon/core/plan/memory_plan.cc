@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/limits.h"
+#include "daemon/core/base/node_options.h"
 #include "daemon/core/blocks/durable_content.h"
 #include "daemon/core/plan/table_bytes.h"
 #include "protocol/error.h"

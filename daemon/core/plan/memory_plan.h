@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/limits.h"
+#include "daemon/core/base/node_options.h"
 #include "daemon/core/base/session_request.h"
 #include "daemon/core/blocks/block_map.h"
 #include "daemon/core/blocks/placement.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "daemon/core/base/limits.h"
+#include "daemon/core/base/node_options.h"
 #include "daemon/core/base/session_request.h"
 #include "daemon/core/plan/memory_plan.h"
 #include "protocol/layout.h"

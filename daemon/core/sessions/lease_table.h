@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
+#include "daemon/core/base/limits.h"
 
 namespace forebay::daemon {
 

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/core/base/limits.h"
 #include "daemon/core/blocks/block_ledger.h"
 #include "daemon/core/blocks/durable_content.h"
 #include "protocol/error.h"

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/core/base/limits.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 

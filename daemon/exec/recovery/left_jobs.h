@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/base/durable_job.h"
-#include "daemon/core/base/limits.h"
+#include "daemon/core/base/node_options.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/recovery/kept_record.h"
