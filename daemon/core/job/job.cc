@@ -174,9 +174,9 @@ void Job::TryChangeWorld() {
                           .step_capacity_bytes = spec_.plan.step_capacity_bytes()};
   const uint32_t kept = std::min(before.session.world_size, spec_.world_size());
   for (uint32_t rank = 0; rank < kept; ++rank) {
-    action.extra_state.push_back({.from_bytes = before.extra_state_slot(rank, step_.extra_slot()),
-                                  .to_bytes = step_.extra_state_offset(rank),
-                                  .size_bytes = step_.extra_state_bytes(rank)});
+    action.extra_state.push_back({.from_bytes = before.extra_state_slot(rank, step_.extra().slot()),
+                                  .to_bytes = step_.extra().Part(rank).offset_bytes,
+                                  .size_bytes = step_.extra().Part(rank).bytes});
   }
   members_.OnWorldChanged();
   step_.OnWorldChanged();

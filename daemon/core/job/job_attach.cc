@@ -77,10 +77,10 @@ void Job::AnswerAttachOk(Session& session) {
   if (writes_initial) initial_.AddWriter(session.id, session.rank);
   AnswerAttach answer = TermsOf(session);
   answer.writes_initial = writes_initial;
-  answer.extra_state_bytes = step_.extra_state_bytes(session.rank);
-  answer.extra_state_offset = step_.extra_state_offset(session.rank);
-  answer.rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0);
-  answer.rank0_extra_state_offset = step_.extra_state_offset(0);
+  answer.extra_state_bytes = step_.extra().Part(session.rank).bytes;
+  answer.extra_state_offset = step_.extra().Part(session.rank).offset_bytes;
+  answer.rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra().Part(0).bytes;
+  answer.rank0_extra_state_offset = step_.extra().Part(0).offset_bytes;
   answer.leases = leases;
   io_.actions().Emit(std::move(answer));
 }

@@ -23,7 +23,7 @@ void Job::Restore() {
   RestoreExtraStates extra{.extra_states = spec_.recovered->extra_states};
   const size_t ranks = std::min<size_t>(spec_.world_size(), extra.extra_states->size());
   for (uint32_t rank = 0; rank < ranks; ++rank) {
-    extra.offsets_bytes.push_back(step_.extra_state_offset(rank));
+    extra.offsets_bytes.push_back(step_.extra().Part(rank).offset_bytes);
   }
   io_.Start(TaskKind::kRestoreExtraStates, 0, std::move(extra));
   RestorePreparedStates();
@@ -36,7 +36,7 @@ void Job::RestorePreparedStates() {
   if (!is_resumed() || !spec_.recovered->kept->update->prepared) return;
   RestoreExtraStates extra{.extra_states = spec_.recovered->kept->update->prepared->extra_states};
   for (uint32_t rank = 0; rank < extra.extra_states->size(); ++rank) {
-    extra.offsets_bytes.push_back(spec_.plan.extra_state_slot(rank, 1 - step_.extra_slot()));
+    extra.offsets_bytes.push_back(spec_.plan.extra_state_slot(rank, 1 - step_.extra().slot()));
   }
   ++making_tasks_;
   io_.Start(TaskKind::kRestoreExtraStates, 0, std::move(extra));

@@ -48,38 +48,30 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
       weights_(weights),
       leases_(leases),
       gradients_(io, spec.layout, spec.plan, members, pipeline),
+      attempts_(spec, io),
+      announcement_(spec.layout->spec().optimizer),
       digests_(spec, io, pipeline),
       barrier_(io.memory()),
-      deciders_(io.memory()),
+      nodes_(spec),
       trace_(spec.layout->partitions().size()),
-      extra_bytes_(spec.world_size(), 0),
-      unpublished_(io.memory()) {}
+      extra_(spec, io),
+      answers_(spec, io) {}
 
 void Step::Recover(const DurableJob& job) {
   committed_step_ = published_step_ = job.step;
   io_.set_committed_step(committed_step_);
   if (job.kept) {
-    attempt_ = job.kept->attempt;
-    io_.set_attempt(attempt_);
-    last_.norm = job.kept->norm;
-    last_.clipped = job.kept->clipped;
-    overflowed_ = job.kept->overflowed;
+    attempts_.Recover(job.kept->attempt);
+    nodes_.Recover(job.kept->summary);
     is_to_be_resumed_ = job.kept->update != nullptr && !job.kept->update->prepared;
-    if (auto summary =
-            protocol::DecodeStepSummary(job.kept->summary, spec_.layout->params().size());
-        summary.ok()) {
-      last_decision_ = *std::move(summary);
-    }
     if (is_to_be_resumed_) --published_step_;
-    if (overflowed_ > 0) last_.status = OverflowError(overflowed_);
-    if (!is_to_be_resumed_) unsaid_ = last_.status;
+    answers_.Recover(
+        *job.kept, job.step,
+        is_to_be_resumed_ ? StepAnswers::Recovered::kUpdating : StepAnswers::Recovered::kPublished);
   }
   trace_.Recover(job.trace);
   pipeline_.FollowTrace(job.trace);
-  const size_t ranks = std::min(extra_bytes_.size(), job.extra_states->size());
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    extra_bytes_[rank] = (*job.extra_states)[rank].size();
-  }
+  extra_.Recover(*job.extra_states);
 }
 
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session) {
@@ -118,18 +110,8 @@ void Step::EndMasters() {
   AnswerInitialDone();
 }
 
-// Refuses an attempt that is more than one ahead. A correct client begins a new attempt only after it has sent a command in the
-// attempt before.
-absl::Status Step::CheckAttempt(const Session& session, const Command& command) const {
-  if (command.attempt <= attempt_ + 1) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kProtocol,
-      absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " is at attempt ",
-                   command.attempt, " of step ", command.step, "; the newest one is ", attempt_));
-}
-
 void Step::FollowAttempt(const Session& session, const Command& command) {
-  if (command.attempt <= attempt_) return;
+  if (command.attempt <= attempts_.newest()) return;
   const absl::Status status =
       MakeError(ErrorId::kGradDropped,
                 absl::StrCat("rank ", spec_.layout->WorldRank(session.rank), " of job ", spec_.name,
@@ -142,17 +124,14 @@ void Step::FollowAttempt(const Session& session, const Command& command) {
 void Step::DropGradients(const absl::Status& status) {
   gradients_.Drop(status);
   pipeline_.ForgetSums();
-  announced_.reset();
-  early_is_off_ = false;
+  announcement_.Reset();
 }
 
 // --------------------------------------------------------------------------------- the step's call
 
 // Begins an attempt. Ranks that wait in step get `status`. The delivered gradients are dropped.
 void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
-  attempt_ = attempt;
-  io_.set_attempt(attempt);
-  RecordOpenAttempt(attempt);
+  attempts_.Begin(attempt, committed_step_ + 1);
   for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, status);
   io_.NewEpoch();
   DropGradients(absl::OkStatus());
@@ -168,19 +147,9 @@ void Step::AnswerCall(const StepCall& call, const absl::Status& status, uint16_t
 // Ends the attempt for every rank if a gradient is not finite.
 void Step::DropFaulty() {
   if (gradients_.fault().ok()) return;
-  fault_ = gradients_.fault();
-  faulty_attempt_ = attempt_;
-  BeginAttempt(attempt_ + 1, fault_);
-}
-
-absl::Status Step::DroppedError(uint64_t attempt) const {
-  if (!fault_.ok() && attempt == faulty_attempt_) return fault_;
-  return MakeError(
-      ErrorId::kGradDropped,
-      absl::StrCat("the gradients of attempt ", attempt, " at step ", committed_step_ + 1,
-                   " of job ", spec_.name, " were dropped: attempt ", attempt_,
-                   " has begun, since a rank began the step anew or was lost, or the "
-                   "daemon was started again"));
+  const absl::Status fault = gradients_.fault();
+  attempts_.EndWithFault(fault);
+  BeginAttempt(attempts_.newest() + 1, fault);
 }
 
 void Step::HandleStep(Session& session, const Command& command) {
@@ -190,7 +159,7 @@ void Step::HandleStep(Session& session, const Command& command) {
     io_.Answer(id, StepNumberError(command.step));
     return;
   }
-  if (prepared_step() > 0 && command.attempt == attempt_) {
+  if (prepared_step() > 0 && command.attempt == attempts_.newest()) {
     AnswerPrepared(session, id);
     return;
   }
@@ -206,8 +175,8 @@ void Step::HandleStep(Session& session, const Command& command) {
     io_.Answer(id, LeasesHeldError(session, command.step));
     return;
   }
-  const absl::Status status = CheckAttempt(session, command);
-  if (!status.ok() || command.attempt < attempt_) {
+  const absl::Status status = attempts_.Check(session.rank, command);
+  if (!status.ok() || command.attempt < attempts_.newest()) {
     io_.Answer(id, status.ok() ? DroppedError(command.attempt) : status);
     return;
   }
@@ -218,11 +187,12 @@ void Step::HandleStep(Session& session, const Command& command) {
 // Answers a repeated call, or a repeated decision, of the committed step.
 void Step::HandleRepeated(const Command& command, const CommandId& id) {
   const bool is_published = published_step_ == committed_step_;
-  const bool waits_for_disk = is_durable_first() && (!is_published || durable_.in_progress());
+  const bool waits_for_disk =
+      answers_.is_durable_first() && (!is_published || durable_.in_progress());
   if ((AnsweredWhen(command) == StepAnswer::kPublished && !is_published) || waits_for_disk) {
-    unpublished_.push_back({.command = id, .repeated = true});
+    answers_.Wait({.command = id, .repeated = true});
   } else {
-    Answer(id, /*repeated=*/true);
+    answers_.Answer({.command = id, .repeated = true});
   }
 }
 
@@ -322,7 +292,7 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
     io_.Answer(session.IdOf(command), status);
     return;
   }
-  if (command.attempt < attempt_) {
+  if (command.attempt < attempts_.newest()) {
     io_.Answer(session.IdOf(command), announces ? absl::OkStatus() : DroppedError(command.attempt));
     return;
   }
@@ -369,16 +339,7 @@ void Step::RefuseCalls(const absl::Status& status, uint16_t flags) {
 void Step::BeginReducing() {
   phase_ = Phase::kReducing;
   io_.actions().Emit(StepCalled{.job = spec_.id, .step = committed_step_ + 1});
-  for (const auto& [rank, call] : barrier_.by_rank()) {
-    if (call.request.extra_state_bytes == 0) continue;
-    ++extra_copies_;
-    io_.Start(
-        TaskKind::kCopyExtraState, call.command.session,
-        CopyToStepArena{.session = call.command.session,
-                        .grad_offset_bytes = call.extra_state_offset_bytes,
-                        .step_offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_),
-                        .bytes = call.request.extra_state_bytes});
-  }
+  extra_.Copy(barrier_.by_rank());
 }
 
 double Step::ScaleOf(const StepCall& call) const { return call.request.grad_scale / addends(); }
@@ -407,14 +368,14 @@ void Step::DecideWhenReduced() {
   if (!gradients_.reduced() || !MayBegin(Activity::kDecision, under_way)) return;
   if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
     pipeline_.ForgetPrefetchErrors();
-    if (!decision_) {
+    if (!nodes_.decision()) {
       phase_ = Phase::kOpen;
       RefuseCalls(error);
       trace_.OnRefused();
       return;
     }
   }
-  if (spec_.is_over_nodes() && !decision_) {
+  if (spec_.is_over_nodes() && !nodes_.decision()) {
     Prepare();
   } else {
     Decide();
@@ -423,31 +384,28 @@ void Step::DecideWhenReduced() {
 
 void Step::Decide() {
   const StepCall& call = barrier_.by_rank().begin()->second;
+  const auto& of_nodes = nodes_.decision();
   double scale = ScaleOf(call);
-  last_ = {.status = std::exchange(unsaid_, absl::OkStatus())};
-  if (decision_ && decision_->head.overflowed > 0) {
-    last_.status = OverflowError(decision_->head.overflowed);
-  }
+  StepAnswers::Decided decided{.overflowed = of_nodes ? of_nodes->head.overflowed : 0};
   if (call.request.max_grad_norm > 0) {
-    const double squares = decision_ ? SquaresOf(*decision_) : gradients_.Squares().ToDouble();
-    last_.norm = std::sqrt(squares) * std::abs(call.request.grad_scale) / addends();
-    const double clip = call.request.max_grad_norm / (last_.norm + kClipEps);
-    last_.clipped = clip < 1.0;
-    if (last_.clipped) scale *= clip;
+    const double squares = of_nodes ? nodes_.squares() : gradients_.Squares().ToDouble();
+    decided.norm = std::sqrt(squares) * std::abs(call.request.grad_scale) / addends();
+    const double clip = call.request.max_grad_norm / (decided.norm + kClipEps);
+    decided.clipped = clip < 1.0;
+    if (decided.clipped) scale *= clip;
   }
+  answers_.OnDecided(decided, published_step_);
   trace_.OnCommitted();
   pipeline_.FollowTrace(trace_.committed());
   StepOrder order = OrderOf(call, scale);
-  order.params = decision_ ? ParamsOf(*decision_) : ParamsWithGradient();
-  const bool is_as_announced =
-      announced_ && !last_.clipped &&
-      DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty();
-  if (announced_) announcement_was_kept_ = is_as_announced;
+  order.params = of_nodes ? nodes_.ParamsWithGradient(io_.memory()) : ParamsWithGradient();
+  const bool is_as_announced = announcement_.OnDecided(
+      call, decided.clipped ? Announcement::Clipped::kYes : Announcement::Clipped::kNo);
   std::optional<RecordDecision> decision;
   if (spec_.options.keeps_jobs) decision = DecisionOf(order);
   // The sums of a prepared step are recorded already, so the decision is recorded first. Begin() records the sums of other
   // steps, and the decision is recorded after these.
-  const bool was_recorded = decision && decision_;
+  const bool was_recorded = decision && of_nodes;
   if (was_recorded) io_.actions().Emit(*std::exchange(decision, std::nullopt));
   pipeline_.Begin(std::move(order), is_as_announced);
   if (decision) io_.actions().Emit(*std::move(decision));
@@ -484,58 +442,36 @@ void Step::Commit() {
   ++committed_step_;
   io_.set_committed_step(committed_step_);
   phase_ = Phase::kOpen;
-  extra_slot_ = 1 - extra_slot_;
   DropGradients(absl::OkStatus());
-  attempt_ = recorded_attempt_ = 0;
-  fault_ = absl::OkStatus();
-  io_.set_attempt(attempt_);
-  has_answered_early_ = false;
+  attempts_.BeginStep();
   io_.actions().Emit(StepCommitted{.job = spec_.id, .step = committed_step_});
-  if (decision_) last_decision_ = std::exchange(decision_, std::nullopt);
-  is_prepared_before_ = false;
+  nodes_.Commit();
+  extra_.Commit(barrier_.by_rank());
   for (const auto& [rank, call] : barrier_.Drain()) {
-    extra_bytes_[rank] = call.request.extra_state_bytes;
-    if (!call.is_answered) AnswerCommitted(call.command, call.answered_when);
+    if (!call.is_answered) answers_.AnswerCommitted(call.command, call.answered_when);
   }
-  for (const Decider& call : std::exchange(deciders_, {})) {
-    AnswerCommitted(call.command, call.answered_when);
-  }
-}
-
-void Step::AnswerCommitted(const CommandId& command, StepAnswer when) {
-  if (when == StepAnswer::kPublished || is_durable_first()) {
-    unpublished_.push_back({.command = command});
-    return;
-  }
-  has_answered_early_ = true;
-  Answer(command, /*repeated=*/false);
+  answers_.AnswerDeciding();
 }
 
 void Step::Publish() {
   const uint64_t overflowed = pipeline_.Finish();
   published_step_ = committed_step_;
-  RecordPublished(overflowed);
-  io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
-  if (overflowed > 0 && spec_.is_over_nodes()) {
-    unsaid_ = OverflowError(overflowed);  // all nodes report the overflow with the next step
-  } else if (overflowed > 0) {
-    last_.status = OverflowError(overflowed);
-    if (has_answered_early_) unsaid_ = last_.status;
+  if (spec_.options.keeps_jobs) {
+    io_.actions().Emit(
+        RecordStep{.job = spec_.id, .step = published_step_, .overflowed = overflowed});
   }
+  io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
+  answers_.OnPublished(overflowed, published_step_);
   digests_.Begin();
   if (durable_.IsDue(published_step_)) durable_.Begin(PublishedNow());
-  if (!is_durable_first() || !durable_.in_progress()) AnswerPublished();
+  if (!answers_.is_durable_first() || !durable_.in_progress()) answers_.AnswerWaiting();
 }
 
 DurableSteps::Published Step::PublishedNow() const {
-  DurableSteps::Published published{.step = published_step_,
-                                    .run = members_.run(),
-                                    .trace = trace_.committed(),
-                                    .extra_states = {}};
-  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
-    published.extra_states.push_back(extra_state(rank));
-  }
-  return published;
+  return {.step = published_step_,
+          .run = members_.run(),
+          .trace = trace_.committed(),
+          .extra_states = extra_.Parts()};
 }
 
 bool Step::is_quiet() const {
@@ -543,26 +479,12 @@ bool Step::is_quiet() const {
     if (session.step_being_copied) return false;
   }
   return phase_ == Phase::kOpen && published_step_ == committed_step_ && !is_gathering() &&
-         barrier_.by_rank().empty() && unpublished_.empty() &&
-         (unsaid_.ok() || members_.live_ranks() == 0);
-}
-
-void Step::AnswerPublished() {
-  for (const auto& [command, repeated] : std::exchange(unpublished_, {})) {
-    Answer(command, repeated);
-  }
+         barrier_.by_rank().empty() && !answers_.has_waiting() &&
+         (answers_.unreported().ok() || members_.live_ranks() == 0);
 }
 
 void Step::OnDurable() {
-  if (published_step_ == committed_step_) AnswerPublished();
-}
-
-void Step::Answer(const CommandId& command, bool repeated) const {
-  protocol::Completion completion{};
-  completion.norm = last_.norm;
-  if (repeated) completion.flags |= protocol::kStepRepeated;
-  if (last_.clipped) completion.flags |= protocol::kStepClipped;
-  io_.Answer(command, completion, last_.status);
+  if (published_step_ == committed_step_) answers_.AnswerWaiting();
 }
 
 absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
@@ -583,7 +505,7 @@ Activities Step::UnderWay() const {
   under_way.AddIf(durable_.is_restoring(), Activity::kRestore);
   under_way.AddIf(digests_.in_progress(), Activity::kDigests);
   under_way.AddIf(weights_.is_loading(), Activity::kWeightsLoad);
-  under_way.AddIf(extra_copies_ > 0, Activity::kExtraCopy);
+  under_way.AddIf(extra_.is_copying(), Activity::kExtraCopy);
   under_way.AddIf(phase_ == Phase::kReducing, Activity::kCalledStep);
   under_way.AddIf(phase_ == Phase::kPrepared, Activity::kPrepared);
   return under_way;
@@ -602,7 +524,7 @@ void Step::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
 }
 
 absl::Status Step::OnExtraStateCopied(const TaskDone& done) {
-  --extra_copies_;
+  extra_.OnCopied();
   return done.status;
 }
 
@@ -655,20 +577,18 @@ void Step::OnRankFailed(const Session* lost, const absl::Status& status) {
   }
   io_.NewEpoch();
   DropGradients(status);
-  attempt_ = 0;  // all sessions of older attempts are fenced
-  fault_ = absl::OkStatus();
-  io_.set_attempt(attempt_);
-  RecordOpenAttempt(attempt_);
+  attempts_.BeginGeneration(committed_step_ + 1);
   trace_.OnDropped();
 }
 
 void Step::GiveUpAttempt() {
   if (phase_ != Phase::kOpen || gradients_.empty()) return;
-  BeginAttempt(attempt_ + 1, MakeError(ErrorId::kGradDropped,
-                                       absl::StrCat("the gradients of step ", committed_step_ + 1,
-                                                    " of job ", spec_.name,
-                                                    " were dropped: the daemon is being restarted, "
-                                                    "and a rank is not there")));
+  BeginAttempt(
+      attempts_.newest() + 1,
+      MakeError(ErrorId::kGradDropped,
+                absl::StrCat("the gradients of step ", committed_step_ + 1, " of job ", spec_.name,
+                             " were dropped: the daemon is being restarted, "
+                             "and a rank is not there")));
 }
 
 void Step::DropForNewWorld() {
@@ -681,11 +601,9 @@ void Step::OnWorldChanged() {
   FOREBAY_CHECK(phase_ == Phase::kOpen && gradients_.empty() && barrier_.by_rank().empty());
   gradients_.OnWorldChanged();
   pipeline_.ForgetSums();
-  announced_.reset();
-  extra_bytes_.resize(members_.world_size(), 0);
-  attempt_ = 0;
-  fault_ = absl::OkStatus();
-  io_.set_attempt(attempt_);
+  announcement_.Reset();
+  extra_.OnWorldChanged();
+  attempts_.BeginWorld();
 }
 
 void Step::AnswerWaiting(Session& session, const absl::Status& status) {
@@ -703,8 +621,7 @@ void Step::Fail(const absl::Status& first_error) {
   phase_ = Phase::kFailed;
   io_.NewEpoch();
   for (const auto& [rank, call] : barrier_.Drain()) AnswerCall(call, first_error);
-  for (const Decider& call : std::exchange(deciders_, {})) io_.Answer(call.command, first_error);
-  for (const Waiting& call : std::exchange(unpublished_, {})) io_.Answer(call.command, first_error);
+  answers_.Fail(first_error);
   gradients_.Drop(first_error);
 }
 
@@ -726,9 +643,7 @@ uint64_t Step::unanswered(const Session& session) const {
   for (const auto& [rank, call] : barrier_.by_rank()) {
     count += call.command.session == session.id && !call.is_answered ? 1 : 0;
   }
-  for (const Decider& call : deciders_) count += call.command.session == session.id ? 1 : 0;
-  for (const Waiting& call : unpublished_) count += call.command.session == session.id ? 1 : 0;
-  return count + gradients_.unanswered(session.id);
+  return count + answers_.unanswered(session.id) + gradients_.unanswered(session.id);
 }
 
 void Step::CheckInvariants() const {
@@ -737,8 +652,8 @@ void Step::CheckInvariants() const {
   const bool updating = phase_ == Phase::kMasters || published_step_ < committed_step_;
   FOREBAY_CHECK(updating == (pipeline_.running() || is_to_be_resumed_) || phase_ == Phase::kFailed);
   FOREBAY_CHECK(!updating || !access_.in_progress());
-  const bool is_waiting = updating || (is_durable_first() && durable_.in_progress());
-  FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (is_waiting || unpublished_.empty()));
+  const bool is_waiting = updating || (answers_.is_durable_first() && durable_.in_progress());
+  FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (is_waiting || !answers_.has_waiting()));
 }
 
 }  // namespace forebay::daemon

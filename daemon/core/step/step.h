@@ -21,7 +21,12 @@
 #include "daemon/core/sessions/membership.h"
 #include "daemon/core/sessions/session.h"
 #include "daemon/core/sessions/step_barrier.h"
+#include "daemon/core/step/announcement.h"
 #include "daemon/core/step/gradient_accumulator.h"
+#include "daemon/core/step/nodes_decision.h"
+#include "daemon/core/step/step_answers.h"
+#include "daemon/core/step/step_attempts.h"
+#include "daemon/core/step/step_extra_states.h"
 #include "daemon/core/update/durable_steps.h"
 #include "daemon/core/update/replica_digests.h"
 #include "daemon/core/update/state_access.h"
@@ -55,7 +60,7 @@ class Step {
        const LeaseTable& leases);
 
   // True if a published step is being made durable, and the calls of that step wait until it is durable.
-  bool is_awaiting_durable() const { return is_durable_first() && durable_.in_progress(); }
+  bool is_awaiting_durable() const { return answers_.is_durable_first() && durable_.in_progress(); }
 
   // Sets a new Step to continue after the step of a recovered job.
   void Recover(const DurableJob& job);
@@ -77,7 +82,7 @@ class Step {
   // Returns the step that is prepared and not decided, or 0 if no step is prepared.
   uint64_t prepared_step() const { return phase_ == Phase::kPrepared ? committed_step_ + 1 : 0; }
   // Returns the encoded decision of the nodes on the committed step. Empty if this node does not know the decision.
-  std::vector<std::byte> LastSummary() const;
+  std::vector<std::byte> LastSummary() const { return nodes_.EncodeLast(); }
 
   // Handle tasks that have ended. After an error the caller fails the job (Fail()).
   absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
@@ -101,11 +106,6 @@ class Step {
   bool is_quiet() const;
   // Drops the gradients that were delivered to the next step, and begins a new attempt.
   void GiveUpAttempt();
-  // Returns the first attempt at the next step that has not ended.
-  uint64_t open_attempt() const {
-    return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
-  }
-
   // Adds the published step's values for the job's record, among them those that answers to calls of the step carry. `is_last`:
   // the job stops, and nothing follows the record. Otherwise RecordAttempt is emitted before the first gradient is delivered to
   // the next step.
@@ -136,9 +136,11 @@ class Step {
   Phase phase() const { return phase_; }
   uint64_t committed_step() const { return committed_step_; }
   uint64_t published_step() const { return published_step_; }
-  uint64_t attempt() const { return attempt_; }
+  uint64_t attempt() const { return attempts_.newest(); }
   // True if gradients of the next step have been delivered, or the step is announced.
-  bool is_gathering() const { return !gradients_.empty() || announced_.has_value(); }
+  bool is_gathering() const {
+    return !gradients_.empty() || announcement_.state() != Announcement::State::kNone;
+  }
   // True if a further backward pass waits for sums in float32 (GradientAccumulator).
   bool needs_float_sums() const { return gradients_.needs_float_sums(); }
   bool MayUseFloatSums() const;
@@ -151,44 +153,20 @@ class Step {
   uint64_t FetchStep(std::optional<uint32_t> rank) const;
   void RecordFetch(uint32_t partition) { trace_.Record(partition, phase_ != Phase::kOpen); }
   const std::vector<uint32_t>& trace() const { return trace_.committed(); }
-  uint64_t extra_state_bytes(uint32_t rank) const { return extra_bytes_[rank]; }
-  uint32_t extra_slot() const { return extra_slot_; }
-  uint64_t extra_state_offset(uint32_t rank) const {
-    return spec_.plan.extra_state_slot(rank, extra_slot_);
-  }
-  StatePart extra_state(uint32_t rank) const {
-    return {.offset_bytes = extra_state_offset(rank), .bytes = extra_bytes_[rank]};
-  }
+  const StepExtraStates& extra() const { return extra_; }
   uint64_t unanswered(const Session& session) const;
   void CheckInvariants() const;
 
  private:
-  // Answer to the calls of a committed step.
-  struct Result {
-    double norm = 0;
-    bool clipped = false;
-    absl::Status status;
-  };
-
-  // A call that is answered when its step is published or, at level step, durable.
-  struct Waiting {
-    CommandId command;
-    bool repeated = false;
-  };
-  // A kDecide call, which has brought the decision of the nodes.
-  struct Decider {
-    CommandId command;
-    protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
-  };
-
-  absl::Status CheckAttempt(const Session& session, const protocol::Command& command) const;
   void BeginAttempt(uint64_t attempt, const absl::Status& status);
   void AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags = 0);
   bool HasTaken(const Session& session, const protocol::Command& command) const;
   uint64_t GradientEnd(const protocol::Command& command) const;  // end of the range, in elements
   void FollowAttempt(const Session& session, const protocol::Command& command);
   void DropFaulty();
-  absl::Status DroppedError(uint64_t attempt) const;
+  absl::Status DroppedError(uint64_t attempt) const {
+    return attempts_.DroppedError(attempt, committed_step_ + 1);
+  }
   absl::Status StepNumberError(uint64_t step) const;
   void CopyRequest(Session& session, const protocol::Command& command);
   void Announce(uint32_t rank, StepCall call);
@@ -212,15 +190,10 @@ class Step {
   void DecideWhenReduced();
   void Decide();
   void HandleRepeated(const protocol::Command& command, const CommandId& id);
-  void AnswerCommitted(const CommandId& command, protocol::StepAnswer when);
 
   // Over several nodes.
   void Prepare();
   protocol::StepSummary SummaryOfNode() const;
-  uint64_t ScalarsOf(const StepCall& call) const;
-  std::pmr::vector<bool> ParamsOf(const protocol::StepSummary& summary) const;
-  absl::Status CheckDecision(const protocol::Command& command,
-                             const protocol::StepSummary& summary) const;
   void GiveUpPrepared(protocol::StepDecision decision);
   void AnswerPrepared(const Session& session, const CommandId& command);
   void RecordPreparedStep();
@@ -228,19 +201,10 @@ class Step {
   void EndMasters();
   void AnswerInitialDone();
   void ArmLeaseTimer();
-  void RecordOpenAttempt(uint64_t attempt);
   RecordDecision DecisionOf(const StepOrder& order) const;
-  void RecordPublished(uint64_t overflowed);
-  absl::Status OverflowError(uint64_t overflowed) const;
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
   void Publish();
-  void AnswerPublished();
-  // True if calls are answered only when their step is durable.
-  bool is_durable_first() const {
-    return spec_.plan.session.durability.level == protocol::DurabilityLevel::kStep;
-  }
-  void Answer(const CommandId& command, bool repeated) const;
 
   const JobSpec& spec_;
   JobTasks& io_;
@@ -253,44 +217,18 @@ class Step {
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;
   uint64_t published_step_ = 0;  // committed_step_, or the step before it
-  // The newest attempt at the next step. Only the gradients of this attempt are retained.
-  uint64_t attempt_ = 0;
-  uint64_t faulty_attempt_ = 0;  // the last attempt that ended with a fault
-  absl::Status fault_;           // fault of faulty_attempt_; OK if no attempt had one
-  uint64_t recorded_attempt_ = 0;
-  uint64_t overflowed_ = 0;  // number of masters that overflowed in the published step
   bool is_to_be_resumed_ = false;
   GradientAccumulator gradients_;
-  std::optional<StepCall> announced_;  // call that announced this attempt's scalars
-  // early_is_off_: no early updates, because ranks have announced different scalars, or because the previous decision differed
-  // from its announcement (clipping or other scalars), so that the next decision may differ too.
-  bool early_is_off_ = false;
-  bool announcement_was_kept_ = true;
+  StepAttempts attempts_;
+  Announcement announcement_;
   ReplicaDigests digests_;
   StepBarrier barrier_;
-  // Job over several nodes: the decision of the nodes on the next step, until the step is committed, and the calls that brought
-  // the decision.
-  std::optional<protocol::StepSummary> decision_;
-  std::pmr::vector<Decider> deciders_;
-  std::vector<std::byte> prepared_summary_;  // encoded summary of this node
-  // True if the previous daemon prepared the step. Only that daemon knew which ranks' gradients the sums have.
-  bool is_prepared_before_ = false;
-  std::optional<protocol::StepSummary> last_decision_;  // decision_ of the committed step
+  NodesDecision nodes_;
   Trace trace_;
   std::vector<CommandId> initial_done_;  // commands that wait for the end of Phase::kMasters
-
-  uint32_t extra_slot_ = 0;            // extra_state slot of the committed step
-  std::vector<uint64_t> extra_bytes_;  // extra_state of the committed step, by rank
-  uint32_t extra_copies_ = 0;          // running tasks that copy extra_state
-  Result last_;
-  // Calls of the committed step that are answered when the step is published or, at level step, durable.
-  std::pmr::vector<Waiting> unpublished_;
-  bool has_answered_early_ = false;  // calls of the step were answered before its publication
-  absl::Status unsaid_;              // error that the answers to these calls did not report
+  StepExtraStates extra_;
+  StepAnswers answers_;
 };
-
-// Returns the sum of the squares of all nodes' gradients.
-double SquaresOf(const protocol::StepSummary& summary);
 
 // Returns the limits against which CheckCommand() checks the commands of a session.
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session);

@@ -32,8 +32,8 @@ void Step::HandleAnnouncement(Session& session, const Command& command) {
                              "announce them before the last backward pass"));
     return;
   }
-  const absl::Status status = CheckAttempt(session, command);
-  if (!status.ok() || command.attempt < attempt_) {
+  const absl::Status status = attempts_.Check(session.rank, command);
+  if (!status.ok() || command.attempt < attempts_.newest()) {
     io_.Answer(id, status);  // discards an announcement of an older attempt
     return;
   }
@@ -45,14 +45,7 @@ void Step::HandleAnnouncement(Session& session, const Command& command) {
 // is updated early.
 void Step::Announce(uint32_t rank, StepCall call) {
   gradients_.BeginLastPass(rank);
-  if (!announced_) {
-    early_is_off_ = !announcement_was_kept_;
-    announced_ = std::move(call);
-    return;
-  }
-  if (DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty()) return;
-  early_is_off_ = true;
-  pipeline_.DropEarly();
+  if (!announcement_.Add(std::move(call))) pipeline_.DropEarly();
 }
 
 void Step::FollowSums() {
@@ -62,16 +55,17 @@ void Step::FollowSums() {
 }
 
 void Step::UpdateEarly() {
-  const bool may = phase_ == Phase::kOpen && announced_ && !early_is_off_ &&
+  const bool may = phase_ == Phase::kOpen && announcement_.is_trusted() &&
                    gradients_.fault().ok() && !gradients_.needs_float_sums();
   if (!may) return;
-  if (!pipeline_.is_early()) pipeline_.BeginEarly(OrderOf(*announced_, ScaleOf(*announced_)));
+  if (!pipeline_.is_early())
+    pipeline_.BeginEarly(OrderOf(announcement_.call(), ScaleOf(announcement_.call())));
   pipeline_.PumpEarly();
 }
 
 void Step::DropEarlyUpdates() {
   pipeline_.DropEarly();
-  announced_.reset();
+  announcement_.Reset();
 }
 
 }  // namespace forebay::daemon

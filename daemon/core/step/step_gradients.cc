@@ -36,12 +36,12 @@ void Step::HandleGradient(Session& session, const Command& command) {
                              "deliver every gradient of a step before calling step"));
     return;
   }
-  const absl::Status status = CheckAttempt(session, command);
+  const absl::Status status = attempts_.Check(session.rank, command);
   if (!status.ok()) {
     io_.Answer(id, status);
     return;
   }
-  if (command.attempt < attempt_) {
+  if (command.attempt < attempts_.newest()) {
     io_.Answer(id, absl::OkStatus());  // discards the gradient: the rank's step call gets the error
     return;
   }
@@ -55,7 +55,7 @@ void Step::HandleGradient(Session& session, const Command& command) {
                              "deliver every gradient of a step before asking for norms"));
     return;
   }
-  if (gradients_.empty()) RecordOpenAttempt(attempt_ + 1);
+  if (gradients_.empty()) attempts_.RecordOpen(attempts_.newest() + 1, committed_step_ + 1);
   gradients_.Deliver(command.step, {.rank = session.rank,
                                     .partition = command.partition,
                                     .begin = command.element_offset,
@@ -71,7 +71,7 @@ void Step::HandleGradient(Session& session, const Command& command) {
 bool Step::HasTaken(const Session& session, const Command& command) const {
   if (!session.WasSentAgain(command)) return false;
   if (command.step <= committed_step_) return true;
-  if (command.attempt != attempt_) return false;
+  if (command.attempt != attempts_.newest()) return false;
   if (HasCalled(session)) return true;
   if (static_cast<protocol::Op>(command.op) != protocol::Op::kGradReady) return false;
   return gradients_.HasTaken({.pass = command.kind, .rank = session.rank}, command.partition,
@@ -93,11 +93,11 @@ void Step::HandleGradNorm(Session& session, const Command& command) {
                              "ask for norms before step"));
     return;
   }
-  if (command.attempt < attempt_) {
+  if (command.attempt < attempts_.newest()) {
     io_.Answer(id, DroppedError(command.attempt));
     return;
   }
-  if (const absl::Status status = CheckAttempt(session, command); !status.ok()) {
+  if (const absl::Status status = attempts_.Check(session.rank, command); !status.ok()) {
     io_.Answer(id, status);
     return;
   }

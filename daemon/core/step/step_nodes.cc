@@ -2,19 +2,14 @@
 // Steps of a job over several nodes: a step is prepared here, and decided by the summary of all nodes that the ranks bring.
 
 #include <algorithm>
-#include <bit>
 #include <optional>
-#include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_adam/square_sum.h"
 #include "daemon/core/step/step.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
-#include "protocol/optimizer.h"
 
 namespace forebay::daemon {
 
@@ -24,44 +19,13 @@ using protocol::MakeError;
 using protocol::StepDecision;
 using protocol::StepSummary;
 
-double SquaresOf(const StepSummary& summary) {
-  return cpu_adam::SquareSum::FromDigits(summary.head.squares).ToDouble();
-}
-
-std::pmr::vector<bool> Step::ParamsOf(const StepSummary& summary) const {
-  std::pmr::vector<bool> params(summary.head.params, false, io_.memory());
-  for (uint32_t param = 0; param < params.size(); ++param) {
-    params[param] = protocol::IsPresent(summary.present, param);
-  }
-  return params;
-}
-
-// Returns a hash of all scalars of a call that determine the update, bit by bit.
-uint64_t Step::ScalarsOf(const StepCall& call) const {
-  std::string bytes;
-  const auto add = [&bytes](double value) {
-    const auto bits = std::bit_cast<std::array<char, sizeof(value)>>(value);
-    bytes.append(bits.data(), bits.size());
-  };
-  for (const double value : {call.request.grad_scale, call.request.grad_min, call.request.grad_max,
-                             call.request.max_grad_norm}) {
-    add(value);
-  }
-  for (const protocol::HyperParams& group : call.hyper_params) {
-    for (const auto& info : protocol::Info(spec_.layout->spec().optimizer).hyper_params) {
-      add(group.*info.field);
-    }
-  }
-  return protocol::NameHash(bytes);
-}
-
 StepSummary Step::SummaryOfNode() const {
   const protocol::Layout& layout = *spec_.layout;
   const uint64_t words = protocol::PresenceWords(layout.params().size());
   StepSummary summary{.head = {.step = committed_step_ + 1,
                                .params = static_cast<uint32_t>(layout.params().size()),
-                               .scalars = ScalarsOf(barrier_.by_rank().begin()->second),
-                               .overflowed = unsaid_.ok() ? 0 : overflowed_,
+                               .scalars = nodes_.ScalarsOf(barrier_.by_rank().begin()->second),
+                               .overflowed = answers_.unreported_overflow(),
                                .squares = gradients_.Squares().Digits()},
                       .present = std::vector<uint64_t>(words, 0),
                       .lacking = std::vector<uint64_t>(words, 0)};
@@ -80,9 +44,7 @@ StepSummary Step::SummaryOfNode() const {
 // Prepares the step. The loss of a rank no longer undoes the step: the ranks that attach next bring the decision of the nodes.
 void Step::Prepare() {
   phase_ = Phase::kPrepared;
-  prepared_summary_ = protocol::EncodeStepSummary(SummaryOfNode());
-  const auto digests = std::as_bytes(digests_.all());
-  prepared_summary_.insert(prepared_summary_.end(), digests.begin(), digests.end());
+  nodes_.Prepare(SummaryOfNode(), digests_.all());
   if (spec_.options.keeps_jobs) RecordPreparedStep();
   for (auto& [rank, call] : barrier_.by_rank()) {
     call.is_answered = true;
@@ -95,7 +57,7 @@ void Step::Prepare() {
 void Step::AnswerPrepared(const Session& session, const CommandId& command) {
   io_.actions().Emit(WriteSummary{.session = session.id,
                                   .arena_offset_bytes = spec_.plan.summary_offset(*spec_.layout),
-                                  .bytes = prepared_summary_});
+                                  .bytes = nodes_.prepared_summary()});
   protocol::Completion completion{};
   completion.flags = protocol::kStepPrepared;
   io_.Answer(command, completion);
@@ -108,17 +70,12 @@ void Step::RecordPreparedStep() {
   pipeline_.sums().BeginPrepared(committed_step_ + 1);
   RecordPrepared record{.job = spec_.id,
                         .step = committed_step_ + 1,
-                        .attempt = attempt_,
+                        .attempt = attempts_.newest(),
                         .request = call.request,
                         .hyper_params = {call.hyper_params, io_.memory()},
-                        .extra_states = std::pmr::vector<StatePart>(io_.memory()),
-                        .summary = prepared_summary_};
+                        .extra_states = extra_.NextParts(barrier_.by_rank()),
+                        .summary = nodes_.prepared_summary()};
   if (spec_.plan.uses_float_sums) record.float_sums = spec_.plan.float_sums_part();
-  for (const auto& [rank, of_rank] : barrier_.by_rank()) {
-    record.extra_states.push_back(
-        {.offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_),
-         .bytes = of_rank.request.extra_state_bytes});
-  }
   io_.actions().Emit(std::move(record));
 }
 
@@ -126,8 +83,7 @@ void Step::RecordPreparedStep() {
 void Step::ResumePrepared(const KeptUpdate& update) {
   const KeptPrepared& prepared = *update.prepared;
   phase_ = Phase::kPrepared;
-  is_prepared_before_ = true;
-  prepared_summary_ = prepared.summary;
+  nodes_.PrepareBefore(prepared.summary);
   for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
     StepCall call{.request = prepared.request,
                   .hyper_params = {update.order.hyper_params, io_.memory()},
@@ -160,24 +116,6 @@ void Step::HandleDecision(Session& session, const Command& command) {
                   .bytes = protocol::StepSummaryBytes(spec_.layout->params().size())});
 }
 
-absl::Status Step::CheckDecision(const Command& command, const StepSummary& summary) const {
-  if (summary.head.step != command.step || summary.head.decision == StepDecision::kNone) {
-    return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("a decision on step ", command.step, " that is of step ",
-                                  summary.head.step, ", or decides nothing"));
-  }
-  if (summary.head.decision != StepDecision::kCommit) return absl::OkStatus();
-  if (phase_ != Phase::kPrepared && !decision_) {
-    return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
-                                                  " is to be committed, and is not prepared"));
-  }
-  const uint64_t own = ScalarsOf(barrier_.by_rank().begin()->second);
-  if (summary.head.scalars == own) return absl::OkStatus();
-  return MakeError(ErrorId::kStep, absl::StrCat("step ", command.step, " of job ", spec_.name,
-                                                " is to be committed with other scalars than its "
-                                                "ranks have called it with"));
-}
-
 void Step::OnSummary(Session& session, const SummaryCopied& copied) {
   if (!session.step_being_copied || session.step_being_copied->tag != copied.tag) return;
   const Command command = *std::exchange(session.step_being_copied, std::nullopt);
@@ -185,20 +123,25 @@ void Step::OnSummary(Session& session, const SummaryCopied& copied) {
   absl::StatusOr<StepSummary> summary =
       protocol::DecodeStepSummary(copied.bytes, spec_.layout->params().size());
   absl::Status status = summary.status();
-  if (status.ok()) status = CheckDecision(command, *summary);
+  if (status.ok()) {
+    const auto& calls = barrier_.by_rank();
+    status = nodes_.Check(
+        command, *summary,
+        phase_ == Phase::kPrepared ? NodesDecision::Prepared::kYes : NodesDecision::Prepared::kNo,
+        calls.empty() ? nullptr : &calls.begin()->second);
+  }
   if (!status.ok()) {
     io_.Answer(id, status);
     return;
   }
   if (summary->head.decision == StepDecision::kCommit) {
-    deciders_.push_back(
-        {.command = id, .answered_when = static_cast<protocol::StepAnswer>(command.kind)});
-    if (decision_) return;
-    decision_ = *std::move(summary);
+    answers_.AddDeciding(id, static_cast<protocol::StepAnswer>(command.kind));
+    if (nodes_.decision()) return;
+    nodes_.Set(*std::move(summary));
     phase_ = Phase::kReducing;
     return;
   }
-  if (phase_ == Phase::kPrepared && command.attempt == attempt_) {
+  if (phase_ == Phase::kPrepared && command.attempt == attempts_.newest()) {
     GiveUpPrepared(summary->head.decision);
   } else if (phase_ == Phase::kOpen && summary->head.decision == StepDecision::kWithdraw) {
     RefuseCalls(MakeError(ErrorId::kStep,
@@ -218,8 +161,8 @@ void Step::GiveUpPrepared(StepDecision decision) {
     io_.actions().Emit(RecordPrepared{.job = spec_.id});
     pipeline_.sums().EndPrepared();
   }
-  if (decision == StepDecision::kDrop || std::exchange(is_prepared_before_, false)) {
-    BeginAttempt(attempt_ + 1, absl::OkStatus());
+  if (decision == StepDecision::kDrop || nodes_.TakePreparedBefore()) {
+    BeginAttempt(attempts_.newest() + 1, absl::OkStatus());
   } else {
     RefuseCalls(absl::OkStatus());
   }

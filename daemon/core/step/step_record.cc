@@ -94,37 +94,17 @@ void Step::Resume(const KeptUpdate& update) {
   }
   pipeline_.Resume(update);
   is_to_be_resumed_ = false;
-  has_answered_early_ = true;
-}
-
-std::vector<std::byte> Step::LastSummary() const {
-  return last_decision_ ? protocol::EncodeStepSummary(*last_decision_) : std::vector<std::byte>();
+  answers_.OnResumed();
 }
 
 void Step::Record(KeptMemory& kept, bool is_last) {
-  const uint64_t open = open_attempt();
-  recorded_attempt_ = gradients_.empty() ? open : std::max(open, attempt_ + 1);
-  kept.attempt = recorded_attempt_;
-  kept.norm = last_.norm;
-  kept.clipped = last_.clipped;
+  kept.attempt = attempts_.Record(gradients_.empty() ? StepAttempts::Gradients::kNone
+                                                     : StepAttempts::Gradients::kDelivered);
+  kept.norm = answers_.norm();
+  kept.clipped = answers_.clipped();
   // The next daemon reports an overflow. Only the last record knows whether this daemon has reported it.
-  if (!is_last || !unsaid_.ok()) kept.overflowed = overflowed_;
-  kept.summary = LastSummary();
-}
-
-void Step::RecordOpenAttempt(uint64_t attempt) {
-  if (!spec_.options.keeps_jobs || attempt == recorded_attempt_) return;
-  recorded_attempt_ = attempt;
-  io_.actions().Emit(
-      RecordAttempt{.job = spec_.id, .step = committed_step_ + 1, .attempt = attempt});
-}
-
-absl::Status Step::OverflowError(uint64_t overflowed) const {
-  return protocol::MakeError(
-      protocol::ErrorId::kOverflow,
-      absl::StrCat(overflowed, " parameters of job ", spec_.name, " became non-finite in step ",
-                   published_step_, ", which is committed"),
-      "go back to a checkpoint, or lower the learning rate");
+  if (!is_last || !answers_.unreported().ok()) kept.overflowed = answers_.overflowed();
+  kept.summary = nodes_.EncodeLast();
 }
 
 RecordDecision Step::DecisionOf(const StepOrder& order) const {
@@ -133,33 +113,19 @@ RecordDecision Step::DecisionOf(const StepOrder& order) const {
                         .order = order.CopyIn(io_.memory()),
                         .param_updates = std::pmr::vector<uint64_t>(io_.memory()),
                         .trace = std::pmr::vector<uint32_t>(io_.memory()),
-                        .extra_states = std::pmr::vector<StatePart>(io_.memory()),
-                        .norm = last_.norm,
-                        .clipped = last_.clipped,
-                        .overflowed = last_.status.ok() ? 0 : overflowed_};
+                        .extra_states = extra_.NextParts(barrier_.by_rank()),
+                        .norm = answers_.norm(),
+                        .clipped = answers_.clipped(),
+                        .overflowed = answers_.overflow_to_report()};
   if (spec_.plan.uses_float_sums) record.float_sums = spec_.plan.float_sums_part();
-  if (decision_) record.summary = protocol::EncodeStepSummary(*decision_);
+  if (nodes_.decision()) record.summary = protocol::EncodeStepSummary(*nodes_.decision());
   const auto copy = [](const auto& from, auto& to) { to.assign(from.begin(), from.end()); };
   copy(pipeline_.updates(), record.param_updates);
   for (uint32_t param = 0; param < order.params.size(); ++param) {
     if (order.params[param]) ++record.param_updates[param];
   }
   copy(trace_.committed(), record.trace);
-  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
-    record.extra_states.push_back(
-        {.offset_bytes = spec_.plan.extra_state_slot(rank, 1 - extra_slot_)});
-  }
-  for (const auto& [rank, call] : barrier_.by_rank()) {
-    record.extra_states[rank].bytes = call.request.extra_state_bytes;
-  }
   return record;
-}
-
-void Step::RecordPublished(uint64_t overflowed) {
-  overflowed_ = overflowed;
-  if (!spec_.options.keeps_jobs) return;
-  io_.actions().Emit(
-      RecordStep{.job = spec_.id, .step = published_step_, .overflowed = overflowed});
 }
 
 }  // namespace forebay::daemon
