@@ -342,9 +342,18 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
 }
 
+// Counts `bytes` less of the tables of a job with retained memory, which would exceed the limit by these bytes. The job's arenas
+// exist already, and a daemon of another release may have counted smaller tables. False if the tables are not the reason.
+bool UncountTables(uint64_t bytes, const KeptMemory* kept, MemoryPlan& plan) {
+  if (kept == nullptr || bytes > plan.table_bytes) return false;
+  plan.table_bytes -= bytes;
+  plan.fixed_bytes -= bytes;
+  return true;
+}
+
 // Checks that the retained arenas have the sizes of the plan, and that they fit in the limit.
 absl::Status CheckKept(const KeptMemory& kept, const NodeOptions& options, const NodeUse& use,
-                       const MemoryPlan& plan) {
+                       MemoryPlan& plan) {
   if (kept.weights_bytes != plan.weights_bytes) {
     return MakeError(
         ErrorId::kConfig,
@@ -369,6 +378,7 @@ absl::Status CheckKept(const KeptMemory& kept, const NodeOptions& options, const
   const uint64_t needed =
       TakenBytes(options, use) + plan.fixed_bytes + plan.placement.state_bytes();
   if (needed <= options.dram_limit_bytes) return absl::OkStatus();
+  if (UncountTables(needed - options.dram_limit_bytes, &kept, plan)) return absl::OkStatus();
   return DramLimitError(plan, options, use, plan.placement.state_bytes());
 }
 
@@ -654,9 +664,12 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   }
   plan.missing_bytes = needed() - std::min(needed(), options.dram_limit_bytes);
   if (plan.missing_bytes > use.movable_bytes) {
-    return DramLimitError(plan, options, use, has_swap ? 0 : state_bytes);
+    if (!UncountTables(plan.missing_bytes - use.movable_bytes, kept, plan)) {
+      return DramLimitError(plan, options, use, has_swap ? 0 : state_bytes);
+    }
+    plan.missing_bytes = use.movable_bytes;
   }
-  if (!has_swap && state_bytes > room()) {
+  if (!has_swap && state_bytes > room() && !UncountTables(state_bytes - room(), kept, plan)) {
     return DramLimitError(plan, options, use, state_bytes);
   }
   // The layout is known to fit, so a map of its blocks fits too.

@@ -21,8 +21,8 @@ using protocol::RoundUp;
 // created. A record has digests of weights on swap in two versions, and a third time in the encoded job.
 constexpr uint64_t kRecords = 2;
 
-// extra_state_bytes of a rank whose attach names no size.
-constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB;
+// extra_state_bytes of a rank whose attach names no size, with what the client adds for itself.
+constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB + kPageBytes;
 
 // Heap bytes that the allocator adds to a string or vector, and heap bytes of the tables for each parameter, group, partition,
 // box, session and job, without names and shapes.
@@ -77,7 +77,7 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
   const uint64_t counted = plan.session.extra_state_bytes -
                            std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
   const uint64_t extra_states = plan.has_durable_steps() ? 0 : plan.session.world_size * counted;
-  return extra_states + kRecords * RoundUp(bytes, kPageBytes) +
+  return RoundUp(extra_states, kPageBytes) + kRecords * RoundUp(bytes, kPageBytes) +
          (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
 }
 
