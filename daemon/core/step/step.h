@@ -41,18 +41,31 @@ namespace forebay::daemon {
 // step at a time is updated: the decision of the next step waits until the committed step is published. A fetch of a
 // partition's weights, and the addition of the partition's gradients, wait only for blocks of that partition.
 //
-// Deliveries and step calls carry the number of their rank's attempt (wire.h). A value that is not finite ends an attempt for
-// all ranks. A rank that begins a newer attempt ends older attempts.
+// Invariants (CheckInvariants())
+// 1. The published step is the committed step or the step before.
+// 2. While masters are set, or a committed step is not published, the pipeline updates blocks, unless the update of the previous
+//    daemon is still to be resumed. Otherwise no block is updated. A failed job is exempt.
+// 3. While blocks are updated, no client reads or writes states.
+// 4. A call of a committed step waits only for its publication or, at level step, for its durable step.
+//
+// An example with two ranks. Step 41 is published.
+//
+//   rank 0 delivers its gradients, and calls step 42   kOpen; the call waits
+//   rank 1 delivers its gradients, and calls step 42   kReducing; the last gradients are added
+//   the decision                                       kOpen; committed 42, published 41; the update of 42 begins
+//   rank 0 delivers gradients of step 43               kOpen; they are added once the partition's blocks are updated
+//   both ranks call step 43                            kReducing; the decision waits for the publication of 42
+//   the last block is written                          committed 42, published 42; then the decision of 43
 //
 // Ownership  The arguments of the constructor outlive this object.
 class Step {
  public:
   enum class Phase : uint8_t {
-    kOpen,      // gathers gradients (or initial parameters)
+    kOpen,      // gathers gradients (or initial parameters) of the next step
     kMasters,   // sets masters from the initial parameters
     kReducing,  // all ranks have called step; adds the last gradients
     kPrepared,  // gradients are added; waits for the decision of the nodes
-    kFailed,
+    kFailed,    // the job has failed, and every call gets the first error
   };
 
   Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
