@@ -30,7 +30,7 @@ WeightsCache::WeightsCache(JobTasks& io, std::shared_ptr<const protocol::Layout>
 
 void WeightsCache::OnFetch(std::optional<uint32_t> rank, uint32_t partition, uint64_t step) {
   const auto copy = copies_.find(partition);
-  if (copy != copies_.end() && !copy->second.is_old) ++counters_.fetches_ahead;
+  if (copy != copies_.end() && copy->second.state != CopyState::kOld) ++counters_.fetches_ahead;
   if (!rank) return;
   Order& order = orders_[*rank];
   if (order.step != step) {
@@ -48,7 +48,7 @@ void WeightsCache::OnFetch(std::optional<uint32_t> rank, uint32_t partition, uin
 absl::StatusOr<std::optional<uint64_t>> WeightsCache::Find(uint32_t partition) {
   if (const auto failed = failed_.extract(partition); !failed.empty()) return failed.mapped();
   const auto copy = copies_.find(partition);
-  if (copy != copies_.end() && copy->second.loads_left == 0 && !copy->second.is_old) {
+  if (copy != copies_.end() && copy->second.state == CopyState::kCurrent) {
     copy->second.last_use = ++uses_;
     ++counters_.fetches;
     return plan_.weights_cache_offset + copy->second.offset_bytes;
@@ -109,8 +109,8 @@ uint64_t WeightsCache::NextUse(uint32_t partition) const {
 // True if the copy is read completely, not leased and not wanted, and not expected to be fetched within the next `needed_in`
 // fetches.
 bool WeightsCache::MayEvict(uint32_t partition, const Copy& copy, uint64_t needed_in) const {
-  return copy.loads_left == 0 && !leases_.IsLeased(partition) && !IsWanted(partition) &&
-         NextUse(partition) >= needed_in;
+  return copy.state != CopyState::kLoading && !leases_.IsLeased(partition) &&
+         !IsWanted(partition) && NextUse(partition) >= needed_in;
 }
 
 // Returns the copy that is needed last among copies that may be evicted.
@@ -184,7 +184,9 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
                              .to_bytes = to + run->partition_elem * width,
                              .size_bytes = run->elems * width});
     }
-    ++copies_.at(partition).loads_left;
+    Copy& of = copies_.at(partition);
+    of.state = CopyState::kLoading;
+    ++of.loads_left;
     pieces_.push_back(std::move(load));
   }
 }
@@ -218,6 +220,7 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   Copy& copy = copies_.at(load.partition);
   copy.status.Update(pipeline_.DescribeBlock(done.status, load.block));
   if (--copy.loads_left > 0) return;
+  copy.state = CopyState::kCurrent;
   if (copy.status.ok()) return;
   if (IsWanted(load.partition)) {
     failed_[load.partition] = copy.status;
@@ -291,7 +294,7 @@ bool WeightsCache::Adopt(const KeptLease& lease) {
 void WeightsCache::ForgetUpdated() {
   FOREBAY_CHECK(!is_loading());
   for (auto& [partition, copy] : copies_) {
-    copy.is_old = copy.is_old || pipeline_.Updates(partition);
+    if (pipeline_.Updates(partition)) copy.state = CopyState::kOld;
   }
   DropOld();
 }
@@ -300,14 +303,14 @@ void WeightsCache::ForgetBlock(uint32_t block) {
   FOREBAY_CHECK(!is_loading());
   for (const uint32_t partition : pipeline_.map().Partitions(block)) {
     const auto copy = copies_.find(partition);
-    if (copy != copies_.end()) copy->second.is_old = true;
+    if (copy != copies_.end()) copy->second.state = CopyState::kOld;
   }
   DropOld();
 }
 
 void WeightsCache::DropOld() {
   std::erase_if(copies_, [this](const auto& entry) {
-    return entry.second.is_old && !leases_.IsLeased(entry.first);
+    return entry.second.state == CopyState::kOld && !leases_.IsLeased(entry.first);
   });
 }
 
@@ -315,18 +318,19 @@ void WeightsCache::CheckInvariants() const {
   std::vector<std::pair<uint64_t, uint64_t>> ranges;
   uint64_t loads_left = 0;
   for (const auto& [partition, copy] : copies_) {
-    FOREBAY_CHECK(Holds(partition));
+    FOREBAY_CHECK(Holds(partition));                                              // 1
+    FOREBAY_CHECK((copy.state == CopyState::kLoading) == (copy.loads_left > 0));  // 2
     ranges.emplace_back(copy.offset_bytes, copy.offset_bytes + copy.bytes);
     loads_left += copy.loads_left;
   }
-  FOREBAY_CHECK(loads_left == loads_.size() + pieces_.size());
+  FOREBAY_CHECK(loads_left == loads_.size() + pieces_.size());  // 2
   std::ranges::sort(ranges);
   uint64_t end = 0;
   for (const auto& [begin, range_end] : ranges) {
-    FOREBAY_CHECK(begin >= end);
+    FOREBAY_CHECK(begin >= end);  // 3
     end = range_end;
   }
-  FOREBAY_CHECK(end <= plan_.weights_cache_bytes);
+  FOREBAY_CHECK(end <= plan_.weights_cache_bytes);  // 3
 }
 
 }  // namespace forebay::daemon

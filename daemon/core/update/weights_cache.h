@@ -30,8 +30,22 @@ namespace forebay::daemon {
 // nothing is read ahead for it until the next step, and its partitions are evicted by last use. A partition whose read ahead
 // failed is read again when it is fetched, or in the next step.
 //
-// A copy has the weights of the newest step that has updated the partition. No read may be under way (is_loading()) when blocks
-// are about to be overwritten: when a step is decided, or masters are set.
+// The states of a copy are those of CopyState.
+//
+// Invariants (CheckInvariants())
+// 1. Only partitions with weights on swap have copies.
+// 2. A copy is loading exactly while pieces of its reads have not ended. Nothing else is read.
+// 3. No two copies overlap, and all lie in the cache.
+//
+// No read may be under way (is_loading()) when blocks are about to be overwritten, because a step is decided or masters are set
+// (ForgetUpdated(), ForgetBlock()).
+//
+// An example. The cache has room for two partitions, and the rank fetched 0, 1, 2, 3 in the step before.
+//
+//   fetch 0           reads 0; reads 1 ahead, as no earlier fetch needs its DRAM
+//   fetch 1           1 has arrived; 0 is leased, so that 2 has no room
+//   release 0         2 takes the place of 0, which is needed last
+//   fetch 3, not 2    the order differs: nothing is read ahead until the next step; 3 replaces the copy used least recently
 //
 // Ownership  The arguments of the constructor outlive this object.
 class WeightsCache {
@@ -76,12 +90,17 @@ class WeightsCache {
   void CheckInvariants() const;
 
  private:
+  enum class CopyState : uint8_t {
+    kLoading,  // the weights are being read from swap
+    kCurrent,  // has the weights of the newest step that has updated the partition; may be leased
+    kOld,      // the partition has changed; the copy is deleted when its leases have ended
+  };
   struct Copy {
     uint64_t offset_bytes = 0;  // offset in the cache
     uint64_t bytes = 0;         // rounded up to whole pages
-    bool is_old = false;        // delete the copy when its leases have ended
-    uint64_t loads_left = 0;    // reads that have not ended; 0: the copy may be leased
-    absl::Status status = {};   // result of the copy's reads
+    CopyState state = CopyState::kCurrent;
+    uint64_t loads_left = 0;   // reads that have not ended
+    absl::Status status = {};  // result of the copy's reads
     uint64_t last_use = 0;
   };
   struct Load {
