@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "client/environment.h"
-#include "client/internal/attach_call.h"
+#include "client/internal/attach_request.h"
 #include "client/internal/control.h"
 #include "protocol/descriptor.h"
 #include "protocol/layout_codec.h"
@@ -97,14 +97,16 @@ absl::StatusOr<JobPlan> AdminClient::Plan(const AttachOptions& options,
                                           const std::optional<NodeSize>& node) {
   ASSIGN_OR_RETURN(const protocol::Layout layout, protocol::Layout::Create(options.layout));
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout.spec()));
-  const internal::AttachCall call = internal::MakeAttachCall(options, layout, encoded);
+  const internal::AttachRequest attach = internal::MakeAttachRequest(options, layout);
   ASSIGN_OR_RETURN(protocol::UniqueFd fd, internal::Control::MakeLayoutFd(encoded));
   auto shared_fd = std::make_shared<protocol::UniqueFd>(std::move(fd));
   return impl_->control().thread().Call<JobPlan>(
       "plan", impl_->Limits(),
-      [call, shared_fd, node](Peer& peer) -> kj::Promise<absl::StatusOr<JobPlan>> {
+      [attach, layout_bytes = encoded.size(), shared_fd,
+       node](Peer& peer) -> kj::Promise<absl::StatusOr<JobPlan>> {
         auto request = AdminOf(peer).planRequest();
-        internal::Control::Fill(call, request.initRequest());
+        request.setRequest(*attach);
+        request.getRequest().setLayoutBytes(layout_bytes);
         if (node) {
           request.setLimitBytes(node->dram_bytes);
           request.setSwapBytes(node->swap_bytes);

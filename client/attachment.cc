@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "client/environment.h"
-#include "client/internal/attach_call.h"
+#include "client/internal/attach_request.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/control.h"
 #include "client/internal/deadline.h"
@@ -106,32 +106,30 @@ absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limi
 // Returns the function by which a rank attaches again after a restart of the daemon. The function encodes the layout on each
 // call: that costs less than to retain the encoded layout. `arenas`: the local arenas if the daemon is on another node, else
 // null.
-internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall call,
+internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachRequest request,
                                       std::shared_ptr<const protocol::Layout> layout,
                                       std::shared_ptr<const internal::RemoteArenas> arenas) {
-  call.layout = {};
-  call.reattach = true;
-  return [socket = std::move(socket), call = std::move(call), layout = std::move(layout),
+  return [socket = std::move(socket), request = std::move(request), layout = std::move(layout),
           arenas = std::move(arenas)](
              const internal::SessionBefore& before,
              const WaitLimits& limits) -> absl::StatusOr<internal::GrantedSession> {
     ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout->spec()));
-    internal::AttachCall again = call;
-    again.layout = encoded;
-    again.before = before;
-    return internal::ConnectAndAttach(socket, again, limits, arenas.get());
+    return internal::ConnectAndAttach(socket, internal::MakeReattachRequest(request, before),
+                                      encoded, limits, arenas.get());
   };
 }
 
 // A daemon that is being started again does not answer meanwhile. `parts`: gets the arenas.
 absl::StatusOr<internal::GrantedSession> ConnectWithin(Timeout wait, const std::string& socket,
-                                                       const internal::AttachCall& call,
+                                                       const internal::AttachRequest& request,
                                                        const WaitLimits& limits,
                                                        SessionParts& parts) {
+  ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
+                   protocol::EncodeLayout(parts.layout->spec()));
   constexpr std::chrono::milliseconds kPause(50);
   for (const Deadline until = Deadline::After(wait);;) {
     absl::StatusOr<internal::GrantedSession> granted =
-        internal::ConnectAndAttach(socket, call, limits);
+        internal::ConnectAndAttach(socket, request, encoded, limits);
     if (granted.ok()) {
       const absl::Status mapped = MapArenas(*granted, limits, parts);
       if (!mapped.ok()) granted = mapped;
@@ -163,6 +161,8 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions options) {
   gpu::AttachNvtxTool(NvtxTool());
+  if (options.device == nullptr) options.device = std::make_shared<gpu::HostDevice>();
+  options.is_on_gpu = !options.device->is_host();
   const WaitLimits limits{.deadline = Deadline::After(options.timeout),
                           .interrupt_check = &options.interrupt_check};
   ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(options.layout));
@@ -177,21 +177,15 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
                      .timeout = options.timeout,
                      .interrupt_check = options.interrupt_check,
                      .device = options.device};
-  if (parts.device == nullptr) parts.device = std::make_shared<gpu::HostDevice>();
-  const bool is_writable = !parts.reader && !parts.device->registers_read_only();
-  if (is_writable) parts.weights_access = MapAccess::kReadWrite;
-  ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
-                   protocol::EncodeLayout(parts.layout->spec()));
-  options.is_on_gpu = !parts.device->is_host();
-  internal::AttachCall call = internal::MakeAttachCall(options, *parts.layout, encoded);
-  call.writable_weights = is_writable;
-  parts.grad_bytes_max = call.grad_arena_bytes;
-  parts.extra_state_bytes = call.extra_state_bytes;
-  parts.activation_bytes = call.activation_bytes;
+  const internal::AttachRequest request = internal::MakeAttachRequest(options, *parts.layout);
+  if (request->getWritableWeights()) parts.weights_access = MapAccess::kReadWrite;
+  parts.grad_bytes_max = request->getGradArenaBytes();
+  parts.extra_state_bytes = request->getExtraStateBytes();
+  parts.activation_bytes = request->getActivationBytes();
   const std::string socket = SocketPath(options.socket);
   ASSIGN_OR_RETURN(const Timeout first_wait, FirstDaemonWait(options.daemon_wait));
   ASSIGN_OR_RETURN(internal::GrantedSession granted,
-                   ConnectWithin(first_wait, socket, call, limits, parts));
+                   ConnectWithin(first_wait, socket, request, limits, parts));
   const schema::AttachReply::Reader& reply = *granted.reply;
   parts.writes_initial = reply.getWritesInitial();
   parts.weights_on_swap = granted.terms.weights_on_swap;
@@ -222,7 +216,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
           .weights = std::move(granted.weights), .grad_arena = std::move(granted.grad_arena)});
       parts.attach_pause_max = kAgentPauseMax;
     }
-    parts.attach_again = MakeAttachAgain(socket, std::move(call), parts.layout, std::move(arenas));
+    parts.attach_again = MakeAttachAgain(socket, request, parts.layout, std::move(arenas));
   }
   return Assemble(std::move(parts));
 }

@@ -56,7 +56,9 @@ std::string Difference(const SessionTerms& before, const SessionTerms& after) {
   return {};
 }
 
-absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const AttachCall& call,
+absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket,
+                                                const AttachRequest& request,
+                                                std::span<const std::byte> encoded,
                                                 const WaitLimits& limits,
                                                 const RemoteArenas* remote_arenas) {
   using Kind = schema::Session::Kind;
@@ -65,7 +67,7 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
   ASSIGN_OR_RETURN(connection.control,
                    Control::Connect({.socket = socket, .remote_arenas = remote_arenas}, limits));
   Control* const control = connection.control.get();
-  ASSIGN_OR_RETURN(granted.reply, control->Attach(call, limits));
+  ASSIGN_OR_RETURN(granted.reply, control->Attach(request, encoded, limits));
   ASSIGN_OR_RETURN(granted.weights, control->Descriptor(Kind::WEIGHTS, limits));
   ASSIGN_OR_RETURN(granted.grad_arena, control->Descriptor(Kind::GRAD_ARENA, limits));
   ASSIGN_OR_RETURN(const UniqueFd ring_fd, control->Descriptor(Kind::RING, limits));
@@ -83,7 +85,7 @@ absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const
            .completion_doorbell_fd = connection.completion_doorbell.get()}));
   granted.port.daemon_pidfd = control->daemon_pidfd();
   granted.port.gone_fd = control->thread().gone_fd();
-  granted.port.outlives_daemon = !call.reader && granted.reply->getOutlivesDaemon();
+  granted.port.outlives_daemon = !request->getReader() && granted.reply->getOutlivesDaemon();
   granted.port.explain = [control](const protocol::Completion& completion) {
     return control->Explain(completion, {.deadline = Deadline::After(kExplainTimeout)});
   };

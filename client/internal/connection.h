@@ -2,6 +2,7 @@
 // A session's connection to a daemon: created at attach, and again if the daemon was restarted.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -9,6 +10,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "client/internal/attach_request.h"
 #include "client/internal/command_port.h"
 #include "client/internal/control.h"
 #include "client/internal/deadline.h"
@@ -63,11 +65,13 @@ struct GrantedSession {
   CommandPort::Options port = {};
 };
 
-// Connects to the daemon and attaches. `remote_arenas`: the local arenas of a rank that attaches again to a daemon on another
-// node, else null.
+// Connects to the daemon and attaches. `encoded`: the encoded layout. `remote_arenas`: the local arenas of a rank that attaches
+// again to a daemon on another node, else null.
 //
 // Errors  As Control::Connect and the daemon's of an attach.
-absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket, const AttachCall& call,
+absl::StatusOr<GrantedSession> ConnectAndAttach(const std::string& socket,
+                                                const AttachRequest& request,
+                                                std::span<const std::byte> encoded,
                                                 const WaitLimits& limits,
                                                 const RemoteArenas* remote_arenas = nullptr);
 

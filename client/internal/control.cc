@@ -8,7 +8,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -121,57 +120,24 @@ absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& 
   return control;
 }
 
-void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder request) {
-  request.setJob(kj::StringPtr(call.job.c_str(), call.job.size()));
-  request.setReader(call.reader);
-  request.setRank(call.rank);
-  request.setWorldSize(call.world_size);
-  request.setWorldRanks(call.world_ranks);
-  request.setGradArenaBytes(call.grad_arena_bytes);
-  request.setExtraStateBytes(call.extra_state_bytes);
-  request.setActivationBytes(call.activation_bytes);
-  request.setTrace(call.trace);
-  if (call.durability) {
-    request.setDurability(protocol::FormatDurability(*call.durability).c_str());
-  }
-  request.setLayoutBytes(call.layout.size());
-  request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
-  request.setResume(call.resume);
-  request.setReattach(call.reattach);
-  request.setGradArena(call.before.grad_arena_inode);
-  request.setNewestTag(call.before.newest_tag);
-  request.setExchanges(call.before.exchanges);
-  const std::span<const std::string> answer = call.before.exchanged;
-  const size_t answer_bytes =
-      std::accumulate(answer.begin(), answer.end(), size_t{0},
-                      [](size_t sum, const std::string& one) { return sum + one.size(); });
-  if (!answer.empty() && answer_bytes <= protocol::kExchangedBytesMax) {
-    auto exchanged = request.initExchanged(static_cast<unsigned>(answer.size()));
-    for (unsigned i = 0; i < exchanged.size(); ++i) {
-      exchanged.set(i, {reinterpret_cast<const kj::byte*>(answer[i].data()), answer[i].size()});
-    }
-  }
-  auto leases = request.initHeldLeases(static_cast<unsigned>(call.before.held_leases.size()));
-  for (unsigned i = 0; i < leases.size(); ++i) leases.set(i, call.before.held_leases[i]);
-  request.setAccumulate(call.accumulate);
-  request.setEarlyUpdates(call.early_updates);
-  request.setWritableWeights(call.writable_weights);
-}
-
 absl::StatusOr<UniqueFd> Control::MakeLayoutFd(std::span<const std::byte> encoded) {
   UniqueFd layout = protocol::MakeSealedMemfd("forebay-layout", encoded);
   if (layout.valid()) return layout;
   return MakeError(ErrorId::kLimit, ErrnoText("make a memfd for the layout", errno));
 }
 
-absl::StatusOr<AttachReply> Control::Attach(const AttachCall& call, const WaitLimits& limits) {
-  ASSIGN_OR_RETURN(UniqueFd layout, MakeLayoutFd(call.layout));
+absl::StatusOr<AttachReply> Control::Attach(const AttachRequest& request,
+                                            std::span<const std::byte> encoded,
+                                            const WaitLimits& limits) {
+  ASSIGN_OR_RETURN(UniqueFd layout, MakeLayoutFd(encoded));
   auto shared_layout = std::make_shared<UniqueFd>(std::move(layout));
   absl::StatusOr<AttachReply> reply = thread_->Call<AttachReply>(
       "attach", limits,
-      [call, shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachReply>> {
+      [request, layout_bytes = encoded.size(),
+       shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachReply>> {
         auto rpc = peer.node.attachRequest();
-        Fill(call, rpc.initRequest());
+        rpc.setRequest(*request);
+        rpc.getRequest().setLayoutBytes(layout_bytes);
         rpc.setLayout(protocol::MakeDescriptor(std::move(*shared_layout)));
         return rpc.send().then([&peer](auto&& response) -> absl::StatusOr<AttachReply> {
           RETURN_IF_ERROR(StatusOf(response.getOutcome()));

@@ -5,9 +5,9 @@
 #include <capnp/message.h>
 #include <kj/memory.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,7 +18,6 @@
 #include "client/internal/deadline.h"
 #include "client/internal/remote_agent.h"
 #include "protocol/descriptor.h"
-#include "protocol/durability.h"
 #include "protocol/forebay.capnp.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
@@ -32,36 +31,6 @@ struct ConnectOptions {
   uint32_t protocol_version = protocol::kProtocolVersion;
 };
 
-// State of a session that a restarted daemon needs to continue it.
-struct SessionBefore {
-  std::span<const uint64_t> held_leases = {};  // empty unless weights are on swap
-  uint64_t grad_arena_inode = 0;
-  uint64_t newest_tag = 0;                      // newest command that was sent
-  uint64_t exchanges = 0;                       // exchanges whose answers arrived
-  std::span<const std::string> exchanged = {};  // the newest answer
-};
-
-struct AttachCall {
-  std::string job;
-  bool reader = false;
-  uint32_t rank = 0;
-  uint32_t world_size = 0;
-  uint32_t world_ranks = 0;
-  std::string run;
-  bool resume = false;
-  bool reattach = false;
-  SessionBefore before = {};  // set for a reattach
-  bool accumulate = false;
-  bool early_updates = false;
-  bool writable_weights = false;
-  uint64_t grad_arena_bytes = 0;
-  uint64_t extra_state_bytes = 0;
-  uint64_t activation_bytes = 0;
-  bool trace = false;
-  std::optional<protocol::Durability> durability = {};
-  std::span<const std::byte> layout;  // encoded
-};
-
 // A copy of a message that outlives the call that brought it.
 template <typename Reader>
 std::shared_ptr<const Reader> Clone(const Reader& from) {
@@ -69,6 +38,7 @@ std::shared_ptr<const Reader> Clone(const Reader& from) {
   return {owner, owner->get()};
 }
 
+using AttachRequest = std::shared_ptr<const schema::AttachRequest::Reader>;
 using AttachReply = std::shared_ptr<const schema::AttachReply::Reader>;
 
 // Threads  Any.
@@ -78,8 +48,9 @@ class Control {
   static absl::StatusOr<std::unique_ptr<Control>> Connect(const ConnectOptions& options,
                                                           const WaitLimits& limits);
 
-  absl::StatusOr<AttachReply> Attach(const AttachCall& call, const WaitLimits& limits);
-  static void Fill(const AttachCall& call, schema::AttachRequest::Builder request);
+  // `encoded`: the encoded layout.
+  absl::StatusOr<AttachReply> Attach(const AttachRequest& request,
+                                     std::span<const std::byte> encoded, const WaitLimits& limits);
   // Errors  E_LIMIT.
   static absl::StatusOr<protocol::UniqueFd> MakeLayoutFd(std::span<const std::byte> encoded);
 

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/internal/attach_request.h"
+
+#include <capnp/message.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "client/environment.h"
+#include "client/internal/attachment_state.h"
+#include "protocol/durability.h"
+#include "protocol/forebay.capnp.h"
+#include "protocol/units.h"
+#include "protocol/wire.h"
+
+namespace forebay::client::internal {
+namespace {
+
+// Pieces in the arena. With shared attachment a gradient waits for lower ranks. With sharded attachment no gradient waits: one
+// piece is filled while one is in flight.
+constexpr uint64_t kPiecesInSharedArena = 4;
+constexpr uint64_t kPiecesInShardedArena = 2;
+constexpr uint64_t kGroupsOnTheirWay = 3;
+constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // bytes of a piece of state read
+
+// Bytes of the gradient arena that keep a GPU busy. The processor asks for room ahead of the GPU: while the GPU computes one
+// layer, the gradients of a second layer are copied and those of a third are added up. The largest group is usually the
+// embedding's, whose gradients come last.
+uint64_t ArenaBytesOnGpu(const protocol::Layout& layout) {
+  std::vector<uint64_t> bytes(layout.groups().size() + 1);  // largest shard of each group
+  for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
+    uint64_t& of_group = bytes[layout.partitions()[i].group];
+    of_group = std::max(of_group, layout.gradient_bytes(i));
+  }
+  std::ranges::sort(bytes, std::greater());
+  return std::max(bytes[0], kGroupsOnTheirWay * bytes[1]);
+}
+
+kj::StringPtr TextOf(const std::string& text) { return {text.c_str(), text.size()}; }
+
+uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
+  if (options.grad_arena_bytes != 0) return options.grad_arena_bytes;
+  if (options.reader) return kReaderArenaBytes;
+  if (layout.is_shared()) return PieceBytes(layout) * kPiecesInSharedArena;
+  const uint64_t on_gpu = options.is_on_gpu ? ArenaBytesOnGpu(layout) : 0;
+  if (on_gpu > protocol::kGradPieceBytesMax * kPiecesInShardedArena) return on_gpu;
+  return PieceBytes(layout) * kPiecesInShardedArena;
+}
+
+}  // namespace
+
+AttachRequest MakeAttachRequest(const AttachOptions& options, const protocol::Layout& layout) {
+  const std::string run = RunToken(options.run);
+  capnp::MallocMessageBuilder message;
+  auto request = message.initRoot<schema::AttachRequest>();
+  request.setJob(TextOf(options.job));
+  request.setReader(options.reader);
+  request.setRank(options.rank);
+  request.setWorldSize(options.world_size);
+  request.setWorldRanks(options.nodes.world_ranks);
+  request.setRun(TextOf(run));
+  request.setResume(options.resume);
+  request.setAccumulate(options.accumulate);
+  request.setGradArenaBytes(GradArenaBytes(options, layout));
+  if (!options.reader) {
+    const bool is_writable = options.device != nullptr && !options.device->registers_read_only();
+    request.setWritableWeights(is_writable);
+    request.setEarlyUpdates(options.early_updates);
+    request.setExtraStateBytes(options.extra_state_bytes);
+    request.setActivationBytes(options.activation_bytes);
+    request.setTrace(options.trace);
+    if (options.durability) {
+      request.setDurability(protocol::FormatDurability(*options.durability).c_str());
+    }
+  }
+  return Clone(request.asReader());
+}
+
+AttachRequest MakeReattachRequest(const AttachRequest& first, const SessionBefore& before) {
+  capnp::MallocMessageBuilder message;
+  message.setRoot(*first);
+  auto request = message.getRoot<schema::AttachRequest>();
+  request.setReattach(true);
+  request.setGradArena(before.grad_arena_inode);
+  request.setNewestTag(before.newest_tag);
+  request.setExchanges(before.exchanges);
+  const std::span<const std::string> answer = before.exchanged;
+  const size_t answer_bytes =
+      std::accumulate(answer.begin(), answer.end(), size_t{0},
+                      [](size_t sum, const std::string& one) { return sum + one.size(); });
+  if (!answer.empty() && answer_bytes <= protocol::kExchangedBytesMax) {
+    auto exchanged = request.initExchanged(static_cast<unsigned>(answer.size()));
+    for (unsigned i = 0; i < exchanged.size(); ++i) {
+      exchanged.set(i, {reinterpret_cast<const kj::byte*>(answer[i].data()), answer[i].size()});
+    }
+  }
+  auto leases = request.initHeldLeases(static_cast<unsigned>(before.held_leases.size()));
+  for (unsigned i = 0; i < leases.size(); ++i) leases.set(i, before.held_leases[i]);
+  return Clone(request.asReader());
+}
+
+}  // namespace forebay::client::internal
