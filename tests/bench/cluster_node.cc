@@ -103,14 +103,15 @@ class VirtualTrainer {
   absl::Status AttachRank(uint32_t number) {
     Rank& rank = ranks_[number];
     rank.session = number + 1;
-    daemon_.Send(daemon::AttachRequested{.session = rank.session,
-                                         .uid = 1000,
-                                         .job = "job",
-                                         .rank = number,
-                                         .world_size = static_cast<uint32_t>(ranks_.size()),
-                                         .early_updates = options_.early_updates,
-                                         .grad_arena_bytes = kPieces * piece_bytes_,
-                                         .layout = options_.layout});
+    daemon_.Send(daemon::AttachRequested{
+        .session = rank.session,
+        .uid = 1000,
+        .job = "job",
+        .rank = number,
+        .session_request = {.world_size = static_cast<uint32_t>(ranks_.size()),
+                            .grad_arena_bytes = kPieces * piece_bytes_,
+                            .early_updates = options_.early_updates},
+        .layout = options_.layout});
     RunUntilIdle();
     const daemon::AnswerAttach* answer = daemon_.attached(rank.session);
     if (answer == nullptr) return absl::InternalError("an attach has no answer");

@@ -675,14 +675,14 @@ TEST(NodeStateEarlyPlan, NeverTakesMoreThanTheLimit) {
 TEST(NodeStateEarlyPlan, StatesGiveRoomForNewWeights) {
   const auto view_of = [](bool early) {
     ShardedJob job(Groups(), kRanks, OptionsFor(Where::kSomeStatesInDram));
-    const absl::StatusOr<JobPlan> plan = job.node_.state().Plan({.uid = 1000,
-                                                                 .job = "job",
-                                                                 .world_size = kRanks,
-                                                                 .early_updates = early,
-                                                                 .grad_arena_bytes = kArenaBytes,
-                                                                 .extra_state_bytes = 64,
-                                                                 .layout = job.layout_},
-                                                                std::nullopt);
+    const AttachRequested request{.uid = 1000,
+                                  .job = "job",
+                                  .session_request = {.world_size = kRanks,
+                                                      .grad_arena_bytes = kArenaBytes,
+                                                      .extra_state_bytes = 64,
+                                                      .early_updates = early},
+                                  .layout = job.layout_};
+    const absl::StatusOr<JobPlan> plan = job.node_.state().Plan(request, std::nullopt);
     EXPECT_OK(plan.status());
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
       job.sessions_.push_back(job.node_.Attach(

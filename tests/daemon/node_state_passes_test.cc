@@ -477,7 +477,7 @@ TEST_F(NodeStatePassesNarrow, AreFloat32FromTheStartWhereARankAsksForItOnceNoneI
 TEST_F(NodeStatePassesNarrow, AreInThePlan) {
   const auto sums_of = [this](uint32_t world_size, bool accumulate) {
     AttachRequested request = ::forebay::testing::RequestOf(layout_, world_size);
-    request.accumulate = accumulate;
+    request.session_request.accumulate = accumulate;
     const absl::StatusOr<JobPlan> plan = node_.state().Plan(request, std::nullopt);
     EXPECT_OK(plan.status());
     return plan.ok() ? plan->sums : 0;

@@ -191,10 +191,10 @@ TEST_F(PlanAdvice, FormatsAreNotTriedOnLayoutsThatTakeLongToMake) {
 TEST_F(PlanAdvice, ActivationsAndFurtherBackwardPassesAreNamed) {
   AttachRequested request = RequestOf(LayoutOf(Format::kExact));
   ASSERT_OK_AND_ASSIGN(const JobPlan plain, PlanOf(request, uint64_t{1} << 30, 0));
-  request.activation_bytes = 1000 * kPageBytes;  // more than the sums
-  request.accumulate = true;
+  request.session_request.activation_bytes = 1000 * kPageBytes;  // more than the sums
+  request.session_request.accumulate = true;
   ASSERT_OK_AND_ASSIGN(const JobPlan more, PlanOf(request, uint64_t{1} << 30, 0));
-  const uint64_t activations = kRanks * request.activation_bytes;
+  const uint64_t activations = kRanks * request.session_request.activation_bytes;
   const uint64_t sums = more.all_in_dram - plain.all_in_dram - activations;
   const std::string hint = HintOf(request, more.all_in_dram - activations, 0);
   EXPECT_THAT(hint, HasSubstr(absl::StrCat("activation_bytes=0: ", activations, " bytes")));
@@ -221,11 +221,11 @@ TEST_F(PlanAdvice, LargeBuffersAreNamedAndSmallOnesAreNot) {
   const std::string what = "register_buffer(..., persistent=False): ";
   AttachRequested request = RequestOf(LayoutOf(Format::kExact));
   EXPECT_THAT(HintOf(request, kTiny, 0), Not(HasSubstr(what)));
-  request.extra_state_bytes = uint64_t{64} << 20;
+  request.session_request.extra_state_bytes = uint64_t{64} << 20;
   const std::string hint = HintOf(request, uint64_t{64} << 20, 0);
   EXPECT_THAT(hint, HasSubstr(what));
   EXPECT_THAT(hint, HasSubstr("which fits"));
-  request.extra_state_bytes = 0;
+  request.session_request.extra_state_bytes = 0;
   EXPECT_OK(PlanOf(request, uint64_t{64} << 20, 0));
 }
 

@@ -180,9 +180,9 @@ AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout,
   const AttachRequest request;
   return {.uid = request.uid,
           .job = request.job,
-          .world_size = world_size,
-          .grad_arena_bytes = 4 * layout->largest_gradient_bytes(),
-          .extra_state_bytes = request.extra_state_bytes,
+          .session_request = {.world_size = world_size,
+                              .grad_arena_bytes = 4 * layout->largest_gradient_bytes(),
+                              .extra_state_bytes = request.extra_state_bytes},
           .layout = layout};
 }
 
@@ -198,25 +198,26 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
   info.layout = layout;
   info.grad_arena_bytes = grad_bytes;
   info.presence.assign(protocol::PresenceWords(layout->params().size()), 0);
-  Send(AttachRequested{.session = session,
-                       .uid = request.uid,
-                       .job = request.job,
-                       .reader = request.reader,
-                       .rank = request.rank,
-                       .world_size = request.world_size != 0 ? request.world_size : world_size_,
-                       .world_ranks = request.world_ranks,
-                       .run = request.run,
-                       .resume = request.resume,
-                       .reattach = request.reattach,
-                       .is_left_behind = request.is_left_behind,
-                       .rival_pid = request.rival_pid,
-                       .held_leases = request.held_leases,
-                       .accumulate = request.accumulate,
-                       .early_updates = request.early_updates,
-                       .grad_arena_bytes = grad_bytes,
-                       .extra_state_bytes = request.reader ? 0 : request.extra_state_bytes,
-                       .durability = request.durability,
-                       .layout = std::move(layout)});
+  Send(AttachRequested{
+      .session = session,
+      .uid = request.uid,
+      .job = request.job,
+      .reader = request.reader,
+      .rank = request.rank,
+      .session_request = {.world_size = request.world_size != 0 ? request.world_size : world_size_,
+                          .world_ranks = request.world_ranks,
+                          .grad_arena_bytes = grad_bytes,
+                          .extra_state_bytes = request.reader ? 0 : request.extra_state_bytes,
+                          .accumulate = request.accumulate,
+                          .early_updates = request.early_updates},
+      .durability = request.durability,
+      .run = request.run,
+      .resume = request.resume,
+      .reattach = request.reattach,
+      .is_left_behind = request.is_left_behind,
+      .rival_pid = request.rival_pid,
+      .held_leases = request.held_leases,
+      .layout = std::move(layout)});
   return session;
 }
 

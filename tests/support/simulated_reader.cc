@@ -33,7 +33,7 @@ void SimulatedReader::Attach() {
                               .uid = 1000,
                               .job = job_,
                               .reader = true,
-                              .grad_arena_bytes = protocol::kPageBytes,
+                              .session_request = {.grad_arena_bytes = protocol::kPageBytes},
                               .layout = layout_});
 }
 

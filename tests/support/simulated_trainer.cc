@@ -36,10 +36,10 @@ void SimulatedTrainer::Attach() {
                               .uid = 1000,
                               .job = job_,
                               .rank = rank_,
-                              .world_size = world_size_,
-                              .early_updates = true,
-                              .grad_arena_bytes = grad_arena_bytes_,
-                              .extra_state_bytes = 100,
+                              .session_request = {.world_size = world_size_,
+                                                  .grad_arena_bytes = grad_arena_bytes_,
+                                                  .extra_state_bytes = 100,
+                                                  .early_updates = true},
                               .durability = durability_,
                               .layout = layout_});
 }

@@ -17,6 +17,7 @@
 #include "cpu_adam/square_sum.h"
 #include "cpu_adam/update_kernel.h"
 #include "daemon/core/base/record_actions.h"
+#include "daemon/core/base/session_request.h"
 #include "nvme/slot_map.h"
 #include "protocol/durability.h"
 #include "protocol/layout.h"
@@ -37,11 +38,12 @@ struct AttachRequested {
   std::string job;
   // True for a reader. It has no rank, calls no step, delivers nothing and cannot create the job.
   bool reader = false;
-  // Rank on this node, and number of ranks on this node. Without meaning for a reader.
-  uint32_t rank = 0;
-  uint32_t world_size = 1;
-  // Number of the job's ranks on all nodes; 0: the job is on one node. `rank` and `world_size` count this node's ranks alone.
-  uint32_t world_ranks = 0;
+  uint32_t rank = 0;  // rank on this node; without meaning for a reader
+  // World and memory that the client asks for. For a reader only `grad_arena_bytes`, for reads of states, has a meaning.
+  // `session_request.durability` is not set: the state machine decides it.
+  SessionRequest session_request = {};
+  // Durability that the client asks for. nullopt for a reader, or to take the existing job's durability or the node's default.
+  std::optional<protocol::Durability> durability = {};
   // Token of the run that the process belongs to. If `resume` is true, the run may take over another run's job.
   std::string run = {};
   bool resume = false;
@@ -60,19 +62,8 @@ struct AttachRequested {
   // Reattach: number of exchanges whose answer the client has received, and the newest answer, by rank (empty: too large).
   uint64_t exchanges = 0;
   std::vector<std::string> exchanged = {};
-  // A step has several backward passes; the sums are float32 from the start.
-  bool accumulate = false;
-  // True to allocate DRAM for new weights, so that blocks on swap can be updated before a step's decision (kAnnounceStep).
-  bool early_updates = false;
   // True if the client's descriptor of the weights is to be writable. False for a reader.
   bool writable_weights = false;
-  // Bytes of the grad arena for gradients. For a reader, bytes for reads of states.
-  uint64_t grad_arena_bytes = 0;
-  uint64_t extra_state_bytes = 0;  // bytes for extra_state
-  uint64_t activation_bytes = 0;   // bytes for saved activations; a reader has none
-  bool trace = false;              // true to add a TraceMemory; false for a reader
-  // Durability of the job. nullopt for a reader, or to take the existing job's durability or the node's default.
-  std::optional<protocol::Durability> durability = {};
   std::shared_ptr<const protocol::Layout> layout;
 };
 

@@ -135,7 +135,8 @@ void Job::Move(uint32_t block, uint64_t free_bytes) {
 
 bool Job::NeedsWorld(const AttachRequested& request) const {
   if (request.reader) return false;
-  return request.world_size != room().world_size || (request.accumulate && !room().accumulate) ||
+  const SessionRequest& wanted = request.session_request;
+  return wanted.world_size != room().world_size || (wanted.accumulate && !room().accumulate) ||
          (!has_step_arena_ && !next_plan_);
 }
 

@@ -142,10 +142,12 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
   }
   if (request.is_left_behind) return LeftBehindError(job.name, job.step);
   // A session that reattaches needs the world size of the retained memory.
-  if (request.reattach && job.kept && request.world_size != job.kept->session.world_size) {
-    return MakeError(ErrorId::kRank,
-                     absl::StrCat("job ", job.name, " was left with ", job.kept->session.world_size,
-                                  " ranks; the session is of ", request.world_size));
+  if (request.reattach && job.kept &&
+      request.session_request.world_size != job.kept->session.world_size) {
+    return MakeError(
+        ErrorId::kRank,
+        absl::StrCat("job ", job.name, " was left with ", job.kept->session.world_size,
+                     " ranks; the session is of ", request.session_request.world_size));
   }
   if (!freed_weights_bytes.contains(job.id) && !ledger.IsRetiring(job.id)) {
     return absl::OkStatus();
@@ -171,7 +173,7 @@ uint64_t NodeState::Impl::LedgerTaken(const DurableJob* recovered) const {
 // Creates a job. A recovered job has the number, the durability level and the slots that the ledger names.
 absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
   const std::shared_ptr<const DurableJob> recovered = ledger.FindParked(name);
-  SessionRequest session = SessionRequestOf(request);
+  SessionRequest session = request.session_request;
   session.durability = request.durability.value_or(options.durability);
   const KeptMemory* const kept = KeptOf(recovered.get());
   const bool goes_on = request.reattach && kept != nullptr;
@@ -402,12 +404,13 @@ absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& j
   NodeUse others = Use();
   others.own_state_bytes = job.placement().granted_bytes();
   others.jobs_dram_bytes -= job.fixed_bytes() + others.own_state_bytes;
-  ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job.plan(),
-                                              SessionRequestOf(request), options, others));
+  ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job.plan(), request.session_request,
+                                              options, others));
   const GrantPolicy policy(options, UseOf(job.uid(), &job));
-  RETURN_IF_ERROR(policy.Check(plan.fixed_bytes,
-                               absl::StrCat("with ", request.world_size, " ranks job ", job.name(),
-                                            " needs ", plan.fixed_bytes, " beside its states")));
+  RETURN_IF_ERROR(
+      policy.Check(plan.fixed_bytes,
+                   absl::StrCat("with ", request.session_request.world_size, " ranks job ",
+                                job.name(), " needs ", plan.fixed_bytes, " beside its states")));
   RETURN_IF_ERROR(MakeRoom(plan, swap, others));
   RETURN_IF_ERROR(MoveOwnBlocks(plan, policy, job));
   job.ChangeWorld(std::move(plan));
@@ -643,7 +646,7 @@ Job* NodeState::Impl::JobNamed(const JobName& name) const {
 
 absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
                                               const Job& job) const {
-  const uint64_t arena_bytes = ReaderArenaBytes(request.grad_arena_bytes);
+  const uint64_t arena_bytes = ReaderArenaBytes(request.session_request.grad_arena_bytes);
   const uint64_t taken_bytes = options.dram_limit_bytes - FreeBytes();
   const uint64_t needed_bytes = taken_bytes + arena_bytes + job.plan().ring_bytes;
   const uint64_t job_bytes = job.granted_bytes() + arena_bytes + job.plan().ring_bytes;

@@ -54,10 +54,10 @@ Job* NodeState::Impl::On(const UpdatesResumed&) {
     if (!is_in_update && is_in_memory && job->kept->has_record) continue;
     const AttachRequested request{.uid = job->uid,
                                   .job = JobNameFor(/*uid=*/0, name),
-                                  .world_size = job->world_size,
+                                  .session_request = {.world_size = job->world_size},
+                                  .durability = job->durability,
                                   .run = job->run,
                                   .reattach = true,
-                                  .durability = job->durability,
                                   .layout = job->layout};
     const absl::Status status = MakeJob(request, name).status();
     // A job without an update stays parked: the attach of its ranks gets the same error.

@@ -68,7 +68,7 @@ absl::StatusOr<JobPlan> PlanOnEmpty(const protocol::Layout& layout, const Sessio
 absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
                                         const std::optional<Limits>& limits) const {
   RETURN_IF_ERROR(CheckAttachRequest(request));
-  SessionRequest session = SessionRequestOf(request);
+  SessionRequest session = request.session_request;
   session.durability = request.durability.value_or(impl_->options.durability);
   if (limits) return PlanOnEmpty(*request.layout, session, impl_->options, *limits);
   if (session.durability.level != protocol::DurabilityLevel::kMemory) {

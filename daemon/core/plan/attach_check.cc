@@ -30,22 +30,22 @@ absl::Status CheckRunToken(const std::string& run) {
 }
 
 // Checks that this node's ranks are a part of the job's ranks, and that the layout holds a part of the parameters.
-absl::Status CheckNodes(const AttachRequested& request) {
+absl::Status CheckNodes(const protocol::Layout& layout, const SessionRequest& request) {
   const bool is_over_nodes = request.world_ranks > 0;
-  if (request.layout->spec().is_part != is_over_nodes) {
+  if (layout.spec().is_part != is_over_nodes) {
     return MakeError(ErrorId::kLayout, is_over_nodes
                                            ? "a job over several nodes, and a layout of one"
                                            : "a layout of one of several nodes, and a job on one");
   }
   if (!is_over_nodes) return absl::OkStatus();
-  if (request.layout->is_shared()) {
+  if (layout.is_shared()) {
     return MakeError(
         ErrorId::kUnsupported,
         absl::StrCat("a job of ", request.world_ranks, " ranks, of which ", request.world_size,
                      " are on this node, without partitions of theirs"),
         "attach sharded: with shared attachment all ranks have one daemon");
   }
-  const uint32_t first_rank = request.layout->spec().first_rank;
+  const uint32_t first_rank = layout.spec().first_rank;
   if (request.world_ranks <= request.world_size || request.world_ranks > kWorldRanksMax ||
       first_rank > request.world_ranks - request.world_size) {
     return MakeError(
@@ -80,24 +80,25 @@ absl::Status CheckOwners(const protocol::Layout& layout, uint32_t world_size) {
 }  // namespace
 
 absl::Status CheckAttachRequest(const AttachRequested& request) {
-  if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
+  const SessionRequest& session = request.session_request;
+  if (request.reader) return CheckReaderRequest(session.grad_arena_bytes);
   RETURN_IF_ERROR(CheckRunToken(request.run));
-  if (request.world_size == 0 || request.world_size > protocol::kWorldMax) {
-    return MakeError(ErrorId::kRank, absl::StrCat("world size ", request.world_size,
+  if (session.world_size == 0 || session.world_size > protocol::kWorldMax) {
+    return MakeError(ErrorId::kRank, absl::StrCat("world size ", session.world_size,
                                                   " is not 1 to ", protocol::kWorldMax));
   }
-  if (request.rank >= request.world_size) {
+  if (request.rank >= session.world_size) {
     return MakeError(ErrorId::kRank, absl::StrCat("there is no rank ", request.rank,
-                                                  " in a world of size ", request.world_size));
+                                                  " in a world of size ", session.world_size));
   }
   if (request.held_leases.size() > kLeasesPerSessionMax) {
     return MakeError(ErrorId::kLimit,
                      absl::StrCat("a session that held ", request.held_leases.size(),
                                   " leases (at most ", kLeasesPerSessionMax, ")"));
   }
-  RETURN_IF_ERROR(CheckNodes(request));
-  RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
-  return CheckSessionRequest(*request.layout, SessionRequestOf(request));
+  RETURN_IF_ERROR(CheckNodes(*request.layout, session));
+  RETURN_IF_ERROR(CheckOwners(*request.layout, session.world_size));
+  return CheckSessionRequest(*request.layout, session);
 }
 
 }  // namespace forebay::daemon

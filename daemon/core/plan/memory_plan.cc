@@ -556,17 +556,6 @@ StatePart MemoryPlan::WeightsPart(uint32_t part) const {
                              part);
 }
 
-SessionRequest SessionRequestOf(const AttachRequested& request) {
-  return {.world_size = request.world_size,
-          .world_ranks = request.world_ranks,
-          .grad_arena_bytes = request.grad_arena_bytes,
-          .extra_state_bytes = request.extra_state_bytes,
-          .activation_bytes = request.activation_bytes,
-          .trace = request.trace,
-          .accumulate = request.accumulate,
-          .early_updates = request.early_updates};
-}
-
 uint64_t SumBytes(const protocol::PartitionPlace& partition, protocol::DType sum_dtype) {
   return RoundUp(partition.gradient_elems * protocol::SizeBytes(sum_dtype),
                  protocol::kCacheLineBytes);

@@ -17,10 +17,10 @@ using protocol::MakeError;
 
 absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job) {
   const bool sharded = !job.layout.partitions.empty() && !request.layout->is_shared();
-  if (sharded && !request.reader && request.world_size != job.world_size) {
+  if (sharded && !request.reader && request.session_request.world_size != job.world_size) {
     return MakeError(ErrorId::kRank,
                      absl::StrCat("world size: job ", job.name, " is sharded over ", job.world_size,
-                                  " ranks; this client wants ", request.world_size),
+                                  " ranks; this client wants ", request.session_request.world_size),
                      absl::StrCat("start ", job.world_size,
                                   " ranks: a sharded job keeps its world size. "
                                   "Another job name starts anew"));
@@ -68,25 +68,26 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                                         .world_size = room.world_size,
                                         .durability = room.durability}));
   if (request.reader) return absl::OkStatus();
-  if (request.world_ranks != room.world_ranks) {
-    const auto ranks = [](const auto& session) {
+  const SessionRequest& wanted = request.session_request;
+  if (wanted.world_ranks != room.world_ranks) {
+    const auto ranks = [](const SessionRequest& session) {
       return std::max(session.world_ranks, session.world_size);
     };
     return MakeError(ErrorId::kRank,
                      absl::StrCat("job ", spec_.name, " has ", ranks(room),
-                                  " ranks on all nodes; this client wants ", ranks(request)),
+                                  " ranks on all nodes; this client wants ", ranks(wanted)),
                      "start as many nodes, with as many ranks; another job name starts anew");
   }
-  if (request.world_size != room.world_size) {
+  if (wanted.world_size != room.world_size) {
     if (live_ranks() == 0) return absl::OkStatus();  // the job takes this world size
     return MakeError(
         ErrorId::kRank,
         absl::StrCat("world size: job ", spec_.name, " has ", room.world_size, ", of which ",
-                     live_ranks(), " are attached; this client wants ", request.world_size),
+                     live_ranks(), " are attached; this client wants ", wanted.world_size),
         "start all ranks with one world size, or end those that are attached");
   }
   const bool may_change = spec_.layout->is_shared() && live_ranks() == 0;
-  if (request.accumulate && !room.accumulate && !may_change) {
+  if (wanted.accumulate && !room.accumulate && !may_change) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("gradients of several backward passes: the first session of job ",
                                   spec_.name, " did not ask for sums in float32"),
@@ -94,19 +95,19 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                          ? "attach every rank with it, once none is attached"
                          : "leave accumulate out, or delete the job and start with it");
   }
-  const auto check = [](ErrorId id, uint64_t wanted, uint64_t had, const std::string& what) {
-    if (wanted <= had) return absl::OkStatus();
+  const auto check = [](ErrorId id, uint64_t bytes, uint64_t had, const std::string& what) {
+    if (bytes <= had) return absl::OkStatus();
     return MakeError(
         id, absl::StrCat(what, "; the job's first session asked for ", had, " for each rank"),
         "ask for no more, or delete the job and start with more");
   };
-  RETURN_IF_ERROR(check(ErrorId::kRange, request.grad_arena_bytes, room.grad_arena_bytes,
-                        absl::StrCat("a gradient arena of ", request.grad_arena_bytes, " bytes")));
+  RETURN_IF_ERROR(check(ErrorId::kRange, wanted.grad_arena_bytes, room.grad_arena_bytes,
+                        absl::StrCat("a gradient arena of ", wanted.grad_arena_bytes, " bytes")));
   RETURN_IF_ERROR(
-      check(ErrorId::kRange, request.activation_bytes, room.activation_bytes,
-            absl::StrCat("room for ", request.activation_bytes, " bytes of activations")));
-  return check(ErrorId::kExtraState, request.extra_state_bytes, room.extra_state_bytes,
-               absl::StrCat("room for ", request.extra_state_bytes, " bytes of extra_state"));
+      check(ErrorId::kRange, wanted.activation_bytes, room.activation_bytes,
+            absl::StrCat("room for ", wanted.activation_bytes, " bytes of activations")));
+  return check(ErrorId::kExtraState, wanted.extra_state_bytes, room.extra_state_bytes,
+               absl::StrCat("room for ", wanted.extra_state_bytes, " bytes of extra_state"));
 }
 
 absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t committed_step,
@@ -137,7 +138,7 @@ absl::Status Membership::CheckRival(const AttachRequested& request) const {
   return MakeError(ErrorId::kRank,
                    absl::StrCat("process ", request.rival_pid, " of the same launch trains rank ",
                                 rank, " of job ", spec_.name, "; this process wants rank ", rank,
-                                " of ", request.world_size, " too"),
+                                " of ", request.session_request.world_size, " too"),
                    absl::StrCat("give each process a rank of its own: init_process_group() before "
                                 "attach, RANK and WORLD_SIZE, or "
                                 "rank= and world_size= of attach; for a training of its own "
@@ -156,7 +157,7 @@ void Membership::Add(const AttachRequested& request) {
   session.uid = request.uid;
   session.reader = request.reader;
   session.rank = request.rank;
-  session.request = SessionRequestOf(request);
+  session.request = request.session_request;
   session.held_leases = request.held_leases;
   session.newest_before = request.newest_tag;
   sessions_.emplace(request.session, std::move(session));

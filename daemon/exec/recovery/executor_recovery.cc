@@ -228,7 +228,7 @@ void Executor::OnRankAttached(SessionId id, Session& session) {
                      .number = request.exchanges - 1,
                      .job = job,
                      .rank = request.rank,
-                     .world_size = request.world_size},
+                     .world_size = request.session_request.world_size},
                     exchanged);
 }
 
