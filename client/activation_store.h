@@ -26,7 +26,7 @@ class GradSlots;
 // Copies bytes out after the work that filled them, on a stream of the store, and back before the work that needs them, on
 // another stream of the store. Both copies overlap with compute. Loaded bytes equal the saved bytes.
 //
-// The room has AttachOptions::activation_bytes. Bytes that do not fit stay in device memory. The daemon takes the room back
+// The room has MemoryOptions::activation_bytes. Bytes that do not fit stay in device memory. The daemon takes the room back
 // when the session has ended.
 //
 // Errors     E_DEVICE  of any call: the device has failed.

@@ -166,7 +166,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
   const WaitLimits limits{.deadline = Deadline::After(options.timeout),
                           .interrupt_check = &options.interrupt_check};
   ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(options.layout));
-  ASSIGN_OR_RETURN(const Timeout daemon_wait, DaemonWait(options.daemon_wait));
+  ASSIGN_OR_RETURN(const Timeout daemon_wait, DaemonWait(options.durability.daemon_wait));
   SessionParts parts{.job = options.job,
                      .layout = std::make_shared<const protocol::Layout>(std::move(layout)),
                      .reader = options.reader,
@@ -183,7 +183,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions
   parts.extra_state_bytes = request->getExtraStateBytes();
   parts.activation_bytes = request->getActivationBytes();
   const std::string socket = SocketPath(options.socket);
-  ASSIGN_OR_RETURN(const Timeout first_wait, FirstDaemonWait(options.daemon_wait));
+  ASSIGN_OR_RETURN(const Timeout first_wait, FirstDaemonWait(options.durability.daemon_wait));
   ASSIGN_OR_RETURN(internal::GrantedSession granted,
                    ConnectWithin(first_wait, socket, request, limits, parts));
   const schema::AttachReply::Reader& reply = *granted.reply;

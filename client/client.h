@@ -57,6 +57,28 @@ struct Nodes {
   AllGather all_gather = {};
 };
 
+// Memory of one session.
+struct MemoryOptions {
+  // Bytes of the gradient arena. 0 with shared attachment: four pieces of at most 32 MiB. 0 with sharded attachment: two pieces
+  // (the least), on GPUs also the gradients of three layers. 0 for a reader: 1 MiB.
+  uint64_t grad_arena_bytes = 0;
+  uint64_t extra_state_bytes = 64 * protocol::kKiB;  // bytes reserved for extra_state of one step
+  // Bytes in each rank's arena for the activations of a forward pass (ActivationStore). Ignored for a reader.
+  uint64_t activation_bytes = 0;
+};
+
+// Faults that a job and a session survive. Ignored for a reader.
+struct DurabilityOptions {
+  // Selects how much of the job's training a power cut, or the daemon's death, can undo. The first rank of a new job sets the
+  // level for the life of the job; another level is then refused with E_OPTION. Not set: the job's level, for a new job the
+  // daemon's default.
+  std::optional<protocol::Durability> level = {};
+  // Longest time that a call waits for a daemon that is being restarted (`systemctl restart forebayd`), within the call's own
+  // limit. The session then continues. After this time the session has ended with E_DAEMON_GONE. Not set: FOREBAY_DAEMON_WAIT
+  // in seconds, or, if unset, kDaemonWait.
+  std::optional<Timeout> daemon_wait = {};
+};
+
 struct AttachOptions {
   std::string socket = {};  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
   std::string job = {};     // 1 to 200 bytes of [A-Za-z0-9._-]
@@ -84,27 +106,15 @@ struct AttachOptions {
   // Promises calls of AnnounceStep. The daemon then updates a block on swap as soon as all gradients of the block were
   // delivered. If the weights are in DRAM, the new weights take as much DRAM again.
   bool early_updates = false;
-  // Selects how much of the job's training a power cut, or the daemon's death, can undo. Ignored for a reader. The first rank
-  // of a new job sets the level for the life of the job; another level is then refused with E_OPTION. Not set: the job's level,
-  // for a new job the daemon's default.
-  std::optional<protocol::Durability> durability = {};
+  DurabilityOptions durability = {};
   protocol::LayoutSpec layout = {};
-  // Bytes of the gradient arena. 0 with shared attachment: four pieces of at most 32 MiB. 0 with sharded attachment: two pieces
-  // (the least), on GPUs also the gradients of three layers. 0 for a reader: 1 MiB.
-  uint64_t grad_arena_bytes = 0;
-  uint64_t extra_state_bytes = 64 * protocol::kKiB;  // bytes reserved for extra_state of one step
-  // Bytes in each rank's arena for the activations of a forward pass (ActivationStore). Ignored for a reader.
-  uint64_t activation_bytes = 0;
+  MemoryOptions memory = {};
   // True: the events of this rank in the newest step are recorded for `forebay trace`, in 68 KiB. The job's first session
   // decides for all ranks. Ignored for a reader.
   bool trace = true;
   Timeout timeout = std::chrono::seconds(60);  // limit of Attach and of calls that take no timeout
-  // Longest time that a call waits for a daemon that is being restarted (`systemctl restart forebayd`), within the call's own
-  // limit. The session then continues. After this time the session has ended with E_DAEMON_GONE. Ignored for a reader. Not set:
-  // FOREBAY_DAEMON_WAIT in seconds, or, if unset, kDaemonWait.
-  std::optional<Timeout> daemon_wait = {};
-  InterruptCheck interrupt_check = {};       // empty: none
-  std::shared_ptr<gpu::Device> device = {};  // empty: gpu::HostDevice
+  InterruptCheck interrupt_check = {};         // empty: none
+  std::shared_ptr<gpu::Device> device = {};    // empty: gpu::HostDevice
   // Read by AdminClient::Plan alone. Attach asks the device.
   bool is_on_gpu = false;
 };
@@ -280,7 +290,7 @@ class Attachment {
   absl::StatusOr<std::shared_ptr<const std::byte>> DaemonWeights() const;
   // Undoes this process's writes into weights(). No other thread may write meanwhile.
   void DropWrittenWeights();
-  // Room for activations, of AttachOptions::activation_bytes. Empty after Detach.
+  // Room for activations, of MemoryOptions::activation_bytes. Empty after Detach.
   std::span<std::byte> activation_room() const;
   // keeps the activation room mapped and registered
   std::shared_ptr<const void> activation_owner() const;

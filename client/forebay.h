@@ -33,6 +33,23 @@ struct forebay_param {
   int32_t frozen;       /* 1: weights alone, never updated; best listed behind the trained ones */
 };
 
+/* Memory of one session. */
+struct forebay_memory {
+  uint64_t grad_arena_bytes;  /* 0: 4 pieces of at most 32 MiB, sharded 2; of a reader 1 MiB */
+  uint64_t extra_state_bytes; /* room for extra_state of one step */
+};
+
+/* Faults that a job and a session survive. Not of a reader. */
+struct forebay_durability {
+  /* What a power cut, or the daemon's death, can undo of the job's training. "memory": all of it; "epoch=N": at
+     most N steps; "step": no step that was answered. The first rank of a new job decides for its life; another level
+     is then refused with E_OPTION. NULL: the job's, of a new one the daemon's default. */
+  const char* level;
+  /* How long a call waits for a daemon that is being restarted, within its own time; the session then continues, or
+     has ended with E_DAEMON_GONE. 0: FOREBAY_DAEMON_WAIT in seconds, else 60000; negative: no limit. */
+  int64_t daemon_wait_ms;
+};
+
 struct forebay_options {
   size_t struct_size; /* sizeof(struct forebay_options) */
   const char* socket; /* NULL: FOREBAY_SOCKET, else /run/forebay/forebay.sock */
@@ -46,10 +63,9 @@ struct forebay_options {
   size_t param_count;
   const char* const* group_names; /* one a group */
   size_t group_count;
-  uint64_t grad_arena_bytes;  /* 0: 4 pieces of at most 32 MiB, sharded 2; of a reader 1 MiB */
-  uint64_t extra_state_bytes; /* room for extra_state of one step */
-  int64_t timeout_ms;         /* of attach and of calls without their own */
-  uint64_t seed;              /* of the stochastic rounding of formats bf16 and int8 */
+  struct forebay_memory memory;
+  int64_t timeout_ms; /* of attach and of calls without their own */
+  uint64_t seed;      /* of the stochastic rounding of formats bf16 and int8 */
   /* The run that this process belongs to, at most 200 printable ASCII characters without spaces;
      NULL: FOREBAY_RUN, else this process alone. All ranks of a job need the same run: if a job has
      several ranks, set this field or FOREBAY_RUN. Another run's job is refused with E_JOB_EXISTS unless
@@ -60,15 +76,7 @@ struct forebay_options {
      The ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
      `rank` is not read. */
   int32_t reader;
-  /* Not of a reader: what a power cut, or the daemon's death, can undo of the job's training. "memory":
-     all of it; "epoch=N": at most N steps; "step": no step that was answered. The first rank of a new
-     job decides for its life; another level is then refused with E_OPTION. NULL: the job's, of a new
-     one the daemon's default. */
-  const char* durability;
-  /* Not of a reader: how long a call waits for a daemon that is being restarted, within its own time; the
-     session then continues, or has ended with E_DAEMON_GONE. 0: FOREBAY_DAEMON_WAIT in seconds, else 60000;
-     negative: no limit. */
-  int64_t daemon_wait_ms;
+  struct forebay_durability durability;
 };
 
 struct forebay_info {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <bit>
 #include <chrono>
+#include <cstddef>
 #include <exception>
 #include <memory>
 #include <new>
@@ -91,6 +92,14 @@ std::span<const std::byte> BytesOf(const void* bytes, size_t size_bytes) {
   return {static_cast<const std::byte*>(bytes), size_bytes};
 }
 
+// Offsets of ABI version 3. Programs that were compiled with 0.2.0's header, which has no groups of options, have the same.
+static_assert(offsetof(forebay_options, memory.grad_arena_bytes) == 88);
+static_assert(offsetof(forebay_options, memory.extra_state_bytes) == 96);
+static_assert(offsetof(forebay_options, timeout_ms) == 104);
+static_assert(offsetof(forebay_options, durability.level) == 136);
+static_assert(offsetof(forebay_options, durability.daemon_wait_ms) == 144);
+static_assert(sizeof(forebay_options) == 152);
+
 absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& options) {
   forebay::protocol::LayoutSpec spec;
   ASSIGN_OR_RETURN(spec.dtype, forebay::protocol::WeightsDTypeFromName(TextOf(options.dtype)));
@@ -116,26 +125,28 @@ absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& op
 
 absl::Status AttachTo(const forebay_options& options, forebay_session** session) {
   ASSIGN_OR_RETURN(forebay::protocol::LayoutSpec spec, LayoutOf(options));
-  std::optional<forebay::protocol::Durability> durability;
-  if (options.durability != nullptr) {
-    ASSIGN_OR_RETURN(durability, forebay::protocol::ParseDurability(options.durability));
+  forebay::client::DurabilityOptions durability;
+  if (options.durability.level != nullptr) {
+    ASSIGN_OR_RETURN(durability.level,
+                     forebay::protocol::ParseDurability(options.durability.level));
   }
-  std::optional<Timeout> daemon_wait;
-  if (options.daemon_wait_ms != 0) daemon_wait = TimeoutOf(options.daemon_wait_ms);
-  ASSIGN_OR_RETURN(std::unique_ptr<Attachment> attachment,
-                   Attachment::Attach({.socket = TextOf(options.socket),
-                                       .job = TextOf(options.job),
-                                       .reader = options.reader != 0,
-                                       .rank = options.rank,
-                                       .world_size = options.world_size,
-                                       .run = TextOf(options.run),
-                                       .resume = options.resume != 0,
-                                       .durability = durability,
-                                       .layout = std::move(spec),
-                                       .grad_arena_bytes = options.grad_arena_bytes,
-                                       .extra_state_bytes = options.extra_state_bytes,
-                                       .timeout = TimeoutOf(options.timeout_ms),
-                                       .daemon_wait = daemon_wait}));
+  if (options.durability.daemon_wait_ms != 0) {
+    durability.daemon_wait = TimeoutOf(options.durability.daemon_wait_ms);
+  }
+  ASSIGN_OR_RETURN(
+      std::unique_ptr<Attachment> attachment,
+      Attachment::Attach({.socket = TextOf(options.socket),
+                          .job = TextOf(options.job),
+                          .reader = options.reader != 0,
+                          .rank = options.rank,
+                          .world_size = options.world_size,
+                          .run = TextOf(options.run),
+                          .resume = options.resume != 0,
+                          .durability = durability,
+                          .layout = std::move(spec),
+                          .memory = {.grad_arena_bytes = options.memory.grad_arena_bytes,
+                                     .extra_state_bytes = options.memory.extra_state_bytes},
+                          .timeout = TimeoutOf(options.timeout_ms)}));
   auto made = std::make_unique<forebay_session>();
   made->attachment = std::move(attachment);
   *session = made.release();  // forebay_free() owns it again

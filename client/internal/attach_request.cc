@@ -42,7 +42,7 @@ uint64_t ArenaBytesOnGpu(const protocol::Layout& layout) {
 kj::StringPtr TextOf(const std::string& text) { return {text.c_str(), text.size()}; }
 
 uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
-  if (options.grad_arena_bytes != 0) return options.grad_arena_bytes;
+  if (options.memory.grad_arena_bytes != 0) return options.memory.grad_arena_bytes;
   if (options.reader) return kReaderArenaBytes;
   if (layout.is_shared()) return PieceBytes(layout) * kPiecesInSharedArena;
   const uint64_t on_gpu = options.is_on_gpu ? ArenaBytesOnGpu(layout) : 0;
@@ -69,11 +69,11 @@ AttachRequest MakeAttachRequest(const AttachOptions& options, const protocol::La
     const bool is_writable = options.device != nullptr && !options.device->registers_read_only();
     request.setWritableWeights(is_writable);
     request.setEarlyUpdates(options.early_updates);
-    request.setExtraStateBytes(options.extra_state_bytes);
-    request.setActivationBytes(options.activation_bytes);
+    request.setExtraStateBytes(options.memory.extra_state_bytes);
+    request.setActivationBytes(options.memory.activation_bytes);
     request.setTrace(options.trace);
-    if (options.durability) {
-      request.setDurability(protocol::FormatDurability(*options.durability).c_str());
+    if (options.durability.level) {
+      request.setDurability(protocol::FormatDurability(*options.durability.level).c_str());
     }
   }
   return Clone(request.asReader());

@@ -53,7 +53,7 @@ class ActivationStoreTest : public ::testing::Test {
                                .world_size = world_size,
                                .run = "run",
                                .layout = testing::MakeLayoutSpec({}),
-                               .activation_bytes = activation_bytes,
+                               .memory = {.activation_bytes = activation_bytes},
                                .timeout = kTimeout,
                                .device = std::move(device)});
   }

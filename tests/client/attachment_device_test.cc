@@ -63,7 +63,7 @@ class AttachmentDeviceTest : public ::testing::Test {
                                                        .world_size = 2,
                                                        .run = "run",
                                                        .layout = testing::MakeLayoutSpec({}),
-                                                       .extra_state_bytes = 4096,
+                                                       .memory = {.extra_state_bytes = 4096},
                                                        .timeout = kTimeout,
                                                        .device = device}));
     ASSIGN_OR_RETURN(rank.stream, device->MakeStream());

@@ -51,7 +51,7 @@ class AttachmentTest : public ::testing::Test {
             .rank = rank,
             .world_size = world_size,
             .layout = testing::MakeLayoutSpec({}),
-            .extra_state_bytes = 4096,
+            .memory = {.extra_state_bytes = 4096},
             .timeout = kTimeout};
   }
 

@@ -78,7 +78,7 @@ struct PipelineRank {
              .run = "run",
              .layout = has_nodes ? ShardFlatOfNode(options.spec, options.ranks, options.own)
                                  : ShardFlat(options.spec, options.ranks),
-             .activation_bytes = options.activation_bytes,
+             .memory = {.activation_bytes = options.activation_bytes},
              .timeout = kTimeout,
              .device = made.device}));
     const gpu::Exchange exchange = [&](const std::string& bytes) {

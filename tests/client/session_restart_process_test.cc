@@ -50,9 +50,9 @@ class SessionRestartProcess : public ::testing::Test {
   absl::StatusOr<std::unique_ptr<Attachment>> Attach(std::optional<Timeout> daemon_wait) {
     return Attachment::Attach({.socket = socket_,
                                .job = "job",
+                               .durability = {.daemon_wait = daemon_wait},
                                .layout = testing::MakeLayoutSpec({.world_size = 1}),
-                               .timeout = kTimeout,
-                               .daemon_wait = daemon_wait});
+                               .timeout = kTimeout});
   }
   void AttachAndTrain(std::optional<Timeout> daemon_wait) {
     ASSERT_OK_AND_ASSIGN(session_, Attach(daemon_wait));

@@ -199,7 +199,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
     return {.socket = socket_,
             .job = job,
             .layout = layout_,
-            .grad_arena_bytes = kArenaBytes,
+            .memory = {.grad_arena_bytes = kArenaBytes},
             .timeout = kTimeout};
   }
   absl::Status WriteInitial(RawSession& session) {
@@ -228,7 +228,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
   // Attaches to a job, writes its initial parameters and trains one step.
   absl::Status Train(const std::string& job, const std::string& durability = "memory") {
     client::AttachOptions options = Options(job);
-    ASSIGN_OR_RETURN(options.durability, protocol::ParseDurability(durability));
+    ASSIGN_OR_RETURN(options.durability.level, protocol::ParseDurability(durability));
     ASSIGN_OR_RETURN(const auto rank, Attachment::Attach(options));
     RETURN_IF_ERROR(testing::WriteInitial(*rank, /*seed=*/1));
     RETURN_IF_ERROR(testing::TrainStep(*rank, {}).status());

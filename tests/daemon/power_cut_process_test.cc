@@ -70,11 +70,12 @@ class PowerCuts : public ::testing::Test {
     ASSERT_OK_AND_ASSIGN(const auto daemon, testing::DaemonProcess::Start(socket_, all));
     ASSERT_OK_AND_ASSIGN(
         const auto session,
-        Attachment::Attach({.socket = socket_,
-                            .job = "job",
-                            .durability = protocol::Durability{protocol::DurabilityLevel::kStep, 1},
-                            .layout = testing::MakeLayoutSpec(kShape),
-                            .timeout = kTimeout}));
+        Attachment::Attach(
+            {.socket = socket_,
+             .job = "job",
+             .durability = {.level = protocol::Durability{protocol::DurabilityLevel::kStep, 1}},
+             .layout = testing::MakeLayoutSpec(kShape),
+             .timeout = kTimeout}));
     ASSERT_OK(testing::WriteInitial(*session, 1));
     for (uint64_t step = 1; step <= kSteps; ++step) {
       ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = step}).status());

@@ -276,17 +276,18 @@ INSTANTIATE_TEST_SUITE_P(
                                   ErrorId::kOption,
                                   {"healthy", "memory", "epoch=3"},
                                   [](auto& options) {
-                                    options.durability = {
+                                    options.durability.level = {
                                         .level = protocol::DurabilityLevel::kEpoch, .steps = 3};
                                   }},
-                      WrongAttach{"MoreExtraStateThanTheFirstTook",
-                                  ErrorId::kExtraState,
-                                  {"100000", "65536"},
-                                  [](auto& options) { options.extra_state_bytes = 100'000; }},
+                      WrongAttach{
+                          "MoreExtraStateThanTheFirstTook",
+                          ErrorId::kExtraState,
+                          {"100000", "65536"},
+                          [](auto& options) { options.memory.extra_state_bytes = 100'000; }},
                       WrongAttach{"TooSmallAGradientArena",
                                   ErrorId::kRange,
                                   {"gradient arena", "64 bytes"},
-                                  [](auto& options) { options.grad_arena_bytes = 64; }},
+                                  [](auto& options) { options.memory.grad_arena_bytes = 64; }},
                       WrongAttach{"AJobThatDoesNotFit",
                                   ErrorId::kDramLimit,
                                   {"weights", "gradient sums", "gradient arena", "ring", "states",
@@ -300,14 +301,14 @@ INSTANTIATE_TEST_SUITE_P(
                                   {"gradient arena", "at most", "the limit is"},
                                   [](auto& options) {
                                     options.job = "huge";
-                                    options.grad_arena_bytes = ~uint64_t{0};
+                                    options.memory.grad_arena_bytes = ~uint64_t{0};
                                   }},
                       WrongAttach{"AGradientArenaThatDoesNotFit",
                                   ErrorId::kDramLimit,
                                   {"1 x (gradient arena 1.0 TiB", "the limit is"},
                                   [](auto& options) {
                                     options.job = "huge";
-                                    options.grad_arena_bytes = kTerabyte;
+                                    options.memory.grad_arena_bytes = kTerabyte;
                                   }}),
     [](const ::testing::TestParamInfo<WrongAttach>& one) { return one.param.name; });
 

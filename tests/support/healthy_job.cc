@@ -32,14 +32,14 @@ HealthyJob::HealthyJob(std::vector<std::unique_ptr<client::Attachment>> ranks)
 absl::StatusOr<std::unique_ptr<HealthyJob>> HealthyJob::Attach(const HealthyJobOptions& options) {
   std::vector<std::unique_ptr<client::Attachment>> ranks;
   for (uint32_t rank = 0; rank < options.shape.world_size; ++rank) {
-    ASSIGN_OR_RETURN(auto session,
-                     client::Attachment::Attach({.socket = options.socket,
-                                                 .job = options.job,
-                                                 .rank = rank,
-                                                 .world_size = options.shape.world_size,
-                                                 .layout = MakeLayoutSpec(options.shape),
-                                                 .grad_arena_bytes = options.grad_arena_bytes,
-                                                 .timeout = kTimeout}));
+    ASSIGN_OR_RETURN(auto session, client::Attachment::Attach(
+                                       {.socket = options.socket,
+                                        .job = options.job,
+                                        .rank = rank,
+                                        .world_size = options.shape.world_size,
+                                        .layout = MakeLayoutSpec(options.shape),
+                                        .memory = {.grad_arena_bytes = options.grad_arena_bytes},
+                                        .timeout = kTimeout}));
     if (session->writes_initial()) RETURN_IF_ERROR(WriteInitial(*session, kSeed));
     ranks.push_back(std::move(session));
   }

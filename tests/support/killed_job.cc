@@ -141,7 +141,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> KilledJob::Attach(uint32_t rank) con
                                        .world_size = kKilledRanks,
                                        .run = "campaign",
                                        .early_updates = IsSharded(options_.kind),
-                                       .durability = options_.durability,
+                                       .durability = {.level = options_.durability},
                                        .layout = layout_.spec(),
                                        .timeout = kTimeout});
     if (session.ok() || protocol::IdOf(session.status()) != ErrorId::kNoDaemon ||

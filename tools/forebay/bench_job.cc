@@ -104,7 +104,7 @@ absl::StatusOr<std::unique_ptr<BenchJob>> BenchJob::Create(const BenchJobOptions
     attach.timeout = kLimit;
     attach.drain = options.drain;
     attach.early_updates = options.early_updates;
-    attach.durability = options.durability;
+    attach.durability.level = options.durability;
     ASSIGN_OR_RETURN(job->attachments_.emplace_back(), Attachment::Attach(std::move(attach)));
   }
   job->partitions_.resize(options.ranks);

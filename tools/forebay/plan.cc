@@ -389,11 +389,11 @@ absl::Status Plan(const PlanOptions& options) {
   if (!options.buffers.empty()) {
     ASSIGN_OR_RETURN(const uint64_t buffers, SizeOf(options.buffers));
     constexpr uint64_t kUnitBytes = 64 * protocol::kKiB;  // the Python client's unit
-    attach.extra_state_bytes += protocol::RoundUp(buffers, kUnitBytes);
+    attach.memory.extra_state_bytes += protocol::RoundUp(buffers, kUnitBytes);
   }
   attach.early_updates = options.early_updates && !options.is_shared;
   if (!options.durability.empty()) {
-    ASSIGN_OR_RETURN(attach.durability, protocol::ParseDurability(options.durability));
+    ASSIGN_OR_RETURN(attach.durability.level, protocol::ParseDurability(options.durability));
   }
   attach.layout = LayoutOf(model, choice);
   attach.is_on_gpu = options.is_on_gpu;

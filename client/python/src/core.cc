@@ -268,7 +268,9 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .accumulate = accumulate,
       .drain = drain,
       .early_updates = early_updates,
-      .durability = DurabilityOf(durability),
+      .durability = {.level = DurabilityOf(durability),
+                     .daemon_wait = daemon_wait.has_value() ? std::optional(TimeoutOf(*daemon_wait))
+                                                            : std::nullopt},
       .layout = {.dtype = ValueOrThrow(protocol::WeightsDTypeFromName(dtype)),
                  .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
                  .format = ValueOrThrow(protocol::FormatFromName(format)),
@@ -276,12 +278,10 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                  .params = {},
                  .group_names = group_names,
                  .partitions = {}},
-      .grad_arena_bytes = grad_arena_bytes,
-      .extra_state_bytes = extra_state_bytes,
-      .activation_bytes = activation_bytes,
+      .memory = {.grad_arena_bytes = grad_arena_bytes,
+                 .extra_state_bytes = extra_state_bytes,
+                 .activation_bytes = activation_bytes},
       .timeout = TimeoutOf(timeout),
-      .daemon_wait =
-          daemon_wait.has_value() ? std::optional(TimeoutOf(*daemon_wait)) : std::nullopt,
       .interrupt_check = PythonInterrupted,
       .device = std::make_shared<gpu::HostDevice>()};
   if (cuda_device.has_value()) {

@@ -116,11 +116,11 @@ int main(void) {
   options.group_names = groups;
   options.group_count = 1;
   options.timeout_ms = 30000;
-  options.daemon_wait_ms = 30000;
-  options.durability = "hourly";
+  options.durability.daemon_wait_ms = 30000;
+  options.durability.level = "hourly";
   if (forebay_attach(&options, &session) == FOREBAY_OK || session != 0) return 5;
   if (strcmp(forebay_error_name(forebay_last_error_id()), "E_OPTION") != 0) return 6;
-  options.durability = "memory";
+  options.durability.level = "memory";
   if (forebay_attach(&options, &session) != FOREBAY_OK) return failed("attach");
   status = train(session);
   if (status == 0) status = look(&options);
