@@ -44,7 +44,7 @@ ROOM_UNIT_BYTES = 64 << 10  # of extra_state
 
 TorchGroups = list[dict[str, Any]]
 Params = list[tuple[str, list[int], int, int, bool]]
-Layout = tuple[str, str, str, int, Params, list[str]]
+Layout = dict[str, Any]  # options of _core.attach that describe the model
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,22 @@ class Request:
         own = range(self.world.world_size) if nodes is None else nodes.own
         if nodes is not None:
             others["nodes"] = nodes.world_ranks, own.start, has_replicas, nodes.all_gather
-        return _core.attach(
-            self.socket,
-            self.job,
-            self.rank - own.start,
-            len(own),
-            *layout,
-            self.grad_arena_bytes,
-            room_bytes + HEADER.size,
-            self.timeout,
-            self.run,
-            self.resume,
-            durability=self.durability,
-            daemon_wait=self.daemon_wait,
-            **others,
-        )
+        named = {
+            "socket": self.socket,
+            "job": self.job,
+            "rank": self.rank - own.start,
+            "world_size": len(own),
+            "timeout": self.timeout,
+            "run": self.run,
+            "resume": self.resume,
+            "grad_arena_bytes": self.grad_arena_bytes,
+            "extra_state_bytes": room_bytes + HEADER.size,
+        }
+        if self.durability:
+            named["durability"] = self.durability
+        if self.daemon_wait is not None:
+            named["daemon_wait"] = self.daemon_wait
+        return _core.attach(named | layout | others)
 
 
 def attach(
@@ -360,7 +361,8 @@ def attach_reader(
 
     plan, _ = _plan_of(model, optimizer, param_groups)
     layout = _layout(plan, optimizer, _params_of(plan))
-    attachment = _core.attach(socket, job, 0, 1, *layout, timeout=timeout, reader=True)
+    named = {"socket": socket, "job": job, "timeout": timeout, "reader": True}
+    attachment = _core.attach(named | layout)
     return Reader(plan, attachment, timeout)
 
 
@@ -426,10 +428,15 @@ def _shape_of(parameter: Parameter, dtype: torch.dtype) -> list[int]:
 
 
 def _layout(plan: Plan, optimizer: Optimizer, params: Params) -> Layout:
-    """What the daemon has to know of the model, in the order of _core.attach."""
-    format_ = _format(optimizer, plan)
-    dtype = DTYPE_NAMES[plan.dtype]
-    return dtype, optimizer.name, format_, optimizer.seed, params, plan.group_names
+    """What the daemon has to know of the model."""
+    return {
+        "dtype": DTYPE_NAMES[plan.dtype],
+        "optimizer": optimizer.name,
+        "format": _format(optimizer, plan),
+        "seed": optimizer.seed,
+        "params": params,
+        "group_names": plan.group_names,
+    }
 
 
 class _Undo:

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 __version__: str
@@ -118,35 +118,8 @@ class Attachment:
     def counters(self) -> dict[str, int]: ...
     def detach(self) -> None: ...
 
-def attach(
-    socket: str,
-    job: str,
-    rank: int,
-    world_size: int,
-    dtype: str,
-    optimizer: str,
-    format: str,
-    seed: int,
-    params: list[tuple[str, list[int], int, int, bool]],
-    group_names: list[str],
-    grad_arena_bytes: int = 0,
-    extra_state_bytes: int = 65536,
-    timeout: float = 60.0,
-    run: str = "",
-    resume: bool = False,
-    reader: bool = False,
-    grad_dtype: str = "",
-    accumulate: bool = False,
-    partitions: list[tuple[int, int, int, list[tuple[int, int, int, int, int]]]] = ...,
-    cuda_device: int | None = None,
-    cuda_driver: str = "libcuda.so.1",
-    activation_bytes: int = 0,
-    drain: bool | None = None,
-    early_updates: bool = False,
-    durability: str = "",
-    daemon_wait: float | None = None,
-    nodes: tuple[int, int, bool, Callable[[bytes], list[bytes]]] | None = None,
-) -> Attachment: ...
+# Names and types: client/python/src/attach_options.cc. A name that it does not know is E_OPTION.
+def attach(options: dict[str, Any]) -> Attachment: ...
 
 class ActivationStore:
     def __init__(self, attachment: Attachment) -> None: ...

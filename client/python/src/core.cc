@@ -31,16 +31,14 @@
 #include "client/client.h"
 #include "client/environment.h"
 #include "client/python/src/admin.h"
+#include "client/python/src/attach_options.h"
+#include "client/python/src/ended_objects.h"
 #include "client/python/src/errors.h"
 #include "client/python/src/timeout.h"
 #include "client/window_registry.h"
-#include "gpu/cuda_device.h"
 #include "gpu/device.h"
-#include "gpu/host_device.h"
-#include "protocol/durability.h"
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
-#include "protocol/os/mutex.h"
 
 namespace forebay::python {
 namespace nb = nanobind;
@@ -57,12 +55,6 @@ using protocol::MakeError;
 using View = nb::ndarray<nb::array_api>;
 using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-// Name, shape, group, parameter group, trainable.
-using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t, bool>;
-// Parameter, first element, elements of a run, stride, runs.
-using BoxTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint64_t>;
-// Group, owner, boxes.
-using PartitionTuple = std::tuple<uint32_t, uint32_t, uint32_t, std::vector<BoxTuple>>;
 // Partition, first element, offset in bytes from where copy_weights() is to copy to, bytes.
 using CopyTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t>;
 using HyperDict = std::map<std::string, double>;
@@ -110,34 +102,6 @@ bool PythonInterrupted() {
   const nb::gil_scoped_acquire acquired;
   return PyErr_CheckSignals() != 0;
 }
-
-// Python objects to release: sources of copies to a device that have ended, and the callable all_gather. Their last owner
-// may be a thread without the GIL, which puts them here. GiveUp() drops the references later.
-//
-// Threads  Any; GiveUp() with the GIL.
-class EndedObjects {
- public:
-  static std::shared_ptr<const void> Keep(const std::shared_ptr<EndedObjects>& ended,
-                                          nb::object object) {
-    return {object.release().ptr(), [ended](const void* kept) {
-              const protocol::MutexLock lock(ended->mutex_);
-              ended->objects_.push_back(static_cast<PyObject*>(const_cast<void*>(kept)));
-            }};
-  }
-
-  void GiveUp() {  // call with the GIL held
-    std::vector<PyObject*> objects;
-    {
-      const protocol::MutexLock lock(mutex_);
-      objects.swap(objects_);
-    }
-    for (PyObject* const object : objects) Py_DECREF(object);
-  }
-
- private:
-  protocol::Mutex mutex_;
-  std::vector<PyObject*> objects_ ABSL_GUARDED_BY(mutex_);
-};
 
 class PyAttachment {
  public:
@@ -204,42 +168,6 @@ class PyActivationStore {
   std::unique_ptr<client::ActivationStore> store_;
 };
 
-// Parses a durability. Empty: nothing, which stands for the job's durability, or the daemon's default for a new job.
-std::optional<protocol::Durability> DurabilityOf(const std::string& text) {
-  if (text.empty()) return std::nullopt;
-  return ValueOrThrow(protocol::ParseDurability(text));
-}
-
-// Number of ranks on all nodes; first rank of this node; whether other nodes hold parts that this node holds; a callable that
-// gives every rank the bytes of all ranks.
-using NodesTuple = std::tuple<uint32_t, uint32_t, bool, nb::callable>;
-
-// Calls `function`, a callable of Python's, from a thread without the GIL.
-client::AllGather AllGatherBy(std::shared_ptr<const void> function) {
-  return [function = std::move(function)](
-             const std::string& own) -> absl::StatusOr<std::vector<std::string>> {
-    const nb::gil_scoped_acquire acquired;
-    const nb::handle call(static_cast<PyObject*>(const_cast<void*>(function.get())));
-    try {
-      std::vector<std::string> all;
-      for (const nb::handle one : nb::list(call(nb::bytes(own.data(), own.size())))) {
-        const auto bytes = nb::cast<nb::bytes>(one);
-        all.emplace_back(bytes.c_str(), bytes.size());
-      }
-      return all;
-    } catch (nb::python_error& error) {
-      if (error.matches(PyExc_KeyboardInterrupt)) {
-        error.restore();
-        return protocol::MakeError(protocol::ErrorId::kInterrupted, "Ctrl-C between the nodes");
-      }
-      const nb::str text(error.value());
-      return absl::UnavailableError(text.c_str());
-    } catch (const nb::cast_error&) {
-      return absl::UnavailableError("all_gather gave something else than bytes");
-    }
-  };
-}
-
 // Seconds that an attach waits for a daemon.
 double FirstDaemonWait(std::optional<double> daemon_wait) {
   const auto request =
@@ -247,75 +175,10 @@ double FirstDaemonWait(std::optional<double> daemon_wait) {
   return std::chrono::duration<double>(ValueOrThrow(client::FirstDaemonWait(request))).count();
 }
 
-PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
-                    uint32_t world_size, const std::string& dtype, const std::string& optimizer,
-                    const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
-                    const std::vector<std::string>& group_names, uint64_t grad_arena_bytes,
-                    uint64_t extra_state_bytes, double timeout, const std::string& run, bool resume,
-                    bool reader, const std::string& grad_dtype, bool accumulate,
-                    const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
-                    const std::string& cuda_driver, uint64_t activation_bytes,
-                    std::optional<bool> drain, bool early_updates, const std::string& durability,
-                    std::optional<double> daemon_wait, const std::optional<NodesTuple>& nodes) {
-  client::AttachOptions options{
-      .socket = socket,
-      .job = job,
-      .reader = reader,
-      .rank = rank,
-      .world_size = world_size,
-      .run = run,
-      .resume = resume,
-      .accumulate = accumulate,
-      .drain = drain,
-      .early_updates = early_updates,
-      .durability = {.level = DurabilityOf(durability),
-                     .daemon_wait = daemon_wait.has_value() ? std::optional(TimeoutOf(*daemon_wait))
-                                                            : std::nullopt},
-      .layout = {.dtype = ValueOrThrow(protocol::WeightsDTypeFromName(dtype)),
-                 .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
-                 .format = ValueOrThrow(protocol::FormatFromName(format)),
-                 .seed = seed,
-                 .params = {},
-                 .group_names = group_names,
-                 .partitions = {}},
-      .memory = {.grad_arena_bytes = grad_arena_bytes,
-                 .extra_state_bytes = extra_state_bytes,
-                 .activation_bytes = activation_bytes},
-      .timeout = TimeoutOf(timeout),
-      .interrupt_check = PythonInterrupted,
-      .device = std::make_shared<gpu::HostDevice>()};
-  if (cuda_device.has_value()) {
-    const gpu::CudaDevice::Options cuda{.ordinal = *cuda_device, .soname = cuda_driver};
-    options.device = ValueOrThrow(WithoutGil([&] { return gpu::CudaDevice::Create(cuda); }));
-  }
-  for (const auto& [name, shape, group, param_group, trainable] : params) {
-    options.layout.params.push_back({.name = name,
-                                     .shape = shape,
-                                     .group = group,
-                                     .param_group = param_group,
-                                     .trainable = trainable});
-  }
-  if (!grad_dtype.empty()) {
-    options.layout.grad_dtype = ValueOrThrow(protocol::WeightsDTypeFromName(grad_dtype));
-  }
-  for (const auto& [group, owner, replica, boxes] : partitions) {
-    protocol::PartitionSpec& partition = options.layout.partitions.emplace_back();
-    partition.group = group;
-    partition.owner = owner;
-    partition.replica = replica;
-    for (const auto& [param, first_elem, run_elems, stride_elems, runs] : boxes) {
-      partition.boxes.push_back({param, first_elem, run_elems, stride_elems, runs});
-    }
-  }
+PyAttachment Attach(const nb::dict& mapping) {
   auto ended = std::make_shared<EndedObjects>();
-  if (nodes.has_value()) {
-    const auto& [world_ranks, first_rank, has_replicas, all_gather] = *nodes;
-    options.layout.is_part = true;
-    options.layout.first_rank = first_rank;
-    options.layout.has_replicas = has_replicas;
-    options.nodes = {.world_ranks = world_ranks,
-                     .all_gather = AllGatherBy(EndedObjects::Keep(ended, all_gather))};
-  }
+  client::AttachOptions options = AttachOptionsFrom(mapping, ended);
+  options.interrupt_check = PythonInterrupted;
   client::InstallSegvHandler();
   std::shared_ptr<gpu::Device> device = options.device;
   return {ValueOrThrow(WithoutGil([&] { return Attachment::Attach(std::move(options)); })),
@@ -761,16 +624,7 @@ NB_MODULE(_core, module) {
   module.attr("OPTIMIZERS") = Optimizers();
   module.def("check_hyper_parameters", &CheckHyper, nb::arg("optimizer"), nb::arg("group"),
              nb::arg("values"));
-  module.def(
-      "attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"), nb::arg("world_size"),
-      nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"), nb::arg("seed"), nb::arg("params"),
-      nb::arg("group_names"), nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
-      nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
-      nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
-      nb::arg("partitions") = std::vector<PartitionTuple>(), nb::arg("cuda_device") = nb::none(),
-      nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0,
-      nb::arg("drain") = nb::none(), nb::arg("early_updates") = false, nb::arg("durability") = "",
-      nb::arg("daemon_wait") = nb::none(), nb::arg("nodes") = nb::none());
+  module.def("attach", &Attach, nb::arg("options"));
   module.def("first_daemon_wait", &FirstDaemonWait, nb::arg("daemon_wait").none());
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));

@@ -28,7 +28,19 @@ GROUPS = ["embed", "head"]
 
 def attach(socket, job, rank=0, world_size=1, dtype="float32", format="fp32", timeout=30.0):
     return core.attach(
-        socket, job, rank, world_size, dtype, "adamw", format, 0, PARAMS, GROUPS, 0, 4096, timeout
+        {
+            "socket": socket,
+            "job": job,
+            "rank": rank,
+            "world_size": world_size,
+            "dtype": dtype,
+            "optimizer": "adamw",
+            "format": format,
+            "params": PARAMS,
+            "group_names": GROUPS,
+            "extra_state_bytes": 4096,
+            "timeout": timeout,
+        }
     )
 
 

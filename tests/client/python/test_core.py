@@ -147,6 +147,25 @@ def test_states_are_float32_in_the_order_of_elements(core_node, job):
     assert torch.from_dlpack(moment).count_nonzero() == 0
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"jib": "x"}, "attach has no option jib"),
+        ({"rank": -1}, "option rank is -1"),
+        ({"resume": "yes"}, "option resume is 'yes'"),
+        ({"params": [("w", 3)]}, "option params is [('w', 3)]"),
+        ({"durability": "hourly"}, '"hourly" is no level of durability'),
+        ({"optimizer": "adamx"}, "adamx"),
+        ({3: 4}, "option 3 is no name"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_options_of_attach_that_it_does_not_have(core_node, wrong, said):
+    with pytest.raises(core.UsageError) as caught:
+        core.attach({"socket": core_node, "job": "job", **wrong})
+    assert caught.value.code == "E_OPTION" and said in str(caught.value)
+
+
 def test_errors_have_a_family_code_hint_and_say_whether_to_retry(core_node, job, tmp_path):
     with pytest.raises(core.UnavailableError) as caught:
         core.status(str(tmp_path / "none"))
