@@ -423,6 +423,7 @@ PACKAGE = "client/python/forebay/"
 PACKAGE_FLOORS = (  # modules and folders of the Python package; each imports its own floor and those before it
     ("_core", "errors", "optimizers", "_memory", "_report"),  # the extension and the words
     ("_launcher", "_run", "_world", "_device", "_metrics"),  # this process, its launch, device and daemon
+    ("_checks", "options"),  # the options of attach
     ("_plan", "_buffers", "_gradient", "_guards", "_activations"),  # one model
     ("_base", "_engine", "_hooks"),  # the training of an attached model
     ("sharded",),  # the training of a model on FSDP2

@@ -180,7 +180,7 @@ def prepare(args, shape):
         optimizer = forebay.AdamW(lr=LR, format=args.format)
         largest = max(sum(p.numel() for p in layer.parameters()) for layer in model.layers)
         opt = forebay.attach(
-            model, optimizer, prefetch_bytes=2 * 2 * largest, initial=args.initial
+            model, optimizer, memory=forebay.Memory(prefetch_bytes=2 * 2 * largest), initial=args.initial
         )
         return model, opt
     model.to_empty(device="cpu")

@@ -6,7 +6,7 @@ daemon.
 
 Importing this package needs no daemon, no GPU and no torch; attach() does.
 
-Public are this module, forebay.api, forebay.errors, forebay.optimizers and forebay.integrations. Modules whose names begin
+Public are this module, forebay.api, forebay.errors, forebay.optimizers, forebay.options and forebay.integrations. Modules whose names begin
 with an underscore and the packages forebay.sharded and forebay.states are private.
 """
 
@@ -23,6 +23,7 @@ from .errors import (
     UsageError,
 )
 from .optimizers import SGD, Adagrad, Adam, AdamW, Lamb, Lion
+from .options import Durability, Memory, Sharding
 
 __all__ = [
     "SGD",
@@ -30,12 +31,15 @@ __all__ = [
     "Adam",
     "AdamW",
     "DataLossError",
+    "Durability",
     "ForebayError",
     "ForebayTimeoutError",
     "Lamb",
     "Lion",
+    "Memory",
     "Progress",
     "ResourceError",
+    "Sharding",
     "UnavailableError",
     "UsageError",
     "attach",

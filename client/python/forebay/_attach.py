@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _report
+from . import _report, options
 from ._adopt import Groups
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
 from ._engine import Engine, Group, WindowMember, windows_of
@@ -29,6 +29,7 @@ from .states.reader import Reader
 
 if TYPE_CHECKING:
     from ._core import Attachment
+    from .options import Durability, Memory, Sharding
     from .sharded.engine import ShardMember
     from .sharded.fsdp import Unit
     from .sharded.initial import Initial
@@ -55,13 +56,14 @@ class Request:
     world: World
     socket: str
     param_groups: Iterable[Any] | None
-    extra_state_bytes: int | None
-    grad_arena_bytes: int
     timeout: float
     run: str
     resume: bool
-    durability: str  # empty: the job's, of a new one the daemon's default
-    daemon_wait: float | None  # seconds; None: FOREBAY_DAEMON_WAIT, else 60
+    passes: int
+    initial: Any
+    durability: Durability
+    memory: Memory
+    sharding: Sharding
 
     @property
     def rank(self) -> int:
@@ -89,25 +91,19 @@ class Request:
             "timeout": self.timeout,
             "run": self.run,
             "resume": self.resume,
-            "grad_arena_bytes": self.grad_arena_bytes,
+            "accumulate": self.passes > 1,
             "extra_state_bytes": room_bytes + HEADER.size,
         }
-        if self.durability:
-            named["durability"] = self.durability
-        if self.daemon_wait is not None:
-            named["daemon_wait"] = self.daemon_wait
-        return _core.attach(named | layout | others)
+        return _core.attach(named | layout | self.memory._sent() | self.durability._sent() | others)
 
 
-def attach(
-    model: nn.Module, optimizer: Optimizer, request: Request, *, passes: int
-) -> ForebayOptimizer:
+def attach(model: nn.Module, optimizer: Optimizer, request: Request) -> ForebayOptimizer:
     """See forebay.attach."""
     plan, torch_groups = _plan_of(model, optimizer, request.param_groups)
-    prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
+    prepared = _Prepared(model, optimizer, torch_groups, request.memory.extra_state_bytes)
     _print_stack_at_segv()
     layout = _layout(plan, optimizer, _params_of(plan))
-    attachment = request.send(layout, prepared.room_bytes, accumulate=passes > 1)
+    attachment = request.send(layout, prepared.room_bytes)
     undo = _Undo(attachment=attachment)
     try:
         groups = _groups(plan, attachment)
@@ -164,12 +160,9 @@ def say_what_goes_on(request: Request, opt: ForebayOptimizer) -> None:
 
 
 def mode_of(
-    model: nn.Module, mode: str | None, fsdp: Mapping[str, Any], sharded: Sequence[str]
+    model: nn.Module, mode: str | None, sharding: Sharding, memory: Memory, initial: Any
 ) -> str:
     """"shared" or "sharded".
-
-    fsdp     Arguments of fully_shard(); None: not given.
-    sharded  Names of other arguments that were given and have no meaning in shared mode.
 
     Errors  E_OPTION  the arguments contradict each other.
     """
@@ -177,7 +170,7 @@ def mode_of(
         raise usage_error(
             "E_OPTION", f"mode is {mode!r}", 'mode="shared", mode="sharded", or leave it out'
         )
-    given = [name for name, value in fsdp.items() if value is not None]
+    given = [name for name, value in sharding._of_fully_shard().items() if value is not None]
     if is_fully_sharded(model):
         if mode == "shared":
             raise usage_error(
@@ -192,12 +185,20 @@ def mode_of(
                 "pass it to fully_shard()",
             )
         return "sharded"
-    given += sharded
+    others = {
+        "name_prefix": bool(sharding.name_prefix),
+        "prefetch_bytes": memory.prefetch_bytes != 0,
+        "activation_bytes": memory.activation_bytes != 0,
+        "initial": initial is not None,
+    }
+    given += [name for name, is_given in others.items() if is_given]
     if mode is None and _is_elsewhere(model):
         return "sharded"
     if given and mode != "sharded":
         raise usage_error(
-            "E_OPTION", f'{given[0]} without mode="sharded"', f'mode="sharded", {given[0]}=...'
+            "E_OPTION",
+            f'{given[0]} without mode="sharded"',
+            f'mode="sharded", {options._written(given[0])}',
         )
     return mode or "shared"
 
@@ -208,9 +209,7 @@ def _is_elsewhere(model: nn.Module) -> bool:
     return is_module and any(one.device.type != "cpu" for one in model.parameters())
 
 
-def shard(
-    model: nn.Module, fsdp: Mapping[str, Any], optimizer: Optimizer, request: Request
-) -> Request:
+def shard(model: nn.Module, optimizer: Optimizer, request: Request) -> Request:
     """fully_shard() on a plain model. Groups of the parameters that it had name those that it has now."""
     if is_fully_sharded(model):
         return request
@@ -220,7 +219,7 @@ def shard(
     if groups is not None and not isinstance(groups, Groups):
         groups = list(groups)  # copied before their parameters are replaced
     before = dict(model.named_parameters(remove_duplicate=False))
-    shard_plan.shard(model, **fsdp)
+    shard_plan.shard(model, **request.sharding._of_fully_shard())
     if groups is None:
         return request
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -242,19 +241,7 @@ def shard(
     return replace(request, param_groups=type(groups)(follow(group) for group in groups))
 
 
-def attach_sharded(
-    model: nn.Module,
-    optimizer: Optimizer,
-    request: Request,
-    *,
-    name_prefix: str,
-    passes: int,
-    prefetch_bytes: int,
-    activation_bytes: int,
-    drain: bool,
-    early_updates: bool,
-    initial: Any,
-) -> ForebayOptimizer:
+def attach_sharded(model: nn.Module, optimizer: Optimizer, request: Request) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
     from . import _activations, _core
     from .sharded import collectives, fsdp, shard_plan
@@ -263,12 +250,15 @@ def attach_sharded(
     from .sharded.initial import Initial
     from .sharded.nodes import find as find_nodes, run_of_all
 
+    name_prefix = request.sharding.name_prefix
+    prefetch_bytes = request.memory.prefetch_bytes
+
     def check() -> tuple[list[Unit], Initial, list[Parameter], TorchGroups]:
         _check_arguments(model, optimizer)
         refuse_unsupported_modules(model)
         units = fsdp.units_of(model, name_prefix)
         shard_plan.refuse_unusable(units, model)
-        source = Initial(model, units, name_prefix, initial)
+        source = Initial(model, units, name_prefix, request.initial)
         parameters = shard_plan.parameters_of(units)
         # Order of model.parameters(), by which torch's optimizer numbers parameters. The units have another order.
         order = {id(tensor): at for at, tensor in enumerate(model.parameters())}
@@ -279,7 +269,7 @@ def attach_sharded(
     units, source, parameters, torch_groups = collectives.together(check)
     collectives.refuse_different("prefetch_bytes", prefetch_bytes)
     request = replace(request, run=run_of_all(request.run))
-    nodes = find_nodes(request.socket, request.daemon_wait)
+    nodes = find_nodes(request.socket, request.durability.daemon_wait)
     plan = shard_plan.make_plan(units, parameters, nodes)
     fsdp.ensure_means(units)
     source.compare_generators()
@@ -288,7 +278,7 @@ def attach_sharded(
         source.make_buffers()
 
         def prepare() -> tuple[_Prepared, Layout]:
-            prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
+            prepared = _Prepared(model, optimizer, torch_groups, request.memory.extra_state_bytes)
             return prepared, _layout(plan, optimizer, plan.layout.params)
 
         prepared, layout = collectives.together(prepare)
@@ -300,11 +290,8 @@ def attach_sharded(
                 nodes,
                 plan.layout.has_replicas,
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
-                accumulate=passes > 1,
                 partitions=plan.layout.partitions,
-                activation_bytes=activation_bytes,
-                drain=drain,
-                early_updates=early_updates,
+                **request.sharding._sent(),
                 **plan.device.options(),
             )
             return undo.attachment
@@ -312,11 +299,11 @@ def attach_sharded(
         attachment = collectives.together(send)
         collectives.together(lambda: source.prepare(attachment, plan.layout.index))
         engine = ShardedEngine(
-            attachment, plan, request.rank, request.timeout, prefetch_bytes, passes
+            attachment, plan, request.rank, request.timeout, prefetch_bytes, request.passes
         )
         engine.node = Node(request.socket, request.job, request.rank)
         engine.nodes = nodes
-        if activation_bytes > 0:
+        if request.memory.activation_bytes > 0:
             engine.activations = _activations.Activations(attachment, plan.device)
         if attachment.writes_initial:
             source.write(engine)
@@ -325,7 +312,7 @@ def attach_sharded(
         undo.guards = ShardedGuards(model, plan, engine)
         undo.handles = install_sharded(engine, model)
         opt = prepared.optimizer(plan, engine, attachment, undo)
-        if early_updates:
+        if request.sharding.early_updates:
             engine.announce = opt._announcement()
     except BaseException:
         undo.run()
@@ -338,7 +325,7 @@ def attach_sharded(
         try:
             status = _core.status(request.socket)
             takes = _core.plan(request.socket, request.job)
-            for line in costs(plan, request.job, status, takes, passes > 1):
+            for line in costs(plan, request.job, status, takes, request.passes > 1):
                 _report.say(line)
         except (UnavailableError, ForebayTimeoutError) as error:
             _report.say(f"forebay plan --job {request.job} will say what the job takes, now: {error}")
@@ -518,8 +505,8 @@ def _room_bytes(buffers: Buffers, wanted: int | None) -> int:
         )
     if needed > room:
         more = (
-            f"leave extra_state_bytes out, or extra_state_bytes={needed} plus what you commit "
-            f"yourself (at most {EXTRA_STATE_BYTES_MAX}), or "
+            f"leave extra_state_bytes out, or memory=forebay.Memory(extra_state_bytes=...) of {needed} plus what you "
+            f"commit yourself (at most {EXTRA_STATE_BYTES_MAX}), or "
         )
         raise usage_error(
             "E_EXTRA_STATE",

@@ -78,7 +78,7 @@ class Buffers:
                 "E_EXTRA_STATE",
                 f"extra_state has {users_bytes} bytes and the model's buffers "
                 f"{buffers_bytes}; there is room for {room_bytes}",
-                f"attach with extra_state_bytes={needed_bytes}",
+                f"attach with memory=forebay.Memory(extra_state_bytes={needed_bytes})",
             )
         packed = self._packed if len(self._packed) == len(values) else [b""] * len(values)
         self._packed = [

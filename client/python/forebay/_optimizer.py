@@ -178,7 +178,7 @@ class ForebayOptimizer(StateDicts):
 
     def step(self, closure: Callable[[], Any] | None = None, extra_state: bytes | None = None) -> Any:
         """Applies one step over all ranks, exactly once; returns when it is committed: mode "sharded" at
-        its decision, while the daemon updates under the next forward (see drain of attach), mode
+        its decision, while the daemon updates under the next forward (see drain of forebay.Sharding), mode
         "shared" when everything is updated.
 
         A call that ended without an answer (E_TIMEOUT, Ctrl-C) is repeated by the next one: it asks
@@ -202,7 +202,7 @@ class ForebayOptimizer(StateDicts):
                 E_RANK_LOST    another rank ended: attach again; where it had only detached, attach
                                that rank again and call step again.
                 E_STEP         the step under way has other scalars (lr, ...) or extra_state.
-                E_EXTRA_STATE  extra_state has no room (extra_state_bytes of attach).
+                E_EXTRA_STATE  extra_state has no room (extra_state_bytes of forebay.Memory).
                 E_NOT_READY    a load of states did not end: load again.
                 and, shared, of writes into parameters since the step before (docs/reference/calls.md): E_NONFINITE,
                 E_UNSUPPORTED, E_OPTION, where the parameters are as they were before the writes.
@@ -472,7 +472,7 @@ class ForebayOptimizer(StateDicts):
         forebay/step_s                  wall time of the newest step, from the end of the one before
         forebay/exposed_wait_s          of that, the seconds spent in Forebay's calls and hooks
         forebay/grad_norm               before clipping, with max_grad_norm
-        forebay/activation_bytes        with activation_bytes of attach: in the daemon's memory now
+        forebay/activation_bytes        with activation_bytes of forebay.Memory: in the daemon's memory now
 
         and of the daemon, for all jobs of the node but where it says "job":
 
@@ -507,7 +507,7 @@ class ForebayOptimizer(StateDicts):
 
     def offload_activations(self) -> AbstractContextManager[Any]:
         """While it is entered, what a forward keeps for its backward goes to the daemon's memory, at most
-        activation_bytes of attach, and returns to the device for the backward: the same bits. What
+        activation_bytes of forebay.Memory, and returns to the device for the backward: the same bits. What
         does not fit, parameters, tensors below 64 KiB, and those that are no plain memory (conjugated,
         quantized, nested, subclasses) stay on the device. With torch.utils.checkpoint, what each
         checkpoint keeps goes to the daemon's memory.
@@ -519,12 +519,12 @@ class ForebayOptimizer(StateDicts):
         stats() has activation_bytes (in the daemon's memory now), activation_bytes_max, and
         activation_bytes_stayed of what did not fit.
 
-        Errors  E_OPTION       attach was called without activation_bytes.
+        Errors  E_OPTION       attach was called without activation_bytes of forebay.Memory.
                 E_UNSUPPORTED  of a backward: a tensor that it needs was changed in place.
 
         >>> ranks = torch.distributed
         >>> ranks.init_process_group("gloo", store=ranks.HashStore(), rank=0, world_size=1)
-        >>> opt = forebay.attach(model, mode="sharded", activation_bytes=1 << 20)
+        >>> opt = forebay.attach(model, mode="sharded", memory=forebay.Memory(activation_bytes=1 << 20))
         >>> with opt.offload_activations():
         ...     loss = model(inputs).square().mean()
         >>> loss.backward()
@@ -536,7 +536,7 @@ class ForebayOptimizer(StateDicts):
             raise usage_error(
                 "E_OPTION",
                 "offload_activations() of an attachment without room for them",
-                "forebay.attach(..., activation_bytes=2 << 30)",
+                "forebay.attach(..., memory=forebay.Memory(activation_bytes=2 << 30))",
             )
         return self._engine.activations.offload()
 

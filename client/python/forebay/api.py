@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from . import options
+from ._checks import seconds
 from ._launcher import environment_of, whole_number
 from .errors import unsupported, usage_error
 from .optimizers import AdamW, Optimizer
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ._optimizer import ForebayOptimizer
+    from .options import Durability, Memory, Sharding
     from .states.reader import Reader
 
 # Variables with the number of ranks that the launcher started on this node: torchrun (or srun, by environment_of()), Open MPI,
@@ -32,25 +35,16 @@ def attach(
     world_size: int | None = None,
     socket: str | None = None,
     param_groups: Iterable[Any] | None = None,
-    extra_state_bytes: int | None = None,
-    grad_arena_bytes: int = 0,
     timeout: float = 300.0,
     run: str | None = None,
     resume: bool = False,
-    durability: str | None = None,
-    daemon_wait: float | None = None,
     mode: str | None = None,
-    mesh: Any = None,
-    mp_policy: Any = None,
-    reshard_after_forward: bool | None = None,
-    wrap: Sequence[nn.Module] | None = None,
-    name_prefix: str = "",
     accumulate: int = 1,
-    prefetch_bytes: int = 0,
-    activation_bytes: int = 0,
-    drain: bool = True,
-    early_updates: bool = True,
     initial: str | os.PathLike[str] | Callable[[nn.Module], object] | None = None,
+    durability: str | Durability | None = None,
+    memory: Memory | None = None,
+    sharding: Sharding | None = None,
+    **old: Any,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
@@ -69,11 +63,6 @@ def attach(
                        process (torch.distributed.new_group) or its node has.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
     param_groups       As the optimizer's params.
-    extra_state_bytes  Room for what step(extra_state=...) commits with a step and for the model's
-                       buffers, at most 480 MiB less 16 bytes. None: what the buffers need, rounded
-                       up to 64 KiB, and 64 KiB.
-    grad_arena_bytes   Room for gradients on their way; 0: four pieces of at most 32 MiB, sharded two,
-                       on GPUs also those of three layers.
     timeout            Seconds that this call and each later one may wait; float("inf"): no limit.
     run                The run that this process belongs to: its processes replace each other and
                        continue its job. At most 200 printable ASCII characters without spaces.
@@ -81,50 +70,17 @@ def attach(
                        process group, else this process alone. All ranks of a job need the same: set
                        FOREBAY_RUN if there is none of these.
     resume             Continues a job of another run.
-    durability         What the death of the daemon, or a power cut, can undo of the training; that of a
-                       trainer undoes nothing. "memory": all of it. "epoch=10": at most 10 steps; every
-                       10 steps one is made durable while training continues. "step": no step that step()
-                       has answered, which waits until it is on disk. The last two need swap that the
-                       daemon keeps. The first rank of a new job decides, for the job's life. None: the
-                       job's, of a new one the daemon's default ("memory", unless its settings say more).
-    daemon_wait        Seconds that a call waits for a daemon that is being restarted or has died (`systemctl restart
-                       forebayd`), within `timeout`; training then continues as if nothing had happened.
-                       After that E_DAEMON_GONE. None: FOREBAY_DAEMON_WAIT, else 60.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
                        process group, whose ranks may be on several nodes. None: sharded where fully_shard() was called on the model or it
                        is on the meta device or a GPU, else shared; opt.mode says which. A plain
                        model is sharded by fully_shard() on the elements of its outermost ModuleList
                        or Sequential, and on the model.
-    mesh, mp_policy,   Of mode="sharded" and a plain model: arguments of fully_shard();
-    reshard_after_forward, wrap  `wrap` lists the modules to call it on, before the model.
-    name_prefix        Of mode="sharded": in front of the parameters' names, where ranks hold different
-                       modules (pipeline stages) with the same names.
     accumulate         How many backward passes a step has, at most: their gradients are added, in
                        float32, announced or not. Above 1 the sums of gradients take 4 bytes a
                        parameter; with float32 gradients, and in mode "shared" with several ranks,
                        they do anyway. Where gradients (mode "sharded": as they are reduced) have 16
                        bits and it is 1, sums take 2, and 4 more from the first step on that has a
                        second pass: E_DRAM_LIMIT where the node has no room for them then.
-    prefetch_bytes     Of mode="sharded": FSDP2 gathers layers ahead of the one that computes in
-                       forward, as many as fit into this, in the order that the first step's forward
-                       took; the same on every rank. Replaces what set_modules_to_forward_prefetch()
-                       has set; 0 leaves it. On CPUs a gather ends before FSDP2 continues: prefetch costs
-                       memory and gains nothing.
-    activation_bytes   Of mode="sharded": room in the daemon's memory for what each rank's forwards keep for
-                       their backwards; see opt.offload_activations().
-    drain              Of mode="sharded": step() returns when the step is decided; the daemon updates the
-                       blocks during the next forward, in the order in which it needs them. False:
-                       step() returns when all of them are updated and, those on swap, written. Mode
-                       "shared" always waits, because its parameters can be read at any time.
-    early_updates      Of mode="sharded": a block of states on swap is updated as soon as all its gradients
-                       have arrived, in the last backward of a step (the `accumulate`-th), with the
-                       learning rates that the optimizer has when that backward begins. step() decides:
-                       where it clips or has other numbers, the block is updated again, with the same
-                       bits as without, and the next steps wait until such guesses hold again. Its new
-                       weights take as much memory as the weights of blocks on swap have in DRAM. False:
-                       blocks are updated after the decision, and that memory is for states. After a
-                       second backward in one step that `accumulate` has not announced, nothing is updated
-                       early any more.
     initial            Of a model on the meta device: where the values of a new job come from; of one
                        that exists it sets no parameter. None: reset_parameters() of each module that
                        has one. A function of a module, such as a model's _init_weights. Both are
@@ -132,6 +88,12 @@ def attach(
                        job does not have. Or the path of a safetensors file, or of a folder of them
                        (with an index.json or without), with the names of model.state_dict(): each
                        rank reads its shards. Their types are the parameters' or narrower ones.
+    durability         What the death of the daemon, or a power cut, can undo of the training: "memory",
+                       "epoch=N" or "step", or a forebay.Durability, which explains them.
+    memory             A forebay.Memory: sizes of what each rank's session takes, in bytes.
+    sharding           A forebay.Sharding: how mode="sharded" divides the model and when blocks are updated.
+    old                Keywords of 0.2.0 that are parts of `durability`, `memory` and `sharding` now
+                       (forebay.options.MOVED); each warns, and ends with 0.4.
 
     On the meta device no rank ever holds a model: the shards of a group of FSDP2 have memory from the
     first module that may set them to the last. A function may set all of them until it was called with
@@ -151,7 +113,8 @@ def attach(
             E_RANK        arguments, process group and RANK and WORLD_SIZE contradict each other, or
                           do not say which rank this is; or another process of the same launch trains
                           this rank.
-            E_OPTION      an argument makes no sense, or the job has another durability; names both.
+            E_OPTION      an argument makes no sense, stands beside the option that it is a part of, or
+                          the job has another durability; names both.
             E_BUSY        processes of another run are attached, or the job is being deleted:
                           attach again once that is over.
 
@@ -164,23 +127,16 @@ def attach(
     """
     from . import _adopt, _attach, _world
 
+    for name in old:
+        if name not in options.MOVED:
+            raise TypeError(f"attach() got an unexpected keyword argument {name!r}")
+    topics = {"durability": durability, "memory": memory, "sharding": sharding}
+    given = options._regroup({**old, **{name: value for name, value in topics.items() if value is not None}})
     _attach.refuse_inference_mode()
     rule, param_groups, states = _adopt.adopt(optimizer, param_groups)
-    fsdp = {
-        "mesh": mesh,
-        "mp_policy": mp_policy,
-        "reshard_after_forward": reshard_after_forward,
-        "wrap": wrap,
-    }
+    parts = {topic: options._option(topic, given.get(topic)) for topic in topics}
     passes = _passes(accumulate)
-    given = {
-        "name_prefix": bool(name_prefix),
-        "prefetch_bytes": prefetch_bytes != 0,
-        "activation_bytes": activation_bytes != 0,
-        "initial": initial is not None,
-    }
-    sharded = [name for name, is_given in given.items() if is_given]
-    is_sharded = _attach.mode_of(model, mode, fsdp, sharded) == "sharded"
+    is_sharded = _attach.mode_of(model, mode, parts["sharding"], parts["memory"], initial) == "sharded"
     if is_sharded:
         from .sharded import shard_plan
 
@@ -188,40 +144,23 @@ def attach(
     else:
         world = _world.find(rank, world_size)
         _refuse_several_nodes(world.world_size, _socket_path(socket))
-    if extra_state_bytes is not None:
-        extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
     request = _attach.Request(
         job=_job_name(job),
         world=world,
         socket=_socket_path(socket),
         param_groups=param_groups,
-        extra_state_bytes=extra_state_bytes,
-        grad_arena_bytes=_size_bytes("grad_arena_bytes", grad_arena_bytes),
-        timeout=_seconds("timeout", timeout),
+        timeout=seconds("timeout", timeout),
         run=run or _world.run_of_process(),
         resume=resume,
-        durability=_durability(durability),
-        daemon_wait=None if daemon_wait is None else _seconds("daemon_wait", daemon_wait),
+        passes=passes,
+        initial=initial,
+        **parts,
     )
-    prefetch_bytes = _size_bytes("prefetch_bytes", prefetch_bytes)
-    activation_bytes = _size_bytes("activation_bytes", activation_bytes)
     rule = rule or AdamW()
     if is_sharded:
-        request = _attach.shard(model, fsdp, rule, request)
-        opt = _attach.attach_sharded(
-            model,
-            rule,
-            request,
-            name_prefix=name_prefix,
-            passes=passes,
-            prefetch_bytes=prefetch_bytes,
-            activation_bytes=activation_bytes,
-            drain=bool(drain),
-            early_updates=bool(early_updates),
-            initial=initial,
-        )
+        opt = _attach.attach_sharded(model, rule, _attach.shard(model, rule, request))
     else:
-        opt = _attach.attach(model, rule, request, passes=passes)
+        opt = _attach.attach(model, rule, request)
     _attach.say_what_goes_on(request, opt)
     return _adopt.take_over(opt, optimizer, states)
 
@@ -261,7 +200,7 @@ def attach_reader(
         job=_job_name(job),
         socket=_socket_path(socket),
         param_groups=param_groups,
-        timeout=_seconds("timeout", timeout),
+        timeout=seconds("timeout", timeout),
     )
 
 
@@ -297,42 +236,6 @@ def _passes(accumulate: Any) -> int:
             "accumulate=8 for steps of at most 8 backward passes",
         )
     return number
-
-
-def _size_bytes(name: str, value: Any) -> int:
-    number = whole_number(value)
-    if number is None or not 0 <= number < 1 << 63:
-        raise usage_error(
-            "E_OPTION", f"{name} is {value!r}, not a whole number of bytes", f"{name}=1 << 20"
-        )
-    return number
-
-
-def _durability(level: Any) -> str:
-    """Empty for None; the extension knows the levels."""
-    if level is None:
-        return ""
-    if isinstance(level, str) and level:
-        return level
-    raise usage_error(
-        "E_OPTION",
-        f"durability is {level!r}, no level",
-        'durability="memory", "epoch=10", "step", or leave it out',
-    )
-
-
-def _seconds(name: str, value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError):
-        seconds = -1.0
-    if not seconds >= 0:  # NaN too
-        raise usage_error(
-            "E_OPTION",
-            f"{name} is {value!r}, not a number of seconds",
-            f'{name}=300.0, or float("inf") to wait without a limit',
-        )
-    return seconds
 
 
 def _job_name(job: str | None) -> str:

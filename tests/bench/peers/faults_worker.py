@@ -110,8 +110,10 @@ class Forebay(forebay_side.Forebay):
     """A job at durability step: what a step has answered is saved."""
 
     def __init__(self, model, args):
-        options = {"job": args.job, "run": args.run, "durability": "step", "daemon_wait": 0}
-        super().__init__(model, CLIP, **options)
+        from forebay import Durability
+
+        durability = Durability(level="step", daemon_wait=0)
+        super().__init__(model, CLIP, job=args.job, run=args.run, durability=durability)
 
     @staticmethod
     def prepare():

@@ -106,8 +106,7 @@ def train(rank, ranks, steps, seed, options, folder):
         param_groups=groups_of(model) if "groups" in options else None,
         job="early",
         mode="sharded",
-        early_updates="early" in options,
-        drain="drain" in options,
+        sharding=forebay.Sharding(early_updates="early" in options, drain="drain" in options),
         accumulate=2 if "accumulate" in options else 1,
     )
     chance = random.Random(seed)  # gives the same numbers on every rank

@@ -139,8 +139,8 @@ def trainer(rank, attempt, folder, options):
     if "patience" in options:
         callbacks.append(transformers.EarlyStoppingCallback(options["patience"]))
     if options.get("by_hand"):
-        room = {"extra_state_bytes": options["by_hand"]}
-        attached = forebay.attach(model, forebay.AdamW(lr=1e-2), timeout=60, **room)
+        memory = forebay.Memory(extra_state_bytes=options["by_hand"])
+        attached = forebay.attach(model, forebay.AdamW(lr=1e-2), timeout=60, memory=memory)
     given = (attached, None) if options.get("by_hand") else optimizers_of(options.get("optimizer"), model)
     own = {} if options.get("plain") else {"forebay": {"timeout": 60, **options.get("forebay", {})}}
     maker = TRAINERS[options.get("trainer", "plain")][not options.get("plain")]
@@ -397,10 +397,10 @@ def refused(rank, attempt, folder, options):
     model.register_buffer("table", torch.zeros(1).expand(130_000_000))
     expect("large buffers", make("large", model=model).train)
     expect("adafactor", make("second", arguments={"optim": "adafactor"}).train)
-    opt = forebay.attach(gpt2(), forebay.AdamW(), job="loop", timeout=60, extra_state_bytes=256 << 10)
+    opt = forebay.attach(gpt2(), forebay.AdamW(), job="loop", timeout=60, memory=forebay.Memory(extra_state_bytes=256 << 10))
     opt.step(extra_state=b"epoch 3")
     opt.detach()
-    opt = forebay.attach(model := gpt2(), forebay.AdamW(), job="by-hand", extra_state_bytes=1 << 20)
+    opt = forebay.attach(model := gpt2(), forebay.AdamW(), job="by-hand", memory=forebay.Memory(extra_state_bytes=1 << 20))
     for name in ("optimizer of a script", "an optimizer of another Trainer"):
         expect(name, make("other", model=model, optimizers=(opt, None)).train)
     opt.detach()

@@ -64,7 +64,7 @@ def train(job, rank, ranks, steps, words):
         job=job,
         rank=rank,
         world_size=ranks,
-        extra_state_bytes=64 if "extra" in words else 0,
+        memory=forebay.Memory(extra_state_bytes=64 if "extra" in words else 0),
         run="remote",
         socket=words["beside"] if rank == 1 and "beside" in words else None,
     )

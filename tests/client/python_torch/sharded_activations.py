@@ -6,6 +6,7 @@ import functools
 import threading
 
 import torch
+import forebay
 from forebay import _activations
 from models import CheckpointedNet, loss_of
 from sharded_ranks import case, full, refused, small_net
@@ -50,7 +51,7 @@ def assert_same_training(ranks, make):
     losses, weights, _ = trained(ranks, make, "kept", False)
     used = []
     for name, room in (("all", ROOM), ("some", 2048), ("none", 64)):
-        own, values, stats = trained(ranks, make, name, True, activation_bytes=room)
+        own, values, stats = trained(ranks, make, name, True, memory=forebay.Memory(activation_bytes=room))
         assert own == losses, (name, own, losses)
         assert all(torch.equal(values[one], weights[one]) for one in weights), name
         assert stats["activation_bytes"] == 0, stats
@@ -101,7 +102,7 @@ def offloaded_activations_leave_the_device(ranks):
 
     with tensors_of_any_size():
         model = ranks.shard(Fork(), layers=())
-        opt = ranks.attach(model, activation_bytes=ROOM)
+        opt = ranks.attach(model, memory=forebay.Memory(activation_bytes=ROOM))
         x = torch.randn(16, 8)
         with opt.offload_activations():
             loss = model(x).sum()
@@ -127,7 +128,7 @@ def a_second_backward_of_offloaded_activations(ranks):
     """torch.autograd.grad through a retained graph: twice the same."""
     with tensors_of_any_size():
         model = ranks.shard(small_net())
-        opt = ranks.attach(model, activation_bytes=ROOM)
+        opt = ranks.attach(model, memory=forebay.Memory(activation_bytes=ROOM))
         x = torch.randn(3, 4, 8, requires_grad=True)
         weight = torch.randn(8, 8, requires_grad=True)
         with opt.offload_activations():
@@ -145,7 +146,7 @@ def memory_of_odd_shapes_is_offloaded_as_it_is(ranks):
     """Transposed, sliced, expanded, empty, of other types: the same values and strides."""
     with tensors_of_any_size():
         model = ranks.shard(small_net())
-        opt = ranks.attach(model, activation_bytes=ROOM)
+        opt = ranks.attach(model, memory=forebay.Memory(activation_bytes=ROOM))
         room = opt._engine.activations
         base = torch.randn(6, 5, 4)
         tensors = [
@@ -184,7 +185,7 @@ class Tagged(torch.Tensor):
 def tensors_that_are_more_than_their_bytes_stay(ranks):
     """Conjugated or negated when they are read, quantized, without memory, wrapped: the tensor itself."""
     with tensors_of_any_size():
-        opt = ranks.attach(ranks.shard(small_net()), activation_bytes=ROOM)
+        opt = ranks.attach(ranks.shard(small_net()), memory=forebay.Memory(activation_bytes=ROOM))
         room = opt._engine.activations
         real, other = torch.randn(4, 5), torch.randn(4, 5, dtype=torch.complex64)
         freed = torch.randn(4, 5)
@@ -224,7 +225,7 @@ def tensors_that_are_more_than_their_bytes_stay(ranks):
 def gradients_through_conjugated_and_negated_tensors(ranks):
     """Those of a graph that keeps everything itself."""
     with tensors_of_any_size():
-        opt = ranks.attach(ranks.shard(small_net()), activation_bytes=ROOM)
+        opt = ranks.attach(ranks.shard(small_net()), memory=forebay.Memory(activation_bytes=ROOM))
         inputs = [torch.randn(8, 8, dtype=torch.complex64, requires_grad=True) for _ in range(2)]
         for compute in (
             lambda a, b: (a.conj() * b).abs().pow(2),
@@ -264,7 +265,7 @@ def a_buffer_that_is_filled_again(ranks):
 
     with tensors_of_any_size():
         model = ranks.shard(Product(), layers=())
-        opt = ranks.attach(model, activation_bytes=ROOM)
+        opt = ranks.attach(model, memory=forebay.Memory(activation_bytes=ROOM))
         factor = model.factor[0]
 
         def entered_again(one, two):
@@ -334,17 +335,17 @@ def room_for_activations_is_refused(ranks):
     """Refused without room: by the sum, or by name; the model is as it was."""
     model = ranks.shard(small_net())
     with refused("E_DRAM_LIMIT", r"activations 1\.0 TiB", "dram.limit"):
-        ranks.attach(model, activation_bytes=1 << 40)
+        ranks.attach(model, memory=forebay.Memory(activation_bytes=1 << 40))
     for wrong in (-1, True, False, 1.5, "1MB", None):
         message = f"activation_bytes is {wrong!r}, not a whole number of bytes"
         with refused("E_OPTION", message, "activation_bytes="):
-            ranks.attach(model, activation_bytes=wrong)
-    plain = small_net()
-    with refused("E_OPTION", "activation_bytes is True", "activation_bytes="):
-        ranks.attach(plain, activation_bytes=True, mode="sharded", mesh=ranks.mesh)
+            ranks.attach(model, memory=forebay.Memory(activation_bytes=wrong))
+    plain, memory = small_net(), {"activation_bytes": ROOM}
+    with refused("E_OPTION", f"memory is {memory}, no forebay.Memory", r"memory=forebay.Memory\("):
+        ranks.attach(plain, memory=memory, mode="sharded", sharding=forebay.Sharding(mesh=ranks.mesh))
     assert not any(isinstance(module, FSDPModule) for module in plain.modules())
     with refused("E_OPTION", "activation_bytes without mode", 'mode="sharded"'):
-        ranks.attach(small_net().cpu(), activation_bytes=1 << 20)
+        ranks.attach(small_net().cpu(), memory=forebay.Memory(activation_bytes=1 << 20))
     opt = ranks.attach(model)
     with refused("E_OPTION", r"offload_activations\(\) of an attachment without room", "activation_bytes="):
         opt.offload_activations()
@@ -356,7 +357,7 @@ def a_tensor_that_changes_while_it_is_copied(ranks):
     """A tensor of a device: its backward says so, as torch does of a tensor that torch itself has saved."""
     with tensors_of_any_size():
         model = ranks.shard(small_net())
-        opt = ranks.attach(model, activation_bytes=ROOM)
+        opt = ranks.attach(model, memory=forebay.Memory(activation_bytes=ROOM))
         x = torch.randn(8, requires_grad=True)
         with opt.offload_activations():
             y = (x * 1).exp()

@@ -44,7 +44,7 @@ def an_instance_of_torchs_optimizers_over_a_plain_model(ranks):
         loss_of(which, batch(0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    opt = ranks.attach(model, ours, mode="sharded", mesh=ranks.mesh)
+    opt = ranks.attach(model, ours, mode="sharded", sharding=forebay.Sharding(mesh=ranks.mesh))
     for step in range(3):
         for which, optimizer in ((model, opt), (plain, plain_opt)):
             loss_of(which, ranks.batch(step)).backward()

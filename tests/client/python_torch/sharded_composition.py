@@ -477,7 +477,7 @@ def stages_with_the_same_names(ranks):
     ranks.mesh = mesh_of(pp=2, dp=1)["dp"]
     message = "parameter embedding.weight is on rank 0 and on rank 1, and no mesh has both"
     at_attach(ranks, ranks.shard(small_net()), "E_LAYOUT", message, "name_prefix=")
-    ranks.attach(ranks.shard(small_net()), name_prefix=f"{ranks.rank}.").detach()
+    ranks.attach(ranks.shard(small_net()), sharding=forebay.Sharding(name_prefix=f"{ranks.rank}.")).detach()
 
 
 @case(2)

@@ -49,7 +49,7 @@ if __name__ == "__main__" and sys.argv[1:2] != ["--launch"]:
 
 # ------------------------------------------------------------------------------ within the processes
 
-import forebay  # noqa: E402, F401
+import forebay  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from models import CheckpointedNet, loss_of  # noqa: E402
@@ -114,7 +114,7 @@ def llama_that_attach_shards(ranks):
     twins = Families(ranks, "Llama")
     torch.manual_seed(1)
     twins.ours = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).train()
-    twins.attach(mode="sharded", mesh=ranks.mesh)
+    twins.attach(mode="sharded", sharding=forebay.Sharding(mesh=ranks.mesh))
     assert type(twins.ours.model.layers[1]).__name__ == "FSDPLlamaDecoderLayer"
     twins.train().assert_close()
     twins.opt.detach()

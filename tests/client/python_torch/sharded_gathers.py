@@ -5,6 +5,7 @@ vain."""
 import contextlib
 
 import torch
+import forebay
 from forebay.sharded.engine import ShardedEngine
 from models import loss_of, net
 from sharded_ranks import Twins, assert_same, case, full, refused, reshard, small_net
@@ -59,7 +60,7 @@ def layer_bytes(model):
 def layers_are_gathered_ahead_along_the_first_forward(ranks):
     """Two of them, after the first step; the same bits, and FSDP2's own order after detach."""
     twins = Twins(ranks, deep_net)
-    twins.attach(prefetch_bytes=2 * layer_bytes(twins.ours))
+    twins.attach(memory=forebay.Memory(prefetch_bytes=2 * layer_bytes(twins.ours)))
     assert forward_order(ranks, twins.ours) == one_by_one()
     twins.train(2)
     order = forward_order(ranks, twins.ours)
@@ -88,18 +89,18 @@ def layers_are_gathered_ahead_along_the_first_forward(ranks):
 @case(2)
 def less_room_than_a_layer_takes_gathers_none_ahead(ranks):
     model = ranks.shard(deep_net())
-    opt = ranks.attach(model, prefetch_bytes=layer_bytes(model) - 1)
+    opt = ranks.attach(model, memory=forebay.Memory(prefetch_bytes=layer_bytes(model) - 1))
     loss_of(model, ranks.batch(1)).backward()
     opt.step()
     assert forward_order(ranks, model) == one_by_one()
     opt.detach()
     with refused("E_OPTION", "prefetch_bytes is -1", "prefetch_bytes="):
-        ranks.attach(ranks.shard(small_net()), prefetch_bytes=-1)
+        ranks.attach(ranks.shard(small_net()), memory=forebay.Memory(prefetch_bytes=-1))
     message = "prefetch_bytes is 0 on rank 0 and 1 on rank 1"
     with refused("E_OPTION", message, "every rank"):
-        ranks.attach(ranks.shard(small_net()), prefetch_bytes=ranks.rank)
+        ranks.attach(ranks.shard(small_net()), memory=forebay.Memory(prefetch_bytes=ranks.rank))
     with refused("E_OPTION", 'prefetch_bytes without mode="sharded"', 'mode="sharded"'):
-        ranks.attach(small_net(), prefetch_bytes=1 << 20)
+        ranks.attach(small_net(), memory=forebay.Memory(prefetch_bytes=1 << 20))
 
 
 class Choosy(torch.nn.Module):
@@ -122,7 +123,7 @@ class Choosy(torch.nn.Module):
 def what_was_gathered_in_vain_is_not_used_when_it_is_old(ranks):
     """A layer that was prefetched and left out, before the weights change."""
     model, plain = (ranks.shard(Choosy()) for _ in range(2))
-    opt = ranks.attach(model, prefetch_bytes=1 << 20)
+    opt = ranks.attach(model, memory=forebay.Memory(prefetch_bytes=1 << 20))
     with torch.no_grad():
         for number in range(LAYERS):
             loss_of(model, ranks.batch(number))

@@ -153,7 +153,7 @@ def a_plain_model_on_meta_is_sharded(ranks):
     model, theirs = on_meta(Net), ranks.shard(on_meta(Net))
     materialize(theirs, reset, seed=ranks.rank)
     torch.manual_seed(ranks.rank)
-    opt = ranks.attach(model, mesh=ranks.mesh)
+    opt = ranks.attach(model, sharding=forebay.Sharding(mesh=ranks.mesh))
     assert opt.mode == "sharded" and type(model.layers[0]).__name__ == "FSDPBlock"
     assert_same(full(model), full(theirs))
     opt.detach()

@@ -164,8 +164,7 @@ def a_number_of_ranks_for_a_plain_model(ranks):
         "reshard_after_forward as a number of ranks",
         "reshard_after_forward=True or False",
         mode="sharded",
-        mesh=ranks.mesh,
-        reshard_after_forward=2,
+        sharding=forebay.Sharding(mesh=ranks.mesh, reshard_after_forward=2),
     )
 
 
@@ -182,7 +181,7 @@ def a_scalar_parameter_of_a_plain_model(ranks):
     model.layers[1].temperature = nn.Parameter(torch.tensor(2.0))
     message, hint = "parameter layers.1.temperature is a scalar", r"Parameter\(torch.tensor\(\[1.0\]"
     at_attach(
-        ranks, model, "E_UNSUPPORTED", message, hint, mode="sharded", mesh=ranks.mesh
+        ranks, model, "E_UNSUPPORTED", message, hint, mode="sharded", sharding=forebay.Sharding(mesh=ranks.mesh)
     )
     assert not any(type(module).__name__.startswith("FSDP") for module in model.modules())
 
@@ -192,7 +191,7 @@ def a_parameter_without_elements(ranks):
     model = small_net()
     model.layers[1].placeholder = nn.Parameter(torch.empty(0))
     message, hint = "layers.1.placeholder has no elements: FSDP2", "register it as a buffer"
-    at_attach(ranks, model, "E_UNSUPPORTED", message, hint, mode="sharded", mesh=ranks.mesh)
+    at_attach(ranks, model, "E_UNSUPPORTED", message, hint, mode="sharded", sharding=forebay.Sharding(mesh=ranks.mesh))
     assert not any(type(module).__name__.startswith("FSDP") for module in model.modules())
     at_attach(ranks, ranks.shard(model), "E_UNSUPPORTED", message, hint)
 
@@ -296,13 +295,13 @@ def a_mesh_of_devices_that_torch_does_not_see(ranks):
     try:
         for model in (small_net(), small_net().to("meta")):
             with refused("E_UNSUPPORTED", 'the mesh is on "cuda", and torch sees no GPU: .', "nvidia-smi"):
-                ranks.attach(model, mode="sharded", mesh=mesh)
+                ranks.attach(model, mode="sharded", sharding=forebay.Sharding(mesh=mesh))
             assert not any(isinstance(module, FSDPModule) for module in model.modules())
     finally:
         torch.cuda.is_available = is_available
     other = types.SimpleNamespace(device_type="xpu")
     with refused("E_UNSUPPORTED", "the mesh is on device xpu; models on CPUs", '"cpu"'):
-        ranks.attach(small_net(), mode="sharded", mesh=other)
+        ranks.attach(small_net(), mode="sharded", sharding=forebay.Sharding(mesh=other))
 
 
 @case(2)
@@ -311,12 +310,12 @@ def arguments_that_contradict_the_model(ranks):
     message, hint = 'mode="shared" for a model that fully_shard', "leave mode out"
     at_attach(ranks, model, "E_OPTION", message, hint, mode="shared")
     message, hint = "mesh for a model that fully_shard", r"pass it to fully_shard\(\)"
-    at_attach(ranks, model, "E_OPTION", message, hint, mesh=ranks.mesh)
+    at_attach(ranks, model, "E_OPTION", message, hint, sharding=forebay.Sharding(mesh=ranks.mesh))
     at_attach(ranks, model, "E_OPTION", "mode is 'zero3'", 'mode="shared"', mode="zero3")
-    message, hint = 'wrap without mode="sharded"', 'mode="sharded", wrap='
-    at_attach(ranks, small_net(), "E_OPTION", message, hint, wrap=[])
-    message, hint = 'name_prefix without mode="sharded"', 'mode="sharded", name_prefix='
-    at_attach(ranks, small_net(), "E_OPTION", message, hint, name_prefix="stage0.")
+    message, hint = 'wrap without mode="sharded"', r'mode="sharded", sharding=forebay.Sharding\(wrap='
+    at_attach(ranks, small_net(), "E_OPTION", message, hint, sharding=forebay.Sharding(wrap=[]))
+    message, hint = 'name_prefix without mode="sharded"', r"sharding=forebay.Sharding\(name_prefix="
+    at_attach(ranks, small_net(), "E_OPTION", message, hint, sharding=forebay.Sharding(name_prefix="stage0."))
     for wrong in (0, -1, 1.5, "many", None):
         message = f"accumulate is {wrong!r}, not a number of backward passes"
         at_attach(ranks, model, "E_OPTION", re.escape(message), "accumulate=8", accumulate=wrong)
@@ -368,7 +367,7 @@ def what_one_rank_alone_meets(ranks):
     at_attach(ranks, model, "E_NO_DAEMON", f"{name}no daemon answers", "forebayd", socket=socket)
     optimizer = forebay.AdamW(lr=LR, format="int8") if is_last else None
     at_attach(ranks, model, "E_OPTION", f"{name}format 'int8'", "take", optimizer=optimizer)
-    sizes = {"extra_state_bytes": 1 << 40} if is_last else {}
+    sizes = {"memory": forebay.Memory(extra_state_bytes=1 << 40)} if is_last else {}
     at_attach(ranks, model, "E_EXTRA_STATE", f"{name}extra_state_bytes is", "file", **sizes)
     groups = 5 if is_last else None  # 5 is no list: Python raises TypeError
     with contextlib.suppress(TypeError) if is_last else refused("E_RANK", f"{name}TypeError", "prints"):

@@ -192,7 +192,7 @@ def states_of_pipeline_stages(ranks):
     """Each rank has other parameters: rank 0 writes those of all into the file."""
     meshes = init_device_mesh(computes_on(), (ranks.size, 1), mesh_dim_names=("stage", "data"))
     ranks.mesh = meshes["data"]
-    twins = Twins(ranks).attach(name_prefix=f"stage{ranks.rank}.").train(2)
+    twins = Twins(ranks).attach(sharding=forebay.Sharding(name_prefix=f"stage{ranks.rank}.")).train(2)
     name = f"stage{ranks.rank}.{NAME}"
     before, saved = twins.opt.read_state(name), copy.deepcopy(twins.opt.state_dict())
     twins.train(1)

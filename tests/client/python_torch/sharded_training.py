@@ -273,7 +273,7 @@ def evaluation_between_steps_without_reshard_after_forward(ranks):
 def a_plain_model_with_mode_sharded(ranks):
     twins = Twins(ranks)
     twins.ours = small_net()
-    twins.attach(mode="sharded", mesh=ranks.mesh)
+    twins.attach(mode="sharded", sharding=forebay.Sharding(mesh=ranks.mesh))
     assert [type(layer).__name__ for layer in twins.ours.layers] == ["FSDPBlock"] * 2
     twins.train().assert_close()
     twins.opt.detach()
@@ -284,7 +284,8 @@ def a_plain_model_with_wrap_and_without_reshard(ranks):
     twins = Twins(ranks)
     twins.ours = small_net()
     wrap = [twins.ours.layers[0].up]
-    twins.attach(mode="sharded", mesh=ranks.mesh, wrap=wrap, reshard_after_forward=False)
+    sharding = forebay.Sharding(mesh=ranks.mesh, wrap=wrap, reshard_after_forward=False)
+    twins.attach(mode="sharded", sharding=sharding)
     assert type(twins.ours.layers[1]).__name__ == "Block"
     assert type(twins.ours.layers[0].up).__name__ == "FSDPLinear"
     twins.train().assert_close()
@@ -338,7 +339,7 @@ def pipeline_stages_with_a_prefix_each(ranks):
     """Each rank trains a model of its own within one job."""
     meshes = init_device_mesh(computes_on(), (ranks.size, 1), mesh_dim_names=("stage", "data"))
     ranks.mesh = meshes["data"]
-    twins = Twins(ranks).attach(name_prefix=f"stage{ranks.rank}.")
+    twins = Twins(ranks).attach(sharding=forebay.Sharding(name_prefix=f"stage{ranks.rank}."))
     twins.train().assert_close()
     name = f"stage{ranks.rank}.norm.weight"
     want = twins.torch_opt.state[twins.theirs.norm.weight]["exp_avg"].full_tensor()
@@ -508,7 +509,7 @@ def param_groups_of_a_plain_model(ranks):
         listed = groups(twins.ours)
         options = {"param_groups": listed} if given == "param_groups" else {}
         optimizer = None if options else forebay.AdamW(lr=LR, params=listed)
-        twins.attach(optimizer, job=f"{ranks.job}.{given}", mode="sharded", mesh=ranks.mesh, **options)
+        twins.attach(optimizer, job=f"{ranks.job}.{given}", mode="sharded", sharding=forebay.Sharding(mesh=ranks.mesh), **options)
         twins.torch_opt = torch.optim.AdamW(groups(twins.theirs), lr=LR)
         twins.train().assert_close()
         twins.opt.detach()

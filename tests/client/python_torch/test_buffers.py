@@ -124,10 +124,10 @@ def test_a_forward_that_reads_what_it_updates_resumes_with_the_same_bits(node):
 def test_buffers_without_room_are_refused_at_attach_with_both_numbers(node):
     model = Normed()
     with pytest.raises(forebay.UsageError, match=r"buffers take \d+ bytes.*room for 100") as info:
-        forebay.attach(model, extra_state_bytes=100)
+        forebay.attach(model, memory=forebay.Memory(extra_state_bytes=100))
     assert info.value.code == "E_EXTRA_STATE" and "extra_state_bytes=" in info.value.hint
     with pytest.raises(forebay.UsageError, match="503316480, more than 503316464"):
-        forebay.attach(model, extra_state_bytes=480 << 20)
+        forebay.attach(model, memory=forebay.Memory(extra_state_bytes=480 << 20))
     model.half()
 
 
@@ -251,7 +251,7 @@ def test_a_step_called_again_commits_the_buffers_of_its_first_call(node):
 
 def test_buffers_and_extra_state_share_the_room(node):
     model = Normed()
-    opt = forebay.attach(model, extra_state_bytes=400)
+    opt = forebay.attach(model, memory=forebay.Memory(extra_state_bytes=400))
     with pytest.raises(forebay.UsageError, match="extra_state has 300 bytes.*room for 400") as info:
         opt.step(extra_state=bytes(300))
     assert info.value.code == "E_EXTRA_STATE"

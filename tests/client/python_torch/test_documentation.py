@@ -15,7 +15,7 @@ import time
 import forebay
 import pytest
 import torch
-from forebay import _optimizer, _progress, api, errors, optimizers
+from forebay import _optimizer, _progress, api, errors, optimizers, options
 from forebay.states import reader, state_dict
 
 SOURCES = pathlib.Path(__file__).resolve().parents[3] / "client" / "python"
@@ -23,7 +23,7 @@ SOURCES = pathlib.Path(__file__).resolve().parents[3] / "client" / "python"
 
 def public_names():
     """(name, object) of what a user can call."""
-    for module in (api, errors, optimizers):
+    for module in (api, errors, optimizers, options):
         for name, thing in vars(module).items():
             if not name.startswith("_") and getattr(thing, "__module__", "") == module.__name__:
                 if inspect.isfunction(thing) or inspect.isclass(thing):

@@ -33,6 +33,7 @@ from test_daemon_restart import (
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
+WAITS = forebay.Durability(daemon_wait=60)
 FAULTY_DISK = ROOT / "build" / "tests" / "libfaulty_disk.so"
 
 
@@ -65,7 +66,7 @@ def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
 
     def attached(job):
         model = net(width=448)
-        where = {"run": "one", "socket": f"{folder}/s", "daemon_wait": 60}
+        where = {"run": "one", "socket": f"{folder}/s", "durability": WAITS}
         return model, forebay.attach(model, forebay.AdamW(), job=job, **where)
 
     with service.manager as manager:
@@ -237,7 +238,7 @@ def test_a_detach_stays_one_over_a_restart(folder, end, when):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
         manager.start()
-        where = {"job": "two", "world_size": 2, "run": "one", "socket": f"{folder}/s", "daemon_wait": 60}
+        where = {"job": "two", "world_size": 2, "run": "one", "socket": f"{folder}/s", "durability": WAITS}
         models = [net(), net()]
         opts = [forebay.attach(model, forebay.AdamW(), rank=rank, **where) for rank, model in enumerate(models)]
         if when == "before it":

@@ -153,7 +153,8 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     model = MODELS.get(way, Model)().to(dtype)
     wrap(model)
     adamw = forebay.AdamW(lr=1e-3, format=format)
-    opt = forebay.attach(model, adamw, job="large", mode="sharded", drain=not waits, early_updates=not waits)
+    sharding = forebay.Sharding(drain=not waits, early_updates=not waits)
+    opt = forebay.attach(model, adamw, job="large", mode="sharded", sharding=sharding)
     # Each rank fetches in another order, which is the same in every step.
     if rank > 0 and way not in MODELS:
         for number, layer in enumerate(model.layers):

@@ -18,6 +18,7 @@ from torch import nn
 from .. import _guards, api, optimizers
 from .._optimizer import ForebayOptimizer
 from ..errors import unsupported
+from ..options import _regroup
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -40,7 +41,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, forebay: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.forebay_options = dict(forebay or {})
+        self.forebay_options = _regroup(forebay or {})
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate.Accelerator.prepare; an optimizer of a model that is not attached yet attaches it.

@@ -30,6 +30,7 @@ from .. import api, optimizers
 from .._buffers import EXTRA_STATE_BYTES_MAX, Buffers
 from .._optimizer import ForebayOptimizer
 from ..errors import unsupported, usage_error
+from ..options import _option, _regroup
 from . import accelerate
 
 STATE_BYTES = 256 << 10  # room for a Position
@@ -117,7 +118,8 @@ class Position:
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """transformers.Trainer on an attached model; makes a subclass of it one too: class Mine(Trainer, SFTTrainer).
 
-    forebay  Further arguments of forebay.attach: {"durability": "step", "job": "bert"}.
+    forebay  Further arguments of forebay.attach: {"durability": "step", "job": "bert"}. Its Memory without
+             extra_state_bytes gets room for what the Trainer commits.
 
     The optimizer is that of the arguments (optim="adamw_torch" and its like, "adagrad", "sgd"), or what optimizers=
     has: one of torch's, or of forebay.optimizers. The model is attached while train() runs; behind it it is a plain one,
@@ -142,7 +144,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"transformers {transformers.__version__}, whose Trainer has no {missing[0]}()",
                 "pip install -U transformers (its Trainer of 5.24 is known to work)",
             )
-        self._options, self._room_bytes = dict(forebay or {}), STATE_BYTES
+        self._options, self._room_bytes = _regroup(forebay or {}), STATE_BYTES
         self._claim = object()
         self._position: Position | None = None  # where training resumes
         self._call, self._tries, self._epoch, self._updates = 0, 0, 0, 0
@@ -193,7 +195,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self._claim_job(opt._engine.node.job)
         else:
             room_bytes = min(buffers_bytes + STATE_BYTES, EXTRA_STATE_BYTES_MAX)
-            options = {"extra_state_bytes": room_bytes, **self._options}
+            options, memory = dict(self._options), _option("memory", self._options.get("memory"))
+            if memory.extra_state_bytes is None:
+                memory = dataclasses.replace(memory, extra_state_bytes=room_bytes)
+            options["memory"] = memory
             if self.args.gradient_accumulation_steps > 1:
                 options.setdefault("accumulate", self.args.gradient_accumulation_steps)
             if not isinstance(opt, optimizers.Optimizer):

@@ -81,7 +81,7 @@ def gathered(
     units: Sequence[Unit], staying: Sequence[Unit], prefetch_bytes: int, copies_ahead: bool
 ) -> str:
     """What FSDP2 holds of whole groups in each process, at most. `staying`: those that stay gathered
-    from forward to backward; `prefetch_bytes`: of attach; `copies_ahead`: of the plan. Rank 0's, where ranks
+    from forward to backward; `prefetch_bytes`: of Memory; `copies_ahead`: of the plan. Rank 0's, where ranks
     have other groups."""
     moving = sorted((one.gathered_bytes for one in units if one not in staying), reverse=True)
     in_use, ahead = (*moving, 0, 0)[:2]

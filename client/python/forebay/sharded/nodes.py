@@ -53,7 +53,7 @@ def run_of_all(run: str) -> str:
 def find(socket: str, daemon_wait: float | None) -> Nodes | None:
     """Which ranks have this one's daemon; None: all. A collective over the default process group.
 
-    daemon_wait  As attach() has it: a daemon that does not answer is waited for.
+    daemon_wait  As forebay.Durability has it: a daemon that does not answer is waited for.
 
     Errors  E_NO_DAEMON and others where a rank cannot reach its daemon.
             E_OPTION where ranks of one machine reach several daemons.

@@ -233,7 +233,7 @@ def make_plan(
         raise usage_error(
             "E_LAYOUT",
             str(error),
-            "build the same model on every rank; pipeline stages need other names (name_prefix=), "
+            "build the same model on every rank; pipeline stages need other names (sharding=forebay.Sharding(name_prefix=...)), "
             "replicas a mesh of (replicate, shard)",
         ) from None
     for parameter in parameters:
