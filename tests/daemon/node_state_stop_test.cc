@@ -255,8 +255,7 @@ TEST_F(NodeStateStopJob, ItGoesOnIfTheNextDaemonCountsLargerTables) {
   node().RunTasks();
   ASSERT_TRUE(run_.has_stopped());
   less.dram_limit_bytes = used - protocol::kPageBytes - 32;
-  less.job_percent =
-      99;  // the share of a job is not below what the job has by more than its tables either
+  less.job_percent = 99;  // the share of the job, too, is less than the job has
   run_.node_ = NodeHarness::AfterStop(node(), less);
   run_.AttachAll(/*reattach=*/true);
   ASSERT_FALSE(HasFailure());

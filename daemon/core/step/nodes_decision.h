@@ -32,7 +32,7 @@ class NodesDecision {
   void PrepareBefore(std::vector<std::byte> summary);
   const std::vector<std::byte>& prepared_summary() const { return prepared_; }
   // True once after PrepareBefore().
-  bool TakePreparedBefore() { return std::exchange(is_prepared_before_, false); }
+  bool DrainPreparedBefore() { return std::exchange(is_prepared_before_, false); }
 
   // Errors  E_PROTOCOL  the summary decides nothing on the command's step.
   //         E_STEP      the step is to be committed, and is not prepared, or with other scalars than `own` has.

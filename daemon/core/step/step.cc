@@ -649,14 +649,18 @@ uint64_t Step::unanswered(const Session& session) const {
 void Step::CheckInvariants() const {
   gradients_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
-  // The numbers are those of the list at the head of the header.
-  FOREBAY_CHECK(committed_step_ - published_step_ <= 1);  // 1
+  // The numbers are those of the list in the header.
+  // 1
+  FOREBAY_CHECK(committed_step_ - published_step_ <= 1);
+  // 2
   const bool updating = phase_ == Phase::kMasters || published_step_ < committed_step_;
-  FOREBAY_CHECK(updating == (pipeline_.running() || is_to_be_resumed_) ||
-                phase_ == Phase::kFailed);             // 2
-  FOREBAY_CHECK(!updating || !access_.in_progress());  // 3
+  const bool updates = pipeline_.running() || is_to_be_resumed_;
+  FOREBAY_CHECK(updating == updates || phase_ == Phase::kFailed);
+  // 3
+  FOREBAY_CHECK(!updating || !access_.in_progress());
+  // 4
   const bool waits = updating || (answers_.is_durable_first() && durable_.in_progress());
-  FOREBAY_CHECK(waits || !answers_.has_waiting());  // 4
+  FOREBAY_CHECK(waits || !answers_.has_waiting());
 }
 
 }  // namespace forebay::daemon

@@ -161,7 +161,7 @@ void Step::GiveUpPrepared(StepDecision decision) {
     io_.actions().Emit(RecordPrepared{.job = spec_.id});
     pipeline_.sums().EndPrepared();
   }
-  if (decision == StepDecision::kDrop || nodes_.TakePreparedBefore()) {
+  if (decision == StepDecision::kDrop || nodes_.DrainPreparedBefore()) {
     BeginAttempt(attempts_.newest() + 1, absl::OkStatus());
   } else {
     RefuseCalls(absl::OkStatus());
