@@ -584,10 +584,8 @@ void Job::OnTaskDone(const TaskDone& done) {
       step_.OnDigested(done);
       return;
     case TaskKind::kSpillSums:
-      pipeline_.sums().OnSpilled(done);
-      return;
     case TaskKind::kLoadSums:
-      fatal = pipeline_.sums().OnLoaded(done);
+      fatal = pipeline_.sums().OnTransferred(done);
       break;
     case TaskKind::kReadBlock:
     case TaskKind::kUpdateBlock:

@@ -156,7 +156,7 @@ class Job {
   const MemoryPlan& plan() const { return spec_.plan; }
   const protocol::Layout& layout() const { return *spec_.layout; }
   const std::pmr::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
-  const std::set<nvme::Slot>& sum_slots() const { return pipeline_.sums().slots(); }
+  const std::set<nvme::Slot>& sum_slots() const { return pipeline_.sums().swap().slots(); }
   // Returns the bytes of arenas and tables, without states and readers.
   uint64_t fixed_bytes() const;
   // Return the bytes of the DRAM limit that the job takes now, and after all its marked blocks have moved.

@@ -68,7 +68,7 @@ JobView Job::View() const {
                .swap_bytes = swap_bytes(),
                .sum_frames_bytes = spec_.plan.sum_frames * spec_.plan.sum_page_bytes,
                .sums_on_swap_bytes = spec_.plan.sums_on_swap_bytes(),
-               .sums = pipeline_.sums().counters(),
+               .sums = pipeline_.sums().swap().counters(),
                .step_traffic = StepTrafficOf(layout, spec_.plan, placement()),
                .new_weights_bytes = spec_.plan.early_weights_bytes,
                .swap_wait = pipeline_.swap_wait().ok() ? durable_.wait() : pipeline_.swap_wait(),

@@ -363,10 +363,9 @@ void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass
   cell.adding = true;
   const uint64_t width = protocol::SizeBytes(layout_->grad_dtype());
   pass.widens = std::exchange(cell.narrow, false);
-  pipeline_.sums().Pin(partition, pass.begin);
   AddGradients action{.partition = partition,
                       .sources = std::pmr::vector<GradientSource>(io_.memory()),
-                      .accumulator_offset_bytes = pipeline_.sums().OffsetOf(partition, pass.begin),
+                      .accumulator_offset_bytes = pipeline_.sums().Pin(partition, pass.begin),
                       .first_elem = pass.begin,
                       .elems = pass.end - pass.begin,
                       .dtype = layout_->grad_dtype(),
@@ -394,13 +393,12 @@ void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass
 void GradientAccumulator::StartSum(uint32_t partition, Cells::iterator at) {
   Cell& cell = at->second;
   cell.adding = true;
-  pipeline_.sums().Pin(partition, at->first);
-  const TaskId task = io_.Start(
-      TaskKind::kSumGradient, 0,
-      SumGradient{.partition = partition,
-                  .accumulator_offset_bytes = pipeline_.sums().OffsetOf(partition, at->first),
-                  .elems = cell.end - at->first,
-                  .sum_dtype = plan_.sum_dtype});
+  const TaskId task =
+      io_.Start(TaskKind::kSumGradient, 0,
+                SumGradient{.partition = partition,
+                            .accumulator_offset_bytes = pipeline_.sums().Pin(partition, at->first),
+                            .elems = cell.end - at->first,
+                            .sum_dtype = plan_.sum_dtype});
   summing_.emplace(
       task, Pass{.partition = partition, .begin = at->first, .end = cell.end, .completes = true});
 }

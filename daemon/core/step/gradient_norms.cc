@@ -110,13 +110,12 @@ void GradientAccumulator::StartNorm(Norm& norm) {
       ++range;
       continue;
     }
-    sums.Pin(range->partition, range->begin);
-    const TaskId task = io_.Start(
-        TaskKind::kSumGradient, 0,
-        SumGradient{.partition = range->partition,
-                    .accumulator_offset_bytes = sums.OffsetOf(range->partition, range->begin),
-                    .elems = range->end - range->begin,
-                    .sum_dtype = plan_.sum_dtype});
+    const TaskId task =
+        io_.Start(TaskKind::kSumGradient, 0,
+                  SumGradient{.partition = range->partition,
+                              .accumulator_offset_bytes = sums.Pin(range->partition, range->begin),
+                              .elems = range->end - range->begin,
+                              .sum_dtype = plan_.sum_dtype});
     norm.tasks.emplace(task, *range);
     range = norm.waiting.erase(range);
   }

@@ -217,7 +217,7 @@ class StepPipeline {
   uint64_t last_update_bytes() const { return last_update_bytes_; }
   // OK, or the error of a write that is being repeated and that the running step or the next step's gradients wait for.
   const absl::Status& swap_wait() const {
-    return swap_wait_.ok() ? sums_.write_error() : swap_wait_;
+    return swap_wait_.ok() ? sums_.swap().write_error() : swap_wait_;
   }
   // OK, or the error of a failed read ahead for the step that is about to be decided.
   const absl::Status& prefetch_error() const { return prefetch_error_; }

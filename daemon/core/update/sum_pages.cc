@@ -22,17 +22,13 @@ SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap&
     : io_(io),
       layout_(layout),
       plan_(plan),
-      swap_(swap),
-      path_table_(paths),
-      slots_(slots.begin(), slots.end()),
+      swap_(io, plan, slots, swap, paths),
       free_frames_(io.memory()),
-      free_slots_(slots.begin(), slots.end(), io.memory()),
       gathered_(io.memory()),
       updated_early_(io.memory()),
       requests_(io.memory()),
       arrived_(io.memory()),
-      prepared_(io.memory()),
-      tasks_(io.memory()) {
+      prepared_(io.memory()) {
   if (!is_paged()) return;
   pages_.resize(plan_.sum_pages);
   for (uint32_t frame = 0; frame < plan_.sum_frames; ++frame) free_frames_.insert(frame);
@@ -63,22 +59,7 @@ uint64_t SumPages::EndOnPage(uint32_t partition, uint64_t elem) const {
   return (page_end - plan_.accumulator_offsets[partition]) / protocol::SizeBytes(plan_.sum_dtype);
 }
 
-uint64_t SumPages::OffsetOf(uint32_t partition, uint64_t elem) const {
-  const uint64_t offset = VirtualOffset(partition, elem);
-  if (!is_paged()) return offset;
-  const Page& page = pages_[PageOf(partition, elem)];
-  FOREBAY_CHECK(page.state == State::kThere);
-  return FrameOffset(page.frame) + offset % plan_.sum_page_bytes;
-}
-
-BlockIdentity SumPages::IdentityOf(uint32_t page) const {
-  return {.job = io_.job(),
-          .part = BlockPart::kGradients,
-          .block = page,
-          .written_step = pages_[page].spills};
-}
-
-// -------------------------------------------------------------------------------- frames and slots
+// -------------------------------------------------------------------------------------- the frames
 
 bool SumPages::HasFrameForAdds() const {
   const size_t kept = of_update_on_swap_ > 0 ? block_pages_max_ : 0;
@@ -94,15 +75,10 @@ void SumPages::FreeFrame(uint32_t page) {
   FOREBAY_CHECK(free_frames_.insert(pages_[page].frame).second);
 }
 
-void SumPages::FreeSlot(uint32_t page) {
-  free_slots_.push_back(*pages_[page].slot);
-  pages_[page].slot.reset();
-}
-
 // Lists the page among pages that can be written to swap to free their frames, if the page is such a page.
 void SumPages::List(uint32_t index) {
   const Page& page = pages_[index];
-  if (page.state != State::kThere || page.updates_left > 0) return;
+  if (page.state != State::kResident || page.updates_left > 0) return;
   gathered_.emplace(page.used, index);
   if (page.blocks_updated_early == page.blocks) updated_early_.emplace(page.used, index);
 }
@@ -118,8 +94,8 @@ void SumPages::SetUsed(uint32_t page) {
   List(page);
 }
 
-void SumPages::SetThere(uint32_t page) {
-  pages_[page].state = State::kThere;
+void SumPages::SetResident(uint32_t page) {
+  pages_[page].state = State::kResident;
   SetUsed(page);
 }
 
@@ -133,8 +109,8 @@ void SumPages::Forget(uint32_t index) {
     page.is_forgotten = true;
     return;
   }
-  if (page.state == State::kThere) FreeFrame(index);
-  if (page.state == State::kOnSwap) FreeSlot(index);
+  if (page.state == State::kResident) FreeFrame(index);
+  if (page.state == State::kOnSwap) swap_.FreeSlot(index);
   page.state = State::kNone;
   page.is_forgotten = false;
 }
@@ -148,20 +124,19 @@ bool SumPages::Request(uint32_t partition, uint64_t elem, Need need) {
   const bool is_free = page.updates_left == 0 && !page.is_forgotten;
   if (is_free && page.state == State::kNone && requests_.empty() && HasFrameForAdds()) {
     AllocateFrame(index);
-    SetThere(index);
+    SetResident(index);
   }
-  if (is_free && page.state == State::kThere) {
+  if (is_free && page.state == State::kResident) {
     SetUsed(index);
     return true;
   }
-  if (!std::exchange(page.is_requested, true)) requests_.push_back(index);
-  if (need == Need::kNow && !std::exchange(page.is_urgent, true)) ++urgent_;
+  if (page.requested == Need::kNone) requests_.push_back(index);
+  page.requested = std::max(page.requested, need);
   return false;
 }
 
 void SumPages::Arrive(uint32_t page) {
-  pages_[page].is_requested = false;
-  if (std::exchange(pages_[page].is_urgent, false)) --urgent_;
+  pages_[page].requested = Need::kNone;
   pages_[page].has_arrived = true;
   arrived_.push_back(page);
   SetUsed(page);
@@ -176,8 +151,13 @@ std::pmr::vector<SumPages::Range> SumPages::DrainArrived() {
   return ranges;
 }
 
-void SumPages::Pin(uint32_t partition, uint64_t elem) {
-  if (is_paged()) ++pages_[PageOf(partition, elem)].adds;
+uint64_t SumPages::Pin(uint32_t partition, uint64_t elem) {
+  const uint64_t offset_bytes = VirtualOffset(partition, elem);
+  if (!is_paged()) return offset_bytes;
+  Page& page = pages_[PageOf(partition, elem)];
+  FOREBAY_CHECK(page.state == State::kResident);
+  ++page.adds;
+  return FrameOffset(page) + offset_bytes % plan_.sum_page_bytes;
 }
 
 void SumPages::Unpin(uint32_t partition, uint64_t elem) {
@@ -186,11 +166,11 @@ void SumPages::Unpin(uint32_t partition, uint64_t elem) {
 
 void SumPages::ForgetGathered() {
   requests_.clear();
-  urgent_ = 0;
   arrived_.clear();
   error_ = absl::OkStatus();
   for (uint32_t page = 0; page < pages_.size(); ++page) {
-    pages_[page].is_requested = pages_[page].is_urgent = pages_[page].has_arrived = false;
+    pages_[page].requested = Need::kNone;
+    pages_[page].has_arrived = false;
     pages_[page].adds = 0;
     if (pages_[page].updates_left == 0) Forget(page);
   }
@@ -202,7 +182,7 @@ bool SumPages::IsThere(uint32_t block) const {
   if (!is_paged()) return true;
   return std::ranges::all_of(block_pages_[block], [this](uint32_t index) {
     const Page& page = pages_[index];  // kNone: its parameters have no gradient
-    return (page.state == State::kThere && !page.is_forgotten) || page.state == State::kNone;
+    return (page.state == State::kResident && !page.is_forgotten) || page.state == State::kNone;
   });
 }
 
@@ -225,7 +205,6 @@ SumPages::Room SumPages::Prepare(uint32_t block) {
 
 void SumPages::PinBlock(uint32_t block) {
   if (!is_paged()) return;
-  ++update_tasks_;
   const bool was_prepared = prepared_.erase(block) > 0;
   for (const uint32_t page : block_pages_[block]) {
     ++pages_[page].updates;
@@ -235,7 +214,6 @@ void SumPages::PinBlock(uint32_t block) {
 
 void SumPages::UnpinBlock(uint32_t block) {
   if (!is_paged()) return;
-  --update_tasks_;
   for (const uint32_t page : block_pages_[block]) {
     --pages_[page].updates;
     if (pages_[page].is_forgotten) Forget(page);
@@ -246,27 +224,22 @@ std::pmr::vector<SumFrame> SumPages::FramesOf(uint32_t block) const {
   std::pmr::vector<SumFrame> frames(io_.memory());
   if (!is_paged()) return frames;
   for (const uint32_t page : block_pages_[block]) {
-    if (pages_[page].state != State::kThere) continue;
-    frames.push_back({.page = page, .offset_bytes = FrameOffset(pages_[page].frame)});
+    if (pages_[page].state != State::kResident) continue;
+    frames.push_back({.page = page, .offset_bytes = FrameOffset(pages_[page])});
   }
   return frames;
 }
 
 void SumPages::Adopt(const KeptUpdate::Sums& sums) {
   Page& page = pages_[sums.page];
-  page.spills = sums.spills;
-  if (sums.frame) {
-    FOREBAY_CHECK(free_frames_.erase(*sums.frame) == 1);
-    page.frame = *sums.frame;
-    SetThere(sums.page);
+  swap_.Adopt(sums);
+  if (!sums.frame) {
+    page.state = State::kOnSwap;
     return;
   }
-  const auto slot = std::ranges::find(free_slots_, *sums.slot);
-  FOREBAY_CHECK(slot != free_slots_.end());
-  free_slots_.erase(slot);
-  page.slot = sums.slot;
-  page.checksum = sums.checksum;
-  page.state = State::kOnSwap;
+  FOREBAY_CHECK(free_frames_.erase(*sums.frame) == 1);
+  page.frame = *sums.frame;
+  SetResident(sums.page);
 }
 
 void SumPages::BeginPrepared(uint64_t recorded_step) {
@@ -288,12 +261,12 @@ void SumPages::Record(uint32_t index) {
   RecordSums record{.job = io_.job(), .page = index, .step = recorded_step_};
   const bool is_on_swap = page.state == State::kOnSwap || page.state == State::kLoading;
   if (IsNeeded(page) && is_on_swap) {
-    record.slot = page.slot;
-    record.checksum = page.checksum;
+    record.slot = swap_.copy(index).slot;
+    record.checksum = swap_.copy(index).checksum;
   } else if (IsNeeded(page) && page.state != State::kNone) {
     record.frame = page.frame;
   }
-  record.spills = page.spills;
+  record.spills = swap_.copy(index).writes;
   io_.actions().Emit(record);
 }
 
@@ -349,35 +322,21 @@ void SumPages::StartLoad(uint32_t index) {
   AllocateFrame(index);
   page.state = State::kLoading;
   if (page.updates_left > 0) --of_update_on_swap_;
-  ++loading_;
-  const TaskId task = io_.Start(TaskKind::kLoadSums, 0,
-                                LoadSums{.identity = IdentityOf(index),
-                                         .checksum = page.checksum,
-                                         .offset_bytes = FrameOffset(page.frame),
-                                         .bytes = plan_.sum_page_bytes,
-                                         .slot = *page.slot});
-  tasks_.emplace(task, index);
+  swap_.Read(index, FrameOffset(page));
 }
 
-absl::Status SumPages::Describe(const absl::Status& status, uint32_t page) const {
-  const Range& first = pages_[page].ranges.at(0);
-  return protocol::MakeError(
-      protocol::IdOf(status),
-      absl::StrCat("gradients of ", layout_.DescribePartition(first.partition),
-                   pages_[page].ranges.size() > 1 ? " and others: " : ": ",
-                   std::string(status.message())),
-      protocol::HintOf(status));
+absl::Status SumPages::OnTransferred(const TaskDone& done) {
+  const uint32_t index = swap_.OnDone(done);
+  if (pages_[index].state == State::kLoading) return OnLoaded(index, done.status);
+  OnSpilled(index, done.status);
+  return absl::OkStatus();
 }
 
-absl::Status SumPages::OnLoaded(const TaskDone& done) {
-  const uint32_t index = tasks_.extract(done.task).mapped();
+absl::Status SumPages::OnLoaded(uint32_t index, const absl::Status& status) {
   Page& page = pages_[index];
-  CountTransfer(*page.slot, Direction::kRead, done);
-  --loading_;
-  if (done.status.ok()) {
-    counters_.read_bytes += plan_.sum_page_bytes;
-    FreeSlot(index);
-    SetThere(index);
+  if (status.ok()) {
+    swap_.FreeSlot(index);
+    SetResident(index);
     if (IsNeeded(page)) Record(index);
     if (page.is_forgotten) Forget(index);
     return absl::OkStatus();
@@ -389,87 +348,35 @@ absl::Status SumPages::OnLoaded(const TaskDone& done) {
     return absl::OkStatus();
   }
   if (page.updates_left > 0) ++of_update_on_swap_;
-  const absl::Status lost = Describe(done.status, index);
+  const absl::Status lost = protocol::MakeError(
+      protocol::IdOf(status),
+      absl::StrCat("gradients of ", layout_.DescribePartition(page.ranges.at(0).partition),
+                   page.ranges.size() > 1 ? " and others: " : ": ", std::string(status.message())),
+      protocol::HintOf(status));
   if (page.updates_left > 0) return lost;
   error_.Update(lost);
   return absl::OkStatus();
 }
 
-// Allocates the job's free slot that was freed longest ago on a working path. Otherwise takes a slot of the node on a working
-// path. Otherwise allocates the job's free slot that was freed longest ago on any path.
-nvme::Slot SumPages::AllocateSlot() {
-  const auto works = std::ranges::find_if(
-      free_slots_, [this](const nvme::Slot& slot) { return path_table_.works(slot.path); });
-  if (works == free_slots_.end()) {
-    const auto slot = path_table_.AllocateOnWorking(swap_, plan_.sum_page_bytes);
-    if (slot) return *slots_.insert(*slot).first;
-  }
-  const auto chosen = works == free_slots_.end() ? free_slots_.begin() : works;
-  const nvme::Slot slot = *chosen;
-  free_slots_.erase(chosen);
-  return slot;
-}
-
-void SumPages::CountTransfer(const nvme::Slot& slot, Direction direction, const TaskDone& done) {
-  path_table_.CountTransfer({.path = slot.path,
-                             .direction = direction,
-                             .bytes = plan_.sum_page_bytes,
-                             .begin_ns = done.begin_ns,
-                             .end_ns = done.end_ns},
-                            done.status.ok());
-}
-
-void SumPages::WriteToSlot(uint32_t index, bool pause) {
-  Page& page = pages_[index];
-  page.slot = AllocateSlot();
-  ++page.spills;
-  const TaskId task = io_.Start(TaskKind::kSpillSums, 0,
-                                SpillSums{.identity = IdentityOf(index),
-                                          .offset_bytes = FrameOffset(page.frame),
-                                          .bytes = plan_.sum_page_bytes,
-                                          .slot = *page.slot,
-                                          .pause = pause});
-  tasks_.emplace(task, index);
-}
-
-void SumPages::StartSpill(uint32_t index) {
-  Unlist(index);
-  pages_[index].state = State::kSpilling;
-  ++spilling_;
-  WriteToSlot(index, /*pause=*/false);
-}
-
-void SumPages::OnSpilled(const TaskDone& done) {
-  const uint32_t index = tasks_.extract(done.task).mapped();
-  Page& page = pages_[index];
-  CountTransfer(*page.slot, Direction::kWrite, done);
-  if (!done.status.ok() && !page.is_forgotten && !StaysThere(page) && !abandoned_) {
-    write_error_ = done.status;
-    FreeSlot(index);  // slots that were freed earlier are tried first
-    WriteToSlot(index, /*pause=*/true);
-    return;
-  }
-  --spilling_;
-  write_error_ = absl::OkStatus();  // the write is no longer repeated
-  if (done.status.ok()) counters_.written_bytes += plan_.sum_page_bytes;
-  EndSpill(index, done.checksum);
-}
-
 // True if a task waits to add sums to the page, or if the running update needs the page and no block of the update lacks
 // frames.
-bool SumPages::StaysThere(const Page& page) const {
-  return page.is_requested || (page.updates_left > 0 && !short_block_);
+bool SumPages::StaysResident(const Page& page) const {
+  return page.requested != Need::kNone || (page.updates_left > 0 && !short_block_);
 }
 
-void SumPages::EndSpill(uint32_t index, uint64_t checksum) {
+void SumPages::OnSpilled(uint32_t index, const absl::Status& status) {
   Page& page = pages_[index];
-  if (page.is_forgotten || StaysThere(page)) {
-    FreeSlot(index);
-    SetThere(index);
+  const bool stays = page.is_forgotten || StaysResident(page);
+  if (!status.ok() && !stays && !abandoned_) {
+    swap_.Write(index, FrameOffset(page), status);
+    return;
+  }
+  if (stays) {
+    swap_.FreeSlot(index);
+    SetResident(index);
     if (page.is_forgotten) Forget(index);
     return;
   }
-  page.checksum = checksum;
   page.state = State::kOnSwap;
   FreeFrame(index);
   if (page.updates_left > 0) ++of_update_on_swap_;
@@ -482,15 +389,15 @@ void SumPages::ServeRequests() {
   std::pmr::vector<uint32_t> waiting(io_.memory());
   for (const uint32_t index : std::exchange(requests_, {})) {
     Page& page = pages_[index];
-    if (!page.is_requested) continue;
+    if (page.requested == Need::kNone) continue;
     const bool is_free = page.updates_left == 0 && !page.is_forgotten;
     if (is_free && page.state == State::kNone && HasFrameForAdds()) {
       AllocateFrame(index);
-      SetThere(index);
+      SetResident(index);
     } else if (is_free && page.state == State::kOnSwap && HasFrameForAdds()) {
       StartLoad(index);
     }
-    if (is_free && page.state == State::kThere) {
+    if (is_free && page.state == State::kResident) {
       Arrive(index);
     } else {
       waiting.push_back(index);
@@ -518,7 +425,7 @@ std::optional<uint32_t> SumPages::OldestIdleOfUpdate() const {
   std::optional<uint32_t> oldest;
   for (uint32_t index = 0; index < pages_.size(); ++index) {
     const Page& page = pages_[index];
-    if (page.state != State::kThere || !IsIdle(page)) continue;
+    if (page.state != State::kResident || !IsIdle(page)) continue;
     if (std::ranges::find(kept, index) != kept.end()) continue;
     if (!oldest || page.used < pages_[*oldest].used) oldest = index;
   }
@@ -527,11 +434,13 @@ std::optional<uint32_t> SumPages::OldestIdleOfUpdate() const {
 
 bool SumPages::StartSpills(uint32_t frames,
                            const std::function<std::optional<uint32_t>()>& choose) {
-  while (free_frames_.size() + spilling_ < frames) {
+  while (free_frames_.size() + swap_.writes() < frames) {
     const std::optional<uint32_t> victim =
-        free_slots_.empty() ? std::optional<uint32_t>() : choose();
+        swap_.has_free_slot() ? choose() : std::optional<uint32_t>();
     if (!victim) return false;
-    StartSpill(*victim);
+    Unlist(*victim);
+    pages_[*victim].state = State::kSpilling;
+    swap_.Write(*victim, FrameOffset(pages_[*victim]));
   }
   return true;
 }
@@ -542,45 +451,48 @@ void SumPages::Pump(bool has_early_work) {
   if (!is_short && free_frames_.size() >= kSpareSumFrames) return;
   ServeRequests();
   const uint32_t of_update = short_block_ || of_update_on_swap_ > 0 ? block_pages_max_ : 0;
+  const auto is_urgent = [&](uint32_t page) {
+    return !has_early_work || pages_[page].requested == Need::kNow;
+  };
   const auto of_requests = static_cast<uint32_t>(std::min(requests_.size(), kRequestsAhead));
-  const auto urgent =
-      static_cast<uint32_t>(std::min(has_early_work ? urgent_ : requests_.size(), kRequestsAhead));
+  const uint32_t urgent =
+      std::min(of_requests, static_cast<uint32_t>(std::ranges::count_if(requests_, is_urgent)));
   const bool found = StartSpills(urgent + of_update, [this] {
     const std::optional<uint32_t> updated = OldestIdle(updated_early_);
     return updated ? updated : OldestIdle(gathered_);
   });
   StartSpills(kSpareSumFrames + of_requests + of_update,
               [this] { return OldestIdle(updated_early_); });
-  const bool is_stuck = short_block_ && spilling_ == 0 && loading_ == 0 && update_tasks_ == 0;
+  const auto is_read = [](const Page& page) { return page.updates > 0; };
+  const bool is_stuck = short_block_ && swap_.is_idle() && std::ranges::none_of(pages_, is_read);
   if (!found && is_stuck) {
     StartSpills(block_pages_max_, [this] { return OldestIdleOfUpdate(); });
   }
-  if (spilling_ == 0) short_block_.reset();
+  if (swap_.writes() == 0) short_block_.reset();
 }
 
 void SumPages::CheckInvariants() const {
   if (!is_paged()) return;
   uint32_t frames = 0;
-  uint32_t slots = 0;
   uint32_t on_swap = 0;
   for (uint32_t index = 0; index < pages_.size(); ++index) {
     const Page& page = pages_[index];
     const bool has_frame = page.state != State::kNone && page.state != State::kOnSwap;
     frames += has_frame ? 1 : 0;
-    slots += page.slot ? 1 : 0;
     on_swap += page.state == State::kOnSwap && page.updates_left > 0 ? 1 : 0;
     const bool has_slot = page.state == State::kSpilling || page.state == State::kOnSwap ||
                           page.state == State::kLoading;
-    FOREBAY_CHECK(page.slot.has_value() == has_slot);
-    FOREBAY_CHECK(page.updates == 0 || page.state == State::kThere || page.state == State::kNone);
+    FOREBAY_CHECK(swap_.copy(index).slot.has_value() == has_slot);
+    FOREBAY_CHECK(page.updates == 0 || page.state == State::kResident ||
+                  page.state == State::kNone);
     const bool is_listed = gathered_.contains({page.used, index});
-    const bool is_gathered = page.state == State::kThere && page.updates_left == 0;
+    const bool is_gathered = page.state == State::kResident && page.updates_left == 0;
     FOREBAY_CHECK(is_listed == is_gathered || page.is_forgotten);
     FOREBAY_CHECK(updated_early_.contains({page.used, index}) ==
                   (is_listed && page.blocks_updated_early == page.blocks));
   }
   FOREBAY_CHECK(frames + free_frames_.size() == plan_.sum_frames);
-  FOREBAY_CHECK(slots + free_slots_.size() == slots_.size());
+  swap_.CheckInvariants();
   FOREBAY_CHECK(on_swap == of_update_on_swap_);
 }
 

@@ -4,9 +4,7 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory_resource>
 #include <optional>
 #include <set>
@@ -18,10 +16,10 @@
 #include "daemon/core/base/durable_job.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
-#include "daemon/core/base/views.h"
 #include "daemon/core/blocks/block_map.h"
 #include "daemon/core/blocks/path_table.h"
 #include "daemon/core/plan/memory_plan.h"
+#include "daemon/core/update/sum_swap.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
@@ -36,7 +34,13 @@ namespace forebay::daemon {
 // After the decision, a page holds the sums of the running step until all blocks of the page are updated. Sums that are
 // gathered for the next step use frames that the update does not need, and no page of the running step.
 //
-// A page returns from swap with the same bytes: its checksum is verified.
+// Invariants
+//   1. A page has a frame in the states kResident, kSpilling and kLoading. Each frame is free or belongs to one page.
+//   2. A page has a slot in the states kSpilling, kOnSwap and kLoading. Each slot is free or belongs to one page.
+//   3. A page that an update reads is in the state kResident, or in kNone if its parameters have no gradient.
+//   4. gathered_ has the pages in the state kResident without blocks of the running update (forgotten pages may be in it).
+//      updated_early_ has the pages of gathered_ whose blocks were all updated early.
+//   5. of_update_on_swap_ is the number of pages in the state kOnSwap with blocks of the running update.
 class SumPages {
  public:
   // Elements [begin, end) of a partition.
@@ -57,22 +61,20 @@ class SumPages {
            PathTable& paths);
 
   bool is_paged() const { return plan_.has_paged_sums(); }
-
   // Returns the end of the partition's elements from `elem` on that are on the same page as `elem`.
   uint64_t EndOnPage(uint32_t partition, uint64_t elem) const;
-  // Returns the byte offset in the step arena of an element whose page is resident.
-  uint64_t OffsetOf(uint32_t partition, uint64_t elem) const;
+  const SumSwap& swap() const { return swap_; }
 
   // True if sums can be added to the element's page, or read from it. Otherwise requests the page: DrainArrived() returns the
   // page's ranges once the page is resident. An arrived page may be evicted again if it is not pinned before the next Pump(). A
   // kSoon request waits for frames that become free as blocks are updated early. A later request for the same page may be kNow.
-  enum class Need : uint8_t { kSoon, kNow };
+  enum class Need : uint8_t { kNone, kSoon, kNow };
   bool Request(uint32_t partition, uint64_t elem, Need need);
   std::pmr::vector<Range> DrainArrived();
   bool has_arrived() const { return !arrived_.empty(); }
-  // Pin the element's page for a task of the gathering, and unpin it. ForgetGathered() removes all these pins. No page moves
-  // while stale tasks run.
-  void Pin(uint32_t partition, uint64_t elem);
+  // Pin the element's page, which is resident, for a task of the gathering, and unpin it. Pin() returns the byte offset of the
+  // element in the step arena. ForgetGathered() removes all these pins. No page moves while stale tasks run.
+  uint64_t Pin(uint32_t partition, uint64_t elem);
   void Unpin(uint32_t partition, uint64_t elem);
 
   // IsThere() is true if all sums of a block are resident, so that the block can be updated. Prepare() also reads the block's
@@ -101,9 +103,8 @@ class SumPages {
   // Starts the transfers that can start. `has_early_work`: blocks are being updated early.
   void Pump(bool has_early_work);
 
-  // Handle transfers that have ended. After an error sums of the running update are lost.
-  void OnSpilled(const TaskDone& done);
-  absl::Status OnLoaded(const TaskDone& done);
+  // Handles a transfer that has ended. After an error sums of the running update are lost.
+  absl::Status OnTransferred(const TaskDone& done);
   // Returns and clears the error of a requested page. OK if no request failed. Errors of the running update's pages do not
   // count.
   absl::Status DrainError() { return std::exchange(error_, absl::OkStatus()); }
@@ -111,28 +112,26 @@ class SumPages {
   // Stops starting transfers, because the job failed or is deleted.
   void Abandon() { abandoned_ = true; }
 
-  // OK, or the error of a page's write that is repeated in another slot.
-  const absl::Status& write_error() const { return write_error_; }
-  const SumsCounters& counters() const { return counters_; }
-  // Returns the slots of the constructor, and the slots that the node granted when paths failed.
-  const std::set<nvme::Slot>& slots() const { return slots_; }
+  // Checks the invariants.
   void CheckInvariants() const;
 
  private:
-  enum class State : uint8_t { kNone, kThere, kSpilling, kOnSwap, kLoading };
+  enum class State : uint8_t {
+    kNone,      // the page has no sums
+    kResident,  // the sums are in a frame
+    kSpilling,  // the sums are in a frame, and are being written to a slot
+    kOnSwap,    // the sums are in a slot
+    kLoading,   // the sums are in a slot, and are being read to a frame
+  };
 
   struct Page {
     State state = State::kNone;
-    uint32_t frame = 0;                   // frame of the page; not in kNone and kOnSwap
-    std::optional<nvme::Slot> slot = {};  // kSpilling, kOnSwap, kLoading
-    uint64_t checksum = 0;                // checksum of the bytes in the slot
-    uint64_t spills = 0;                  // number of writes to swap; part of the identity
-    uint32_t adds = 0;                    // running tasks that add sums to the page
-    uint32_t updates = 0;                 // running tasks of updates
-    uint32_t updates_left = 0;            // blocks that the running update has not ended yet
-    uint32_t prepared = 0;                // blocks with Prepare() called, update not begun
-    bool is_requested = false;
-    bool is_urgent = false;
+    uint32_t frame = 0;         // frame of the page; not in kNone and kOnSwap
+    uint32_t adds = 0;          // running tasks that add sums to the page
+    uint32_t updates = 0;       // running tasks of updates
+    uint32_t updates_left = 0;  // blocks that the running update has not ended yet
+    uint32_t prepared = 0;      // blocks with Prepare() called, update not begun
+    Need requested = Need::kNone;
     bool has_arrived = false;   // has arrived, not returned by DrainArrived() yet
     bool is_forgotten = false;  // delete the sums when the page's tasks end
     uint64_t used = 0;          // clock_ at the last use of the page
@@ -148,27 +147,21 @@ class SumPages {
   uint32_t PageOf(uint32_t partition, uint64_t elem) const {
     return static_cast<uint32_t>(VirtualOffset(partition, elem) / plan_.sum_page_bytes);
   }
-  uint64_t FrameOffset(uint32_t frame) const { return frame * plan_.sum_page_bytes; }
-  BlockIdentity IdentityOf(uint32_t page) const;
+  uint64_t FrameOffset(const Page& page) const { return page.frame * plan_.sum_page_bytes; }
   bool IsNeeded(const Page& page) const { return page.updates_left > 0 || is_prepared_; }
   void Record(uint32_t page);
   bool HasFrameForAdds() const;
-  void SetThere(uint32_t page);
+  void SetResident(uint32_t page);
   void AllocateFrame(uint32_t page);
   void FreeFrame(uint32_t page);
   void List(uint32_t page);
   void Unlist(uint32_t page);
   void SetUsed(uint32_t page);
-  void FreeSlot(uint32_t page);
   void Forget(uint32_t page);
-  absl::Status Describe(const absl::Status& status, uint32_t page) const;
   void StartLoad(uint32_t page);
-  void StartSpill(uint32_t page);
-  nvme::Slot AllocateSlot();
-  void WriteToSlot(uint32_t page, bool pause);
-  void CountTransfer(const nvme::Slot& slot, Direction direction, const TaskDone& done);
-  bool StaysThere(const Page& page) const;
-  void EndSpill(uint32_t page, uint64_t checksum);
+  bool StaysResident(const Page& page) const;
+  absl::Status OnLoaded(uint32_t page, const absl::Status& status);
+  void OnSpilled(uint32_t page, const absl::Status& status);
   bool StartSpills(uint32_t frames, const std::function<std::optional<uint32_t>()>& choose);
   void Arrive(uint32_t page);
   void ServeRequests();
@@ -179,33 +172,23 @@ class SumPages {
   JobTasks& io_;
   const protocol::Layout& layout_;
   const MemoryPlan& plan_;
-  nvme::SlotMap& swap_;  // free slots of the node
-  PathTable& path_table_;
-  std::set<nvme::Slot> slots_;
+  SumSwap swap_;
   std::vector<Page> pages_;
   std::vector<std::vector<uint32_t>> block_pages_;
   uint32_t block_pages_max_ = 0;
   std::pmr::set<uint32_t> free_frames_;
-  std::pmr::deque<nvme::Slot> free_slots_;
-  ByUse gathered_;                       // pages in state kThere with sums that no update uses yet
-  ByUse updated_early_;                  // pages of gathered_ whose blocks were all updated early
+  ByUse gathered_;       // pages in state kResident with sums that no update uses yet
+  ByUse updated_early_;  // pages of gathered_ whose blocks were all updated early
   std::pmr::vector<uint32_t> requests_;  // pages, oldest first
-  size_t urgent_ = 0;                    // number of kNow requests
   std::pmr::vector<uint32_t> arrived_;
-  std::pmr::set<uint32_t> prepared_;       // blocks with Prepare() called, update not begun
-  std::pmr::map<TaskId, uint32_t> tasks_;  // page of each transfer
-  uint32_t spilling_ = 0;
-  uint32_t loading_ = 0;
-  uint32_t update_tasks_ = 0;            // running updates that read sums
+  std::pmr::set<uint32_t> prepared_;     // blocks with Prepare() called, update not begun
   uint32_t of_update_on_swap_ = 0;       // pages of the running update on swap
   std::optional<uint32_t> short_block_;  // first block of the update that found no frames
   bool abandoned_ = false;
   uint64_t recorded_step_ = 0;  // 0: the running update is not recorded
   bool is_prepared_ = false;
   uint64_t clock_ = 0;
-  SumsCounters counters_;
   absl::Status error_;
-  absl::Status write_error_;
 };
 
 }  // namespace forebay::daemon
