@@ -97,7 +97,7 @@ struct NodeState::Impl {
   absl::Status NoRoomError(const Job& waiting_job) const;
   // Returns the bytes of the DRAM limit that are taken by the node, by jobs to which no client has attached, by weights of
   // deleted jobs, and by all other jobs. The last is the sum of `of_job` over these jobs.
-  uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
+  uint64_t Bytes(uint64_t (JobWorld::*of_job)() const) const;
   // Returns the bytes of the DRAM limit that are neither taken nor granted.
   uint64_t FreeBytes() const;
   // Returns the use of DRAM and swap by all jobs except `returning`, a parked job that is about to be created.

@@ -55,14 +55,15 @@ uint64_t NodeLedger::kept_bytes(const DurableJob* other_than) const {
 }
 
 bool NodeLedger::WantsFirst(const std::map<JobId, std::unique_ptr<Job>>& jobs) const {
-  return !has_made_ &&
-         std::ranges::any_of(jobs, [](const auto& entry) { return entry.second->WantsVolume(); });
+  return !has_made_ && std::ranges::any_of(jobs, [](const auto& entry) {
+    return entry.second->stop().WantsVolume();
+  });
 }
 
 void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job) {
   if (task_ != 0) return;
   for (const auto& [id, job] : jobs) {
-    if (job->WantsLedger()) in_ledger_.push_back(id);
+    if (job->life().WantsLedger()) in_ledger_.push_back(id);
   }
   if (in_ledger_.empty() && retired_.empty() && !WantsFirst(jobs)) return;
   auto node = std::make_shared<DurableNode>();
@@ -71,7 +72,7 @@ void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId l
     if (auto durable = InLedger(job)) node->jobs.push_back(std::move(durable));
   }
   for (const auto& [id, job] : jobs) {
-    if (auto of_job = job->ForLedger()) node->jobs.push_back(std::move(of_job));
+    if (auto of_job = job->life().ForLedger()) node->jobs.push_back(std::move(of_job));
   }
   for (Retired& retired : retired_) retired.is_counted = true;
   task_ = actions_.NewTask(/*job=*/0);

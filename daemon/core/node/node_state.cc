@@ -47,7 +47,7 @@ NodeState::~NodeState() = default;
 void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->actions.Bind(&actions);
   Job* const concerned = std::visit([this](const auto& e) { return impl_->On(e); }, event);
-  if (concerned != nullptr && concerned->WantsFloatSums()) impl_->GiveFloatSums(*concerned);
+  if (concerned != nullptr && concerned->world().WantsFloatSums()) impl_->GiveFloatSums(*concerned);
   impl_->ReturnBlocks();
   for (const JobId id : std::exchange(impl_->going_on, {})) impl_->jobs.at(id)->Advance();
   impl_->Advance(concerned, actions);
@@ -72,7 +72,7 @@ Job* NodeState::Impl::On(const AttachRequested& request) {
     return nullptr;
   }
   session_jobs.emplace(request.session, (*job)->id());
-  (*job)->Attach(request);
+  (*job)->sessions().Attach(request);
   return *job;
 }
 
@@ -83,8 +83,8 @@ bool NodeState::Impl::MayAttach(const AttachRequested& request) const {
   if (stop != Stop::kWaiting || !request.reattach) return false;
   const absl::StatusOr<JobName> name =
       ParseJobName(request.job, request.uid, OthersFor(request.uid));
-  const Job* const job = name.ok() ? JobNamed(*name) : nullptr;
-  return job != nullptr && job->is_stopping();
+  Job* const job = name.ok() ? JobNamed(*name) : nullptr;
+  return job != nullptr && job->stop().is_stopping();
 }
 
 // Returns the job of the request, and creates it if it does not exist.
@@ -92,9 +92,9 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   ASSIGN_OR_RETURN(JobName name, ParseJobName(request.job, request.uid, OthersFor(request.uid)));
   RETURN_IF_ERROR(CheckAttachRequest(request));
   if (Job* job = JobNamed(name)) {
-    RETURN_IF_ERROR(job->CheckAttach(request));
+    RETURN_IF_ERROR(job->sessions().CheckAttach(request));
     if (request.reader) RETURN_IF_ERROR(CheckReaderFits(request, *job));
-    if (job->NeedsWorld(request)) RETURN_IF_ERROR(ChangeWorld(request, *job));
+    if (job->world().NeedsChange(request)) RETURN_IF_ERROR(ChangeWorld(request, *job));
     return job;
   }
   const std::shared_ptr<const DurableJob> parked = ledger.FindParked(name);
@@ -234,31 +234,31 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   names.emplace(std::move(name), id);
   waiting.push_back(id);
   Job* const made = jobs.emplace(id, std::move(job)).first->second.get();
-  ReportWait(*made, made->granted_bytes());
+  ReportWait(*made, made->world().granted_bytes());
   return made;
 }
 
 Job* NodeState::Impl::On(const SessionMapped& event) {
   Job* const job = JobOf(event.session);
-  if (job != nullptr) job->OnMapped(event.session);
+  if (job != nullptr) job->sessions().OnMapped(event.session);
   return job;
 }
 
 Job* NodeState::Impl::On(const SessionEnded& event) {
   Job* const job = JobOf(event.session);
-  if (job != nullptr) job->OnEnded(event.session, event.cause);
+  if (job != nullptr) job->sessions().OnEnded(event.session, event.cause);
   return job;
 }
 
 Job* NodeState::Impl::On(const SessionReconnected& event) {
   Job* const job = JobOf(event.session);
-  if (job != nullptr) job->OnReconnected(event);
+  if (job != nullptr) job->sessions().OnReconnected(event);
   return job;
 }
 
 Job* NodeState::Impl::On(const CommandArrived& event) {
   Job* const job = JobOf(event.session);
-  if (job != nullptr) job->OnCommand(event.session, event.command);
+  if (job != nullptr) job->commands().OnCommand(event.session, event.command);
   return job;
 }
 
@@ -275,7 +275,7 @@ Job* NodeState::Impl::On(const StagingSlotReturned& event) {
 Job* NodeState::Impl::On(const LeaseTimeExpired& event) {
   const auto job = jobs.find(event.job);
   if (job == jobs.end()) return nullptr;
-  job->second->OnLeaseTimeExpired(event.step);
+  job->second->sessions().OnLeaseTimeExpired(event.step);
   return job->second.get();
 }
 
@@ -290,13 +290,13 @@ Job* NodeState::Impl::On(const BlockMoveRequested& request) {
 
 Job* NodeState::Impl::On(const StepRequestCopied& event) {
   Job* const job = JobOf(event.session);
-  if (job != nullptr) job->OnStepRequest(event);
+  if (job != nullptr) job->commands().OnStepRequest(event);
   return job;
 }
 
 Job* NodeState::Impl::On(const SummaryCopied& event) {
   Job* const job = JobOf(event.session);
-  if (job != nullptr) job->OnSummary(event);
+  if (job != nullptr) job->commands().OnSummary(event);
   return job;
 }
 
@@ -336,7 +336,9 @@ Job* NodeState::Impl::On(const DeleteJobRequested& request) {
     return nullptr;
   }
   absl::Status status = name.status();
-  if (status.ok()) status = job == nullptr ? NoJob(*name, request.uid) : job->Delete();
+  if (status.ok()) {
+    status = job == nullptr ? NoJob(*name, request.uid) : job->sessions().DeleteJob();
+  }
   if (!status.ok()) {
     actions.Emit(AnswerDelete{.request = request.request, .status = status});
     return nullptr;
@@ -376,7 +378,8 @@ Job* NodeState::Impl::On(const JobFreed& event) {
 std::pmr::vector<Job*> NodeState::Impl::Runnable(Job* concerned) {
   std::pmr::vector<Job*> order(&memory);
   for (const auto& [id, job] : jobs) {
-    if (job.get() == concerned || job->waits_for_slot()) order.push_back(job.get());
+    const bool waits = job->parts().pipeline.waits_for_slot();
+    if (job.get() == concerned || waits) order.push_back(job.get());
   }
   if (order.empty()) return order;
   std::rotate(order.begin(), order.begin() + static_cast<int64_t>(turn % order.size()),
@@ -403,7 +406,7 @@ void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted
 absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& job) {
   NodeUse others = Use();
   others.own_state_bytes = job.placement().granted_bytes();
-  others.jobs_dram_bytes -= job.fixed_bytes() + others.own_state_bytes;
+  others.jobs_dram_bytes -= job.world().fixed_bytes() + others.own_state_bytes;
   ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job.plan(), request.session_request,
                                               options, others));
   const GrantPolicy policy(options, UseOf(job.uid(), &job));
@@ -413,8 +416,8 @@ absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& j
                                 job.name(), " needs ", plan.fixed_bytes, " beside its states")));
   RETURN_IF_ERROR(MakeRoom(plan, swap, others));
   RETURN_IF_ERROR(MoveOwnBlocks(plan, policy, job));
-  job.ChangeWorld(std::move(plan));
-  ReportWait(job, *job.awaited_bytes());
+  job.world().Change(std::move(plan));
+  ReportWait(job, *job.world().awaited_bytes());
   return absl::OkStatus();
 }
 
@@ -470,7 +473,7 @@ void NodeState::Impl::Evict(const std::vector<Eviction>& evictions, Job& job) {
 
 void NodeState::Impl::GiveFloatSums(Job& job) {
   if (job.plan().has_paged_sums()) {
-    job.RefuseFloatSums(MakeError(
+    job.world().RefuseFloatSums(MakeError(
         ErrorId::kDramLimit,
         absl::StrCat("a second backward pass in one step of job ", job.name(),
                      ", whose gradients do not fit in DRAM, needs sums in float32; those of 16 "
@@ -481,10 +484,10 @@ void NodeState::Impl::GiveFloatSums(Job& job) {
   const uint64_t bytes = job.plan().float_sums_bytes;
   const uint64_t free_bytes = FreeBytesFor(job);
   if (bytes <= free_bytes) {
-    job.MakeFloatSums();
+    job.world().MakeFloatSums();
     return;
   }
-  job.RefuseFloatSums(MakeError(
+  job.world().RefuseFloatSums(MakeError(
       ErrorId::kDramLimit,
       absl::StrCat("a second backward pass in one step of job ", job.name(),
                    " needs sums in float32, ", bytes, " bytes of DRAM; of the limit of ",
@@ -493,13 +496,13 @@ void NodeState::Impl::GiveFloatSums(Job& job) {
       absl::StrCat("attach with accumulate, which takes them at the start and leaves fewer states "
                    "in DRAM, raise --dram / dram.limit by ",
                    bytes - free_bytes, " bytes, or ",
-                   job.layout().is_shared() ? "call step after each backward pass"
-                                            : "reduce gradients in float32")));
+                   job.parts().spec.layout->is_shared() ? "call step after each backward pass"
+                                                        : "reduce gradients in float32")));
 }
 
 // Reports the missing bytes and the evicting jobs of an attach that must wait for DRAM.
 void NodeState::Impl::ReportWait(const Job& job, uint64_t awaited_bytes) {
-  const uint64_t needed_bytes = Bytes(&Job::dram_bytes) + awaited_bytes;
+  const uint64_t needed_bytes = Bytes(&JobWorld::dram_bytes) + awaited_bytes;
   if (needed_bytes <= options.dram_limit_bytes) return;
   const auto name = [](const Job& of) {
     return JobNameFor(/*uid=*/0, {.uid = of.uid(), .name = of.name()});
@@ -519,21 +522,21 @@ void NodeState::Impl::ReportWait(const Job& job, uint64_t awaited_bytes) {
 // Begins waiting jobs and world changes for which enough DRAM is free. If granted DRAM does not become free, refuses the newest
 // waiting jobs.
 void NodeState::Impl::AdmitWaiting() {
-  while (!waiting.empty() && Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
+  while (!waiting.empty() && Bytes(&JobWorld::granted_bytes) > options.dram_limit_bytes) {
     Job& job = *jobs.at(waiting.back());
     waiting.pop_back();
-    job.Refuse(NoRoomError(job));
+    job.life().Refuse(NoRoomError(job));
     job.Advance();
     Sweep(job);
   }
   for (auto next = jobs.begin(); next != jobs.end();) {
     Job& job = *(next++)->second;  // Sweep() may free the job
-    const std::optional<uint64_t> awaited_bytes = job.awaited_bytes();
+    const std::optional<uint64_t> awaited_bytes = job.world().awaited_bytes();
     if (!awaited_bytes) continue;
-    if (Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
+    if (Bytes(&JobWorld::granted_bytes) > options.dram_limit_bytes) {
       job.RefuseWorld(NoRoomError(job));
-    } else if (Bytes(&Job::dram_bytes) + *awaited_bytes <= options.dram_limit_bytes) {
-      job.GiveRoom();
+    } else if (Bytes(&JobWorld::dram_bytes) + *awaited_bytes <= options.dram_limit_bytes) {
+      job.world().GiveRoom();
     } else {
       continue;
     }
@@ -542,9 +545,9 @@ void NodeState::Impl::AdmitWaiting() {
   }
   std::erase_if(waiting, [this](JobId id) {
     Job& job = *jobs.at(id);
-    const uint64_t used_bytes = Bytes(&Job::dram_bytes);
-    if (used_bytes + job.granted_bytes() > options.dram_limit_bytes) return false;
-    job.Begin();
+    const uint64_t used_bytes = Bytes(&JobWorld::dram_bytes);
+    if (used_bytes + job.world().granted_bytes() > options.dram_limit_bytes) return false;
+    if (!job.life().is_ending()) job.life().Begin();
     return true;
   });
 }
@@ -553,7 +556,7 @@ void NodeState::Impl::AdmitWaiting() {
 void NodeState::Impl::KeepBlocks() {
   for (const auto& [id, job] : jobs) {
     if (!job->residency().makes_room()) continue;
-    const uint64_t granted_bytes = Bytes(&Job::granted_bytes);
+    const uint64_t granted_bytes = Bytes(&JobWorld::granted_bytes);
     job->residency().Keep(
         std::min(options.dram_limit_bytes - std::min(granted_bytes, options.dram_limit_bytes),
                  LeftFor(*job)));
@@ -581,7 +584,9 @@ void NodeState::Impl::ReturnBlocks() {
 
 // Resumes the return of blocks that an attach has stopped, once no attach waits. The attach may have been cancelled.
 void NodeState::Impl::ResumeReturns() {
-  const auto waits = [](const auto& entry) { return entry.second->awaited_bytes().has_value(); };
+  const auto waits = [](const auto& entry) {
+    return entry.second->world().awaited_bytes().has_value();
+  };
   if (!has_cut_returns || !waiting.empty() || std::ranges::any_of(jobs, waits)) return;
   has_cut_returns = false;
   for (const auto& [id, job] : jobs) job->residency().BeginReturns();
@@ -597,38 +602,40 @@ absl::Status NodeState::Impl::NoRoomError(const Job& waiting_job) const {
       why = absl::StrCat("job ", job->name(),
                          " keeps its states in DRAM: ", std::string(error.message()));
   }
-  return MakeError(ErrorId::kDramLimit,
-                   absl::StrCat("job ", waiting_job.name(), " needs ", waiting_job.granted_bytes(),
-                                " bytes of DRAM that did not become free: ", why),
-                   "attach again later, raise dram.limit, or look at forebay swap");
+  return MakeError(
+      ErrorId::kDramLimit,
+      absl::StrCat("job ", waiting_job.name(), " needs ", waiting_job.world().granted_bytes(),
+                   " bytes of DRAM that did not become free: ", why),
+      "attach again later, raise dram.limit, or look at forebay swap");
 }
 
 void NodeState::Impl::Sweep(Job& job) {
-  for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
-  if (!job.is_freed()) return;
-  std::vector<nvme::Slot> slots(job.swap_slots().begin(), job.swap_slots().end());
-  std::shared_ptr<const DurableJob> of_ledger = job.unrestored();
-  if (of_ledger != nullptr && job.is_resumed()) {
-    GiveUpUpdate(*std::exchange(of_ledger, nullptr), std::move(slots), job.failure());
+  for (const SessionId session : job.sessions().DrainClosed()) session_jobs.erase(session);
+  if (!job.life().is_freed()) return;
+  std::vector<nvme::Slot> slots(job.world().swap_slots().begin(), job.world().swap_slots().end());
+  std::shared_ptr<const DurableJob> of_ledger = job.life().unrestored();
+  if (of_ledger != nullptr && job.life().is_resumed()) {
+    GiveUpUpdate(*std::exchange(of_ledger, nullptr), std::move(slots), job.life().error());
   } else if (of_ledger != nullptr) {
     of_ledger->RemoveOwn(slots);
     ledger.Park(of_ledger);
-    if (job.goes_back()) {
+    if (job.life().goes_back()) {
       ledger.Retire(std::move(slots), job.id());
     } else {
       swap.Free(slots);
     }
-  } else if (job.is_in_ledger()) {
+  } else if (job.life().is_in_ledger()) {
     ledger.Retire(std::move(slots));
   } else {
     swap.Free(slots);
   }
-  std::vector<nvme::Slot> sum_slots(job.sum_slots().begin(), job.sum_slots().end());
+  std::vector<nvme::Slot> sum_slots(job.world().sum_slots().begin(), job.world().sum_slots().end());
   if (of_ledger != nullptr) of_ledger->RemoveOwn(sum_slots);
   swap.Free(sum_slots);
   const JobId id = job.id();
   const bool keeps_arenas = KeptOf(of_ledger.get()) != nullptr;
-  freed_weights_bytes.emplace(id, job.has_begun() && !keeps_arenas ? job.plan().weights_bytes : 0);
+  freed_weights_bytes.emplace(
+      id, job.life().has_begun() && !keeps_arenas ? job.plan().weights_bytes : 0);
   std::erase(waiting, id);
   names.erase({.uid = job.uid(), .name = job.name()});
   jobs.erase(id);
@@ -649,7 +656,7 @@ absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
   const uint64_t arena_bytes = ReaderArenaBytes(request.session_request.grad_arena_bytes);
   const uint64_t taken_bytes = options.dram_limit_bytes - FreeBytes();
   const uint64_t needed_bytes = taken_bytes + arena_bytes + job.plan().ring_bytes;
-  const uint64_t job_bytes = job.granted_bytes() + arena_bytes + job.plan().ring_bytes;
+  const uint64_t job_bytes = job.world().granted_bytes() + arena_bytes + job.plan().ring_bytes;
   RETURN_IF_ERROR(GrantPolicy(options, UseOf(job.uid(), &job))
                       .Check(job_bytes, absl::StrCat("with this reader job ", job.name(), " needs ",
                                                      job_bytes)));
@@ -666,7 +673,7 @@ absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
 NodeUse NodeState::Impl::Use(const DurableJob* returning) const {
   NodeUse use{.swap = &swap, .recovered = returning};
   for (const auto& [id, job] : jobs) {
-    use.jobs_dram_bytes += job->granted_bytes();
+    use.jobs_dram_bytes += job->world().granted_bytes();
     use.movable_bytes += job->movable_bytes();
   }
   use.jobs_dram_bytes += ledger.kept_bytes(returning);
@@ -679,8 +686,8 @@ OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than,
   OwnerUse use{.uid = uid};
   for (const auto& [id, job] : jobs) {
     if (job->uid() != uid || job.get() == other_than) continue;
-    use.dram_bytes += job->granted_bytes();
-    use.swap_bytes += job->swap_bytes();
+    use.dram_bytes += job->world().granted_bytes();
+    use.swap_bytes += job->world().swap_bytes();
   }
   for (const auto& [name, job] : ledger.parked()) {
     if (job->uid != uid || job.get() == returning || !job->kept) continue;
@@ -691,20 +698,21 @@ OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than,
 }
 
 uint64_t NodeState::Impl::LeftFor(const Job& job) const {
-  const uint64_t granted_bytes = job.granted_bytes();
+  const uint64_t granted_bytes = job.world().granted_bytes();
   const uint64_t may_take = GrantPolicy(options, UseOf(job.uid(), &job)).dram_bytes();
   return may_take - std::min(granted_bytes, may_take);
 }
 
-uint64_t NodeState::Impl::Bytes(uint64_t (Job::*of_job)() const) const {
+uint64_t NodeState::Impl::Bytes(uint64_t (JobWorld::*of_job)() const) const {
   uint64_t bytes = options.node_bytes + ledger.kept_bytes();
-  for (const auto& [id, job] : jobs) bytes += (job.get()->*of_job)();
+  for (const auto& [id, job] : jobs) bytes += (job->world().*of_job)();
   for (const auto& [id, weights_bytes] : freed_weights_bytes) bytes += weights_bytes;
   return bytes;
 }
 
 uint64_t NodeState::Impl::FreeBytes() const {
-  const uint64_t taken_bytes = std::max(Bytes(&Job::dram_bytes), Bytes(&Job::granted_bytes));
+  const uint64_t taken_bytes =
+      std::max(Bytes(&JobWorld::dram_bytes), Bytes(&JobWorld::granted_bytes));
   return options.dram_limit_bytes - std::min(taken_bytes, options.dram_limit_bytes);
 }
 

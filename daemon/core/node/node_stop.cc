@@ -14,7 +14,7 @@ Job* NodeState::Impl::On(const StopRequested&) {
   if (stop != Stop::kNone) return nullptr;
   stop = Stop::kWaiting;
   for (const auto& [id, job] : jobs) {
-    job->RequestStop();
+    job->stop().Request();
     going_on.push_back(id);
   }
   return nullptr;
@@ -29,9 +29,9 @@ void NodeState::Impl::TryStop() {
   if (stop != Stop::kWaiting || ledger.WantsFirst(jobs)) return;
   JobsStopped stopped;
   for (const auto& [id, job] : jobs) {
-    if (waits_for_jobs && job->MayStop() && !job->has_stopped()) return;
-    if (!job->has_stopped()) continue;
-    const std::vector<SessionId> sessions = job->StoppedSessions();
+    if (waits_for_jobs && job->stop().MayStop() && !job->stop().has_stopped()) return;
+    if (!job->stop().has_stopped()) continue;
+    const std::vector<SessionId> sessions = job->stop().StoppedSessions();
     stopped.sessions.insert(stopped.sessions.end(), sessions.begin(), sessions.end());
     if (options.keeps_jobs) stopped.jobs.push_back(id);
   }
@@ -86,7 +86,7 @@ void NodeState::Impl::GiveUpUpdate(const DurableJob& job, std::vector<nvme::Slot
 Job* NodeState::Impl::On(const RankEnded& event) {
   const auto found = jobs.find(event.job);
   if (found == jobs.end()) return nullptr;
-  found->second->OnRankEnded(event);
+  found->second->sessions().OnRankEnded(event);
   return found->second.get();
 }
 

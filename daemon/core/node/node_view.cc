@@ -92,14 +92,14 @@ absl::StatusOr<JobPlan> NodeState::PlanOfJob(const JobName& name,
                                absl::StrCat("there is no job ", name.name, " that was attached to"),
                                "forebay jobs lists them");
   }
-  const protocol::Layout& layout = job->layout();
+  const protocol::Layout& layout = *job->parts().spec.layout;
   const MemoryPlan& plan = job->plan();
   if (limits) return PlanOnEmpty(layout, plan.session, impl_->options, *limits);
   const uint64_t own_bytes = plan.fixed_bytes + job->placement().state_bytes();
   JobPlan view = JobPlanOf(layout, plan, job->placement());
   view.node = impl_->options.node_bytes;
-  view.others =
-      impl_->Bytes(&Job::dram_bytes) - view.node - (job->dram_bytes() > 0 ? own_bytes : 0);
+  view.others = impl_->Bytes(&JobWorld::dram_bytes) - view.node -
+                (job->world().dram_bytes() > 0 ? own_bytes : 0);
   view.limit = impl_->options.dram_limit_bytes;
   NodeUse others;
   others.jobs_dram_bytes = view.others;
@@ -115,7 +115,7 @@ bool NodeState::HasStepsToMakeDurable() const {
            view.durable_step < view.committed_step;
   });
   return is_parked || std::ranges::any_of(impl_->jobs, [](const auto& entry) {
-           const JobView view = entry.second->View();
+           const JobView view = ViewOf(*entry.second);
            return entry.second->plan().has_durable_steps() &&
                   view.durable_step < view.committed_step;
          });
@@ -123,7 +123,7 @@ bool NodeState::HasStepsToMakeDurable() const {
 
 std::vector<JobView> NodeState::Jobs() const {
   std::vector<JobView> views;
-  for (const auto& [id, job] : impl_->jobs) views.push_back(job->View());
+  for (const auto& [id, job] : impl_->jobs) views.push_back(ViewOf(*job));
   for (const auto& [name, job] : impl_->ledger.parked()) views.push_back(ViewOf(*job));
   std::ranges::sort(views, {}, &JobView::id);
   return views;
@@ -131,7 +131,7 @@ std::vector<JobView> NodeState::Jobs() const {
 
 NodeView NodeState::Node() const {
   return {.dram_limit_bytes = impl_->options.dram_limit_bytes,
-          .dram_used_bytes = impl_->Bytes(&Job::dram_bytes),
+          .dram_used_bytes = impl_->Bytes(&JobWorld::dram_bytes),
           .swap_capacity_bytes = impl_->options.swap.free_bytes(),
           .swap_used_bytes = impl_->options.swap.free_bytes() - impl_->swap.free_bytes(),
           .swap_paths = ViewPaths(impl_->swap, impl_->path_table),
@@ -143,7 +143,7 @@ std::vector<std::shared_ptr<const DurableJob>> NodeState::DurableJobs() const {
   std::vector<std::shared_ptr<const DurableJob>> jobs;
   for (const auto& [name, job] : impl_->ledger.parked()) jobs.push_back(job);
   for (const auto& [id, job] : impl_->jobs) {
-    if (auto durable = job->durable()) jobs.push_back(std::move(durable));
+    if (auto durable = job->life().durable()) jobs.push_back(std::move(durable));
   }
   return jobs;
 }
@@ -152,11 +152,11 @@ void NodeState::CheckInvariants() const {
   const NodeView node = Node();
   if (!impl_->jobs.empty()) {
     FOREBAY_CHECK(node.dram_used_bytes <= node.dram_limit_bytes);
-    FOREBAY_CHECK(impl_->Bytes(&Job::granted_bytes) <= node.dram_limit_bytes);
+    FOREBAY_CHECK(impl_->Bytes(&JobWorld::granted_bytes) <= node.dram_limit_bytes);
   }
   FOREBAY_CHECK(node.swap_used_bytes <= node.swap_capacity_bytes);
   uint64_t swap_bytes = 0;
-  for (const auto& [id, job] : impl_->jobs) swap_bytes += job->View().swap_bytes;
+  for (const auto& [id, job] : impl_->jobs) swap_bytes += job->world().swap_bytes();
   for (const auto& [name, job] : impl_->ledger.parked()) swap_bytes += ViewOf(*job).swap_bytes;
   swap_bytes += impl_->ledger.retired_bytes();
   FOREBAY_CHECK(swap_bytes == node.swap_used_bytes);
@@ -164,10 +164,11 @@ void NodeState::CheckInvariants() const {
   std::set<nvme::Slot> slots;
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();
-    for (const nvme::Slot& slot : job->swap_slots()) FOREBAY_CHECK(slots.insert(slot).second);
-    for (const nvme::Slot& slot : job->sum_slots()) FOREBAY_CHECK(slots.insert(slot).second);
-    staged += job->staging_slots();
-    FOREBAY_CHECK(!job->is_freed() &&
+    const JobWorld& world = job->world();
+    for (const nvme::Slot& slot : world.swap_slots()) FOREBAY_CHECK(slots.insert(slot).second);
+    for (const nvme::Slot& slot : world.sum_slots()) FOREBAY_CHECK(slots.insert(slot).second);
+    staged += job->parts().pipeline.staged_count() + job->parts().weights.staging_slots();
+    FOREBAY_CHECK(!job->life().is_freed() &&
                   impl_->names.at({.uid = job->uid(), .name = job->name()}) == id);
   }
   FOREBAY_CHECK(staged == node.staging_slots_used);

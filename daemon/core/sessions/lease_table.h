@@ -18,7 +18,7 @@
 namespace forebay::daemon {
 
 // While a session has a lease on a partition, the partition's weights do not change: their update waits.
-// Job::OnLeaseTimeExpired ends a reader that holds a lease for too long.
+// JobSessions::OnLeaseTimeExpired ends a reader that holds a lease for too long.
 //
 // Recorded leases of a killed daemon belong to no session until their rank attaches. Such a lease prevents the eviction of a
 // copy from the weights cache. It does not delay an update: the rank had no lease when a step was decided, so the step has done
