@@ -392,6 +392,8 @@ class Executor {
   struct Record {
     std::shared_ptr<KeptRecord> record;
     std::string name;  // empty: not in the store
+    // True until OwnAdopted() if the store has a record of release 0.2.0 under `name`.
+    bool is_converted = false;
   };
   std::map<JobId, Record> records_;
   std::vector<ArenaRegistry::Arena> adopted_;  // arenas taken over, before OwnAdopted()

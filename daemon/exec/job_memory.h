@@ -58,6 +58,7 @@ struct AdoptedArenas {
   // (RecordDescriptor).
   std::unique_ptr<KeptRecord> record = {};
   uint64_t record_number = 0;
+  bool is_record_converted = false;  // RecordedJob::is_converted
 };
 
 // Arenas, layout, timeline and counters of a job.

@@ -59,6 +59,8 @@ class KeptRecordTest : public ::testing::Test {
     }
     kept.session.world_size = job_.world_size;
     kept.session.durability = job_.durability;
+    kept.early_weights_slots = 3;
+    kept.sum_frames = 7;
     kept.attempt = 2;
     kept.dram_bytes = uint64_t{1} << 30;
     kept.spare_slots = {SlotOf(1)};
@@ -352,6 +354,30 @@ TEST_F(KeptRecordTest, TheEndOfItsOwnerDropsIt) {
     adopted.reset();
     EXPECT_EQ(Found().ok(), !is_owned);
   }
+}
+
+// The state machine relies on it.
+TEST_F(KeptRecordTest, APlaceWithTwoContentsIsRefused) {
+  const uint32_t block = InDram();
+  const auto with = [&](uint32_t weights_slot, uint32_t frame, uint64_t slot) {
+    MakeRecord();
+    record_->Set(Decision(7));
+    for (const uint32_t one : {block, block + 1}) {
+      RecordBlock written = Written(one, 7);
+      written.weights_slot = one == block ? 1 : weights_slot;
+      record_->Set(written);
+    }
+    record_->Set(RecordSums{.page = 0, .step = 7, .frame = 1});
+    record_->Set(RecordSums{.page = 1, .step = 7, .frame = frame, .slot = SlotOf(90)});
+    record_->Set(RecordSums{.page = 2, .step = 7, .slot = SlotOf(slot)});
+    return Found().status();
+  };
+  EXPECT_OK(with(2, 2, 91));
+  EXPECT_THAT(with(1, 2, 91), HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(with(3, 2, 91), HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(with(2, 1, 91), HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(with(2, 7, 91), HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(with(2, 2, 90), HasError(ErrorId::kCorrupt));
 }
 
 TEST_F(KeptRecordTest, AStepArenaThatIsTooShortIsSaid) {

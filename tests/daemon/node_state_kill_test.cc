@@ -6,6 +6,7 @@
 //         updates a block twice or from other sums. Ranks attach again and repeat the unanswered step.
 
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <vector>
 
@@ -446,23 +447,34 @@ TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesHoldNoUpdateUp) {
 // A rank died with the daemon and does not reattach. Its leases end when a fetch needs their DRAM and the lease timer expires.
 TEST(NodeStateKillOfWeightsOnSwap, NobodysLeasesEndWhereAFetchWaitsForTheirRoom) {
   const JobCase with{kMemory, Place::kWeightsOnSwap};
-  Training run(with, OptionsOf(with, /*keeps_jobs=*/true));
-  run.AttachAll();
-  run.TrainTo(2);
   // Fetches all partitions that `rank` owns.
-  const auto fetch_own = [&](NodeHarness& node, uint64_t session, uint32_t rank) {
+  const auto fetch_own = [layout = LayoutOf(with)](NodeHarness& node, uint64_t session,
+                                                   uint32_t rank) {
     std::vector<uint64_t> tags;
-    for (uint32_t i = 0; i < run.layout_->partitions().size(); ++i) {
-      if (run.layout_->partitions()[i].owner == rank) tags.push_back(node.Fetch(session, i));
+    for (uint32_t i = 0; i < layout->partitions().size(); ++i) {
+      if (layout->partitions()[i].owner == rank) tags.push_back(node.Fetch(session, i));
     }
     node.RunTasks();
     return tags;
   };
+  NodeState::Options options = OptionsOf(with, /*keeps_jobs=*/true);
+  std::unique_ptr<Training> training;
   AttachRequest gone = RequestOf(0, with, /*reattach=*/true);
-  for (const uint64_t tag : fetch_own(*run.node_, run.sessions_[0], 0)) {
-    ASSERT_EQ(run.node_->ErrorOf(tag), protocol::ErrorId::kNone);
-    gone.held_leases.push_back(run.node_->answer(tag)->completion.lease_id);
-  }
+  const auto leases_all = [&] {
+    gone.held_leases.clear();
+    for (const uint64_t tag : fetch_own(*training->node_, training->sessions_[0], 0)) {
+      if (training->node_->ErrorOf(tag) != protocol::ErrorId::kNone) return false;
+      gone.held_leases.push_back(training->node_->answer(tag)->completion.lease_id);
+    }
+    return true;
+  };
+  do {  // Raises the DRAM limit until one rank can lease all of its weights.
+    training = std::make_unique<Training>(with, options);
+    training->AttachAll();
+    training->TrainTo(2);
+    options.dram_limit_bytes += protocol::kPageBytes;
+  } while (!leases_all());
+  Training& run = *training;
   ASSERT_TRUE(run.Kill());
   NodeHarness& next = *run.node_;
   const uint64_t second = next.Attach(run.layout_, RequestOf(1, with, /*reattach=*/true));

@@ -165,8 +165,6 @@ struct RecordLeaseEnd {
   JobId job = 0;
   uint64_t lease = 0;
 };
-// Bytes that one lease takes in a record.
-inline constexpr uint64_t kLeaseRecordBytes = 32;
 // Maximum number of leases in a job's record.
 inline uint64_t LeasesRecordedMax(const protocol::Layout& layout, uint64_t world_size) {
   return layout.partitions().size() + 64 * world_size;

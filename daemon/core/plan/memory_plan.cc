@@ -621,7 +621,8 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const bool were_on_swap = use.recovered != nullptr && !use.recovered->weights_on_swap.empty();
   const bool go_to_swap = use.recovered == nullptr ? !weights_fit : were_on_swap;
   if (has_swap && !layout.is_shared() && go_to_swap) {
-    const uint64_t beside = others + DigestBytes(layout) + RecordDigestBytes(layout, options);
+    const uint64_t beside =
+        others + DigestBytes(layout) + RecordSwapBytes(layout, options, request.world_size);
     const uint64_t room = options.dram_limit_bytes - std::min(beside, options.dram_limit_bytes);
     PutWeightsOnSwap(layout, request, room,
                      were_on_swap ? use.recovered->weights_on_swap : std::vector<bool>(), plan);

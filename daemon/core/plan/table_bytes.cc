@@ -6,6 +6,7 @@
 
 #include "daemon/core/base/events.h"
 #include "daemon/core/blocks/durable_content.h"
+#include "daemon/core/blocks/record_sizes.h"
 #include "daemon/core/blocks/undo_sizes.h"
 #include "protocol/step_summary.h"
 #include "protocol/units.h"
@@ -16,10 +17,6 @@ namespace {
 using protocol::kPageBytes;
 using protocol::Layout;
 using protocol::RoundUp;
-
-// Number of records of a job that exist at once: the current record (KeptRecord), and the next record while it is being
-// created. A record has digests of weights on swap in two versions, and a third time in the encoded job.
-constexpr uint64_t kRecords = 2;
 
 // extra_state_bytes of a rank whose attach names no size, with what the client adds for itself.
 constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB + kPageBytes;
@@ -49,36 +46,36 @@ uint64_t LayoutTableBytes(const protocol::LayoutSpec& spec, uint32_t world_size)
   return RoundUp(bytes, kPageBytes);
 }
 
+// Returns the bytes of a job's record. If a record is replaced, the next one exists beside it for a moment; its bytes are not
+// counted. Release 0.2.0 counted two smaller records: the jobs that it has left fit within the same limit.
 uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan,
                      uint64_t block_elems) {
-  constexpr uint64_t kBlockRecordBytes = 256;
-  constexpr uint64_t kSumsRecordBytes = 128;
   if (!options.keeps_jobs) return 0;
   const uint64_t blocks = layout.total_elems() / block_elems + layout.owners().size() + 1;
-  const uint64_t values = layout.params().size() * sizeof(uint64_t) +
-                          layout.partitions().size() * sizeof(uint32_t) +
-                          plan.session.world_size * sizeof(StatePart);
-  const bool has_trust = protocol::Info(layout.spec().optimizer).passes > 1;
-  const uint64_t order = layout.param_group_rows() * sizeof(protocol::HyperParams) +
-                         layout.params().size() * (1 + (has_trust ? sizeof(float) : 0));
-  const uint64_t of_nodes = plan.session.world_ranks == 0
-                                ? 0
-                                : 3 * protocol::NodeSummaryBytes(layout) +
-                                      layout.param_group_rows() * sizeof(protocol::HyperParams) +
-                                      plan.session.world_size * sizeof(StatePart) + kPageBytes;
-  const uint64_t leases =
-      plan.has_weights_on_swap() ? LeasesRecordedMax(layout, plan.session.world_size) : 0;
-  const uint64_t bytes =
-      LedgerBytes(layout, {.entries = blocks}) + 2 * values + order + blocks * kBlockRecordBytes +
-      plan.sum_pages * kSumsRecordBytes + leases * kLeaseRecordBytes + of_nodes +
-      UndoBytes(layout.spec(), blocks, block_elems, options.workers) + 2 * kPageBytes;
+  const bool is_on_swap = plan.has_weights_on_swap();
+  const RecordCounts counts{
+      .params = layout.params().size(),
+      .param_group_rows = layout.param_group_rows(),
+      .partitions = layout.partitions().size(),
+      .ranks = plan.session.world_size,
+      .blocks = blocks,
+      .block_digests =
+          is_on_swap ? block_elems * protocol::SizeBytes(layout.spec().dtype) / kPageBytes + 1 : 0,
+      .sum_pages = plan.sum_pages,
+      .summary_bytes = plan.session.world_ranks == 0 ? 0 : protocol::NodeSummaryBytes(layout),
+      .has_trust = protocol::Info(layout.spec().optimizer).passes > 1};
+  // The slots of the job are counted a second time: it has a list of blocks and one of slots.
+  const uint64_t bytes = LedgerBytes(layout, {.entries = 2 * blocks}) +
+                         2 * SizesOf(counts).half_bytes() + RecordIndexBytes(counts) +
+                         UndoBytes(layout.spec(), blocks, block_elems, options.workers) +
+                         2 * kPageBytes;
   // A record refers to extra_state in the step arena. The next daemon reads it into a copy, which is counted with the tables of
   // durable steps if the job has them. The default size is not counted.
   const uint64_t counted = plan.session.extra_state_bytes -
                            std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
   const uint64_t extra_states = plan.has_durable_steps() ? 0 : plan.session.world_size * counted;
-  return RoundUp(extra_states, kPageBytes) + kRecords * RoundUp(bytes, kPageBytes) +
-         (plan.has_weights_on_swap() ? RecordDigestBytes(layout, options) : 0);
+  return RoundUp(extra_states, kPageBytes) + RoundUp(bytes, kPageBytes) +
+         (is_on_swap ? RecordSwapBytes(layout, options, plan.session.world_size) : 0);
 }
 
 // Returns the bytes of tables for durable steps: versions of blocks and of parts of the weights, and ledgers that are being
@@ -100,8 +97,12 @@ uint64_t DurableTableBytes(const Layout& layout, const MemoryPlan& plan, uint64_
 
 }  // namespace
 
-uint64_t RecordDigestBytes(const Layout& layout, const NodeOptions& options) {
-  return options.keeps_jobs ? kRecords * (DigestBytes(layout) + DigestBytes(layout) / 2) : 0;
+uint64_t RecordSwapBytes(const Layout& layout, const NodeOptions& options, uint32_t world_size) {
+  if (!options.keeps_jobs) return 0;
+  const RecordCounts counts{.leases = LeasesRecordedMax(layout, world_size)};
+  const uint64_t leases = counts.leases * 2 * kSmallEntryBytes + RecordIndexBytes(counts);
+  // Each half of a record has room for the digests in two versions, as DigestBytes() has.
+  return 2 * DigestBytes(layout) + RoundUp(leases, kPageBytes);
 }
 
 uint64_t DigestBytes(const Layout& layout) {

@@ -18,8 +18,9 @@ uint64_t TableBytes(const protocol::Layout& layout, const NodeOptions& options,
 
 // Returns the bytes of digests of the pages of weights on swap, for the current and the next version.
 uint64_t DigestBytes(const protocol::Layout& layout);
-// Returns the bytes of digests of the pages of weights on swap in the records of the job.
-uint64_t RecordDigestBytes(const protocol::Layout& layout, const NodeOptions& options);
+// Returns the bytes that the records of a job take for weights on swap: digests of pages, and leases.
+uint64_t RecordSwapBytes(const protocol::Layout& layout, const NodeOptions& options,
+                         uint32_t world_size);
 
 // Returns the number of durable steps that a job retains: two if the job is over several nodes (DurableJob::before), otherwise
 // one.

@@ -56,7 +56,8 @@ void Executor::Adopt(std::vector<AdoptedArenas> all, const std::string& left_sta
     }
     if (has_record || is_in_step) {
       records_[job.id] = {.record = std::move(job.record),
-                          .name = has_record ? RecordDescriptor(job.id, job.record_number) : ""};
+                          .name = has_record ? RecordDescriptor(job.id, job.record_number) : "",
+                          .is_converted = has_record && job.is_record_converted};
       last_record_ = std::max(last_record_, job.record_number);
     }
     jobs_.Adopt(std::move(job));
@@ -82,7 +83,17 @@ void Executor::OwnAdopted() {
   for (const ArenaRegistry::Arena& arena : std::exchange(adopted_, {})) {
     if (arena != nullptr) arena->SetAtEnd(pinned_mem::AtEnd::kFreePages);
   }
-  for (auto& [id, record] : records_) record.record->Own();
+  for (auto& [id, record] : records_) {
+    record.record->Own();
+    if (!std::exchange(record.is_converted, false)) continue;
+    const std::string before = std::exchange(record.name, RecordDescriptor(id, ++last_record_));
+    const absl::Status stored = store_.keep(record.name, record.record->fd());
+    if (!stored.ok()) {
+      spdlog::warn("{}", protocol::FormatError(stored));
+      record.name.clear();
+    }
+    store_.drop(before);
+  }
   if (swap_ != nullptr) {
     const absl::Status stored =
         Store(StagingDescriptor(swap_->staging_slot_bytes(), MonotonicNs()), swap_->staging());

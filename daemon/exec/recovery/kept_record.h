@@ -6,17 +6,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/base/durable_job.h"
 #include "daemon/core/base/events.h"
+#include "daemon/core/blocks/record_sizes.h"
 #include "daemon/exec/recovery/undo_log.h"
 #include "protocol/os/unique_fd.h"
-#include "protocol/wire.h"
 
 namespace forebay::daemon {
 
@@ -24,13 +22,25 @@ namespace forebay::daemon {
 inline constexpr char kGiveUpHint[] =
     "; to give up what is kept, stop the service before it is started (systemctl stop forebayd)";
 
-// The record is consistent at every moment, even if the process is killed. Each value that changes has two copies, and a store
-// of 8 bytes selects the current copy. The store of RecordStep selects the new copies of all blocks of the step at once.
+class RecordIndex;
+
+// The record is a log. Its file has, in order: a header, the job as it was recorded (a Ledger of ledger.capnp), two halves of
+// entries (record_entry.h), and the undo log. One word of 8 bytes in the header says which half is current and how many of its
+// bytes count. An entry counts once the word includes it, so the record is consistent at every moment, even if the process is
+// killed.
+//
+// A half begins with the entries that counted when it became current. If a published step leaves too little room for the next
+// one, the entries that still count are copied to the other half, in an order that gives the same state, and the word selects that
+// half. The same happens if an entry does not fit, so an entry never fails to fit (RecordSizes::half_bytes).
+//
+// Example: a half has room for the base and one step. Step 7 is published at 900 of 1000 bytes, and a step may take 400. The 300
+// bytes of entries that count are copied to the other half. The word changes from (half 0, 900) to (half 1, 300).
 //
 // Ownership  Owns the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
 //            bytes; a process that is killed runs no destructor. The destructor does not drop a record that was adopted
 //            before Own(), nor any record after Leave().
 // Threads    One, in addition to those of the undo log.
+// Limits     Set() does not use the heap.
 class KeptRecord {
  public:
   // Makes the record of a job. `nonce`: SwapSpace::nonce() of the swap with the job's slots. `workers`: number of workers that
@@ -41,7 +51,7 @@ class KeptRecord {
                                                           uint64_t workers);
   // Takes over the record of another process.
   //
-  // Errors  E_CORRUPT  the memfd holds no record, or a record of an older version.
+  // Errors  E_CORRUPT  the memfd holds no record, a damaged record, or a record of an older version (record_before.h).
   //         E_CONFIG   the record is of a newer version; names both versions.
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Adopt(protocol::UniqueFd fd);
 
@@ -75,8 +85,9 @@ class KeptRecord {
   // Marks the record: no job can continue from it.
   void Drop();
 
-  // Undo log of updates in place.
+  // Undo log of updates in place, and its memory.
   UndoLog& undo() { return undo_; }
+  std::span<std::byte> undo_bytes() const;
 
   // Returns the job with DurableJob::kept set, and with its extra_state read from `step_arena` (a descriptor; -1: the job has
   // no step arena). The record knows neither which state of the job is durable, nor which slots are free: other jobs may have
@@ -88,52 +99,30 @@ class KeptRecord {
 
  private:
   struct Header;
-  struct Version;
-  struct Block;
-  struct Values;
-  struct Order;
-  struct Sums;
-  struct Prepared;
 
-  KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes);
+  KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes, const DurableJob& job);
 
-  static uint64_t FixedChecksum(std::span<const std::byte> bytes);
   Header& header() const;
-  Values& values(uint64_t step) const;
-  uint64_t* param_updates(uint64_t step) const;
-  StatePart* extra_states(uint64_t step) const;
-  uint32_t* trace(uint64_t step) const;
-  std::byte* summary(uint64_t step) const;
-  Prepared& prepared() const;
-  protocol::HyperParams* prepared_hyper_params() const;
-  StatePart* prepared_extra_states() const;
-  std::byte* prepared_summary() const;
-  Order& order() const;
-  protocol::HyperParams* hyper_params() const;
-  // Parameter groups that the record has room for, from the distance between its sections: the room behind the last one is
-  // smaller than a row.
-  uint64_t param_group_rows() const;
-  struct Lease;
-  std::span<Lease> leases() const;
-  float* trust() const;
-  uint8_t* params_updated() const;
-  Block& block(uint32_t index) const;
-  Sums& sums(uint32_t page) const;
-  uint64_t* digests(uint32_t index, uint64_t copy) const;
-  uint64_t CurrentCopy(uint32_t index) const;
-  void Write(const RecordBlock& record, uint64_t copy);
-  void WriteValues(const RecordDecision& record);
-  void WriteOrder(const RecordDecision& record);
-  std::optional<DurableBytes> BytesOf(uint32_t index, uint64_t copy) const;
-  std::shared_ptr<const KeptUpdate> ReadUpdate() const;
-  absl::StatusOr<std::shared_ptr<const KeptUpdate>> ReadPrepared(int step_arena) const;
-  std::vector<KeptUpdate::Sums> ReadSums(uint64_t step) const;
-  static absl::StatusOr<ExtraStates> ReadStates(std::span<const StatePart> parts, int step_arena);
-  absl::Status CheckChanging() const;
+  std::span<std::byte> half(uint64_t index) const;
+  bool is_dropped() const;
+  static absl::StatusOr<DurableJob> CheckFixed(std::span<const std::byte> bytes);
+  absl::Status ReadEntries();
+  void AppendBase(const RecordJob& record);
+  template <typename Record>
+  void Append(const Record& record);
+  template <typename... Records>
+  void AppendAndPublish(const Records&... records);
+  void Compact();
+  void Publish();
 
   protocol::UniqueFd fd_;
   std::span<std::byte> bytes_;
+  RecordSizes sizes_;
+  std::unique_ptr<RecordIndex> index_;
   UndoLog undo_;
+  // The current half, and the bytes of its entries. Publish() stores both in the header.
+  uint64_t half_ = 0;
+  uint64_t tail_ = 0;
   bool is_owned_ = false;
 };
 

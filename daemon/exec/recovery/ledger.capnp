@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 @0xd1c6e0b4a97f3825;
-# The ledger, which the swap volume makes durable: everything from which the next daemon recovers the jobs. It stays on the disk
-# while programs change, so fields are added at the end and never change their meaning. A change that an older program would
-# read wrongly raises the version (ledger_codec.cc).
+# The ledger, which the swap volume makes durable: everything from which the next daemon recovers the jobs. The file also has the
+# entries of the record of a job in memory (kept_record.h). Both stay while programs change, so fields and kinds of entries are
+# added at the end and never change their meaning. A change that an older program would read wrongly raises the version
+# (ledger_codec.cc, kept_record.cc).
 
 using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("forebay::daemon::schema");
@@ -93,4 +94,117 @@ struct Bytes {
   writtenStep @2 :UInt64;
   path @3 :UInt32;       # 1 + the path; 0: states that are all zeros and were never written
   digestPages @4 :UInt32;   # so many of `digests` are of this block
+}
+
+struct RecordEntry {
+  # An action of daemon/core/base/record_actions.h. A daemon that does not know the kind of an entry is older than the record. It
+  # refuses the record (E_CONFIG) and does not drop it.
+  union {
+    block @0 :BlockEntry;
+    installed @1 :UInt32;   # the block
+    staged @2 :StagedEntry;
+    sums @3 :SumsEntry;
+    attempt @4 :AttemptEntry;
+    prepared @5 :PreparedEntry;
+    decision @6 :DecisionEntry;
+    trust @7 :TrustEntry;
+    step @8 :StepEntry;
+    updates @9 :UpdatesEntry;
+    lease @10 :Lease;
+    leaseEnd @11 :Lease;    # `lease` alone is set
+    order @12 :OrderEntry;  # comes before the decision of its step
+  }
+}
+
+struct BlockEntry {
+  step @0 :UInt64;
+  offsetBytes @1 :UInt64;
+  checksum @2 :UInt64;
+  writtenStep @3 :UInt64;
+  overflows @4 :UInt64;
+  block @5 :UInt32;
+  path @6 :UInt32;          # 1 + the path; 0: in DRAM
+  weightsSlot @7 :UInt32;   # 1 + the slot; 0: none
+  digests @8 :Data;         # of pages of weights, 8 bytes each, little-endian
+}
+
+struct StagedEntry {
+  step @0 :UInt64;
+  block @1 :UInt32;
+  stagingSlot @2 :UInt32;
+}
+
+struct SumsEntry {
+  step @0 :UInt64;
+  offsetBytes @1 :UInt64;
+  sizeBytes @2 :UInt64;
+  checksum @3 :UInt64;
+  spills @4 :UInt64;
+  page @5 :UInt32;
+  path @6 :UInt32;    # 1 + the path; 0: in no slot
+  frame @7 :UInt32;   # 1 + the frame; 0: in no frame
+}
+
+struct AttemptEntry {
+  step @0 :UInt64;
+  attempt @1 :UInt64;
+}
+
+struct Part {
+  # A StatePart.
+  offsetBytes @0 :UInt64;
+  bytes @1 :UInt64;
+}
+
+struct PreparedEntry {
+  step @0 :UInt64;    # 0: abandoned
+  attempt @1 :UInt64;
+  maxGradNorm @2 :Float64;
+  gradScale @3 :Float64;
+  gradMin @4 :Float64;
+  gradMax @5 :Float64;
+  paramGroups @6 :UInt32;
+  extraStateBytes @7 :UInt32;
+  hyperParams @8 :List(List(Float64));  # by group, the values of protocol::HyperParams in their order
+  floatSums @9 :Part;
+  extraStates @10 :List(Part);          # by rank
+  summary @11 :Data;
+}
+
+struct DecisionEntry {
+  # A RecordDecision without its order.
+  step @0 :UInt64;
+  norm @1 :Float64;
+  overflowed @2 :UInt64;
+  clipped @3 :Bool;
+  paramUpdates @4 :List(UInt64);        # by parameter
+  trace @5 :List(UInt32);               # partitions
+  extraStates @6 :List(Part);           # by rank
+  summary @7 :Data;
+}
+
+struct OrderEntry {
+  # A StepOrder: the parameters of the update of a decided step.
+  step @0 :UInt64;
+  gradScale @1 :Float32;
+  gradMin @2 :Float32;
+  gradMax @3 :Float32;
+  hyperParams @4 :List(List(Float64));  # as in PreparedEntry
+  params @5 :List(Bool);                # by parameter: updated
+  floatSums @6 :Part;
+}
+
+struct TrustEntry {
+  step @0 :UInt64;
+  trust @1 :List(Float32);  # by parameter
+}
+
+struct StepEntry {
+  step @0 :UInt64;
+  overflowed @1 :UInt64;
+}
+
+struct UpdatesEntry {
+  updates @0 :UInt64;
+  param @1 :UInt32;
 }

@@ -19,6 +19,7 @@
 #include "daemon/core/blocks/placement.h"
 #include "daemon/core/node/killed_jobs.h"
 #include "daemon/exec/clock.h"
+#include "daemon/exec/recovery/record_before.h"
 #include "daemon/exec/recovery/release_before.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/swap_space.h"
@@ -192,7 +193,9 @@ const char* Where(const DurableJob& job) {
 
 absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
                                        const DescriptorsByName& left) {
-  ASSIGN_OR_RETURN(std::unique_ptr<KeptRecord> record, KeptRecord::Adopt(std::move(fd)));
+  const bool is_converted = IsRecordBefore(fd);
+  ASSIGN_OR_RETURN(std::unique_ptr<KeptRecord> record,
+                   is_converted ? ConvertRecord(fd) : KeptRecord::Adopt(std::move(fd)));
   // record.JOB.NUMBER
   JobId id = 0;
   uint64_t number = 0;
@@ -206,8 +209,11 @@ absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
   ASSIGN_OR_RETURN(DurableJob read, record->Read(step == left.end() ? -1 : step->second.get()));
   if (read.id != id) return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is of another job"));
   const uint64_t nonce = record->nonce();
-  return RecordedJob{
-      .job = std::move(read), .nonce = nonce, .record = std::move(record), .number = number};
+  return RecordedJob{.job = std::move(read),
+                     .nonce = nonce,
+                     .record = std::move(record),
+                     .number = number,
+                     .is_converted = is_converted};
 }
 
 // Mapping of shared memory of the earlier daemon.
@@ -353,6 +359,7 @@ std::vector<AdoptedArenas> AdoptJobs(std::vector<RecordedJob> jobs, const SwapSp
     taken.id = one.job.id;
     taken.record = std::move(one.record);
     taken.record_number = one.number;
+    taken.is_record_converted = one.is_converted;
     adopted.push_back(std::move(taken));
     return absl::OkStatus();
   };

@@ -54,6 +54,8 @@ struct RecordedJob {
   uint64_t nonce = 0;                       // nonce of the swap volume with the job's slots
   std::unique_ptr<KeptRecord> record = {};  // null if KeptMemory::has_record is false
   uint64_t number = 0;                      // number in the name of the record's descriptor
+  // True if `record` is new, and the descriptor has a record of release 0.2.0 (record_before.h).
+  bool is_converted = false;
 };
 
 // Takes the records out of `left`. Omits records from which no job can continue, and logs the reason.

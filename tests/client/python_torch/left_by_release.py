@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import struct
 import sys
 import tarfile
 import tempfile
@@ -22,6 +21,7 @@ import threading
 
 import forebay
 import torch
+from kept_record import DECISION, STEP, steps
 from models import batch, loss_of, net
 from test_daemon_restart import Service, without_swap
 
@@ -77,7 +77,8 @@ def stop_in_update(record, pid):
     """SIGSTOP at a moment at which the record of the job says that a step is decided and not published."""
 
     def published_and_decided():
-        return struct.unpack("<2Q", os.pread(record, 16, 24 * 8))  # of KeptRecord::Header
+        found = steps(record)
+        return found.get(STEP, 0), found.get(DECISION, 0)
 
     while True:
         published, decided = published_and_decided()

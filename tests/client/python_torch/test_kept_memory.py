@@ -16,7 +16,8 @@ import forebay
 import pytest
 import torch
 from daemon_process import ROOT, missing
-from kept_record import DECIDED, FIXED_WORDS, PUBLISHED, VERSION, await_decision, record, words
+from kept_record import (CURRENT, DECISION, FIXED_WORDS, STEP, VERSION, await_decision, current_half, record, steps,
+                         words)
 from kill_at_once import kill_at_once
 from models import net, train
 from ordered_steps import BETWEEN_STEPS, DEADLINE_S
@@ -83,8 +84,8 @@ def test_a_job_that_made_room_for_another_goes_on_in_its_update(folder):
             trainer.start()
             await_decision(manager, step + 1)
             manager.end(signal.SIGKILL)
-            of_first = words(record(manager, 1))
-            assert (of_first[PUBLISHED], of_first[DECIDED]) == (step, step + 1)
+            of_first = steps(record(manager, 1))
+            assert (of_first[STEP], of_first[DECISION]) == (step, step + 1)
             swap.set(hangs=False)
             manager.start()
             assert f"job first goes on in the middle of the update of step {step + 1}" in service.log()
@@ -154,7 +155,7 @@ def test_a_damaged_record_costs_its_own_job_alone(folder, word):
         opt.detach()
 
 
-@pytest.mark.parametrize("what", ["decided", "trace", "staging"])
+@pytest.mark.parametrize("what", ["tail", "entries", "staging"])
 def test_damage_of_what_changes_is_no_crash(folder, what):
     service = Service(folder, "dram.limit=1GiB")
     with service.manager as manager:
@@ -166,12 +167,11 @@ def test_damage_of_what_changes_is_no_crash(folder, what):
             os.dup2(os.open("/dev/null", os.O_RDWR), fd)
         else:
             fd = record(manager, 1)
-            if what == "decided":
-                os.pwrite(fd, struct.pack("<Q", 0xC0A80), 8 * DECIDED)
-            else:  # the last words of the values of a step
-                at, size = words(fd)[11], words(fd)[12]
-                os.pwrite(fd, b"\xff" * 64, at + size - 64)
-                os.pwrite(fd, b"\xff" * 64, at + 2 * size - 64)
+            if what == "tail":
+                os.pwrite(fd, struct.pack("<Q", words(fd)[CURRENT] - 8), 8 * CURRENT)
+            else:
+                begin, size = current_half(fd)
+                os.pwrite(fd, b"\xff" * 64, begin + size - 64)
         manager.start()
         assert jobs_of(service)["whole"] == 2
         for job in jobs_of(service):

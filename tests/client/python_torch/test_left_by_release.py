@@ -5,13 +5,15 @@
 #         and the SHA-256 of the job at that time. The bytes become memfds again and are handed to a daemon of this build. Then the
 #         job trains on. A release creates the files from scratch, with its own programs and package: left_by_release.py
 #         handed-over left/handed-over.tar.xz; the same for killed. The case "converted" is handed-over without the record, so
-#         that the job has the form of the ledger alone.
+#         that the job has the form of the ledger alone. In the case "killed-twice" the daemon of this build is killed as soon as it
+#         has started: its own record has replaced that of the release before.
 
 import copy
 import fcntl
 import json
 import os
 import pathlib
+import signal
 import tarfile
 
 import pytest
@@ -23,6 +25,7 @@ from models import assert_close, train
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 LEFT = pathlib.Path(__file__).parent / "left"
+FILE_OF = {"converted": "handed-over", "killed-twice": "killed"}
 
 
 MFD_NOEXEC_SEAL, F_SEAL_EXEC = 0x8, 0x20  # defined since Linux 6.3
@@ -37,11 +40,11 @@ def memfd(name, data, seals, mode):
     return fd
 
 
-@pytest.mark.parametrize("how", ["handed-over", "converted", "killed"])
+@pytest.mark.parametrize("how", ["handed-over", "converted", "killed", "killed-twice"])
 def test_a_daemon_goes_on_with_what_the_release_before_has_left(folder, how):
     service = service_of(folder)
     with service.manager as manager:
-        with tarfile.open(LEFT / f"{'handed-over' if how == 'converted' else how}.tar.xz") as file:
+        with tarfile.open(LEFT / f"{FILE_OF.get(how, how)}.tar.xz") as file:
             for entry in file:
                 data = file.extractfile(entry).read()
                 if entry.name == "expected":
@@ -53,10 +56,15 @@ def test_a_daemon_goes_on_with_what_the_release_before_has_left(folder, how):
                 manager.store.append([kept_as, memfd(name, data, int(seals), entry.mode)])
         manager.start()
         assert "job left goes on" in service.log(), service.log()
+        if how == "killed-twice":
+            assert [name for name, _ in manager.store if ".record." in name] == ["forebay.record.1.2"]
+            manager.end(signal.SIGKILL)
+            manager.start()
         model, opt = attached(service)
         assert opt.committed_step == expected["step"] > 0
         assert opt.state_sha256() == expected["sha256"]
-        assert IN_UPDATE.findall(service.log()) == ([str(expected["step"])] if how == "killed" else [])
+        was_in_update = how.startswith("killed")
+        assert IN_UPDATE.findall(service.log())[:1] == ([str(expected["step"])] if was_in_update else [])
         plain = copy.deepcopy(model)
         plain_opt = torch.optim.AdamW(groups_of(plain), lr=LR)
         plain_opt.load_state_dict(opt.state_dict())
