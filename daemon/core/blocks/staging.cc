@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "daemon/core/blocks/block.h"
 #include "protocol/os/check.h"
 
 namespace forebay::daemon {
@@ -18,10 +19,10 @@ std::optional<uint32_t> StagingPool::AllocateFree(uint32_t kept) {
   return free_.extract(free_.begin()).value();
 }
 
-std::optional<uint32_t> StagingPool::AllocateUrgent(StagedBlocks& asking) {
+std::optional<uint32_t> StagingPool::AllocateUrgent(Blocks& asking) {
   if (!free_.empty()) return AllocateFree();
   if (const std::optional<uint32_t> own = asking.Reclaim()) return own;
-  for (StagedBlocks* other : jobs_) {
+  for (Blocks* other : jobs_) {
     if (const std::optional<uint32_t> slot = other->Reclaim()) return slot;
   }
   return std::nullopt;
@@ -54,37 +55,6 @@ uint32_t StagingPool::kept() const {
       std::ranges::count_if(kept_, [](const auto& entry) { return entry.second; }));
 }
 
-void StagingPool::Leave(StagedBlocks& blocks) { std::erase(jobs_, &blocks); }
-
-StagedBlocks::~StagedBlocks() {
-  for (const auto& [block, staged] : blocks_) pool_.Release(staged.slot);
-  pool_.Leave(*this);
-}
-
-void StagedBlocks::Drop(uint32_t block) {
-  pool_.Release(blocks_.at(block).slot);
-  blocks_.erase(block);
-  first_dropped_ = std::min(first_dropped_, position_(block));
-}
-
-std::optional<uint32_t> StagedBlocks::Reclaim() { return ReclaimWhere(may_reclaim_); }
-
-std::optional<uint32_t> StagedBlocks::ReclaimWhere(
-    const std::function<bool(uint32_t block)>& may_go) {
-  auto last = blocks_.end();
-  for (auto it = blocks_.begin(); it != blocks_.end(); ++it) {
-    if (it->second.state != State::kReady || !may_go(it->first)) continue;
-    if (last == blocks_.end() || position_(it->first) > position_(last->first)) last = it;
-  }
-  if (last == blocks_.end()) return std::nullopt;
-  const uint32_t slot = last->second.slot;
-  waits_for_slot_ = true;
-  ++reclaimed_;
-  first_dropped_ = std::min(first_dropped_, position_(last->first));
-  blocks_.erase(last);
-  return slot;
-}
-
-uint32_t StagedBlocks::DrainFirstDropped() { return std::exchange(first_dropped_, UINT32_MAX); }
+void StagingPool::Leave(Blocks& blocks) { std::erase(jobs_, &blocks); }
 
 }  // namespace forebay::daemon

@@ -59,7 +59,7 @@ JobView ViewOf(const Job& job) {
                .leases = parts.leases.count(),
                .update_reads = parts.pipeline.counters().update_reads,
                .update_reads_prefetched = parts.pipeline.counters().update_reads_prefetched,
-               .reclaimed_reads = parts.pipeline.staged().reclaimed(),
+               .reclaimed_reads = parts.pipeline.blocks().reclaimed(),
                .state_read_bytes = parts.pipeline.counters().read_bytes,
                .state_written_bytes = parts.pipeline.counters().written_bytes,
                .last_step_reads = parts.pipeline.last_step().update_reads,

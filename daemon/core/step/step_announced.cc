@@ -45,7 +45,7 @@ void Step::HandleAnnouncement(Session& session, const Command& command) {
 // is updated early.
 void Step::Announce(uint32_t rank, StepCall call) {
   gradients_.BeginLastPass(rank);
-  if (!announcement_.Add(std::move(call))) pipeline_.DropEarly();
+  if (!announcement_.Add(std::move(call))) pipeline_.DropEarly(Transition::kAnnouncementsDiffer);
 }
 
 void Step::FollowSums() {
@@ -64,7 +64,7 @@ void Step::UpdateEarly() {
 }
 
 void Step::DropEarlyUpdates() {
-  pipeline_.DropEarly();
+  pipeline_.DropEarly(Transition::kStatesWritten);
   announcement_.Reset();
 }
 

@@ -23,13 +23,12 @@ RecordBlock StepPipeline::RecordOf(uint32_t block, const BlockLedger::Version& v
 }
 
 // Records a block that the decided step has written.
-void StepPipeline::RecordWritten(uint32_t block, uint64_t overflows,
-                                 std::optional<uint32_t> weights_slot) {
+void StepPipeline::RecordWritten(uint32_t block) {
   if (!is_recorded_) return;
   RecordBlock record = RecordOf(block, *ledger_.pending(block));
   record.step = order_.step;
-  record.overflows = overflows;
-  record.weights_slot = weights_slot;
+  record.overflows = blocks_.at(block).overflows;
+  record.weights_slot = blocks_.at(block).weights_slot;
   io_.actions().Emit(std::move(record));
 }
 

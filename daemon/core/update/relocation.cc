@@ -3,42 +3,40 @@
 
 #include <utility>
 
+#include "daemon/core/blocks/block.h"
 #include "daemon/core/blocks/block_ledger.h"
 #include "daemon/core/blocks/path_table.h"
 #include "daemon/core/blocks/placement.h"
-#include "daemon/core/blocks/staging.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 
 namespace forebay::daemon {
-
-using State = StagedBlocks::State;
 
 void Relocation::Pump() {
   PumpDoubted();
   if (in_progress() || abandoned_ || !pipeline_.path_table().any_marked()) return;
   const std::optional<uint32_t> block = FindMarked();
   if (!block) return;
-  StagedBlocks& staged = pipeline_.staged();
-  const bool is_staged = staged.contains(*block);
-  if (is_staged && staged.at(*block).state != State::kReady) return;
+  Blocks& blocks = pipeline_.blocks();
+  const bool is_staged = blocks.at(*block).staging_slot.has_value();
+  if (is_staged && blocks.phase(*block) != Phase::kReady) return;
   std::optional<uint32_t> slot;
-  if (!is_staged && !(slot = staged.AllocateFree(/*kept=*/0))) return;
+  if (!is_staged && !(slot = blocks.AllocateFree(/*reserved=*/0))) return;
   if (!pipeline_.AddSlotForMove(*block)) {
-    if (slot) staged.Release(*slot);
+    if (slot) blocks.Release(*slot);
     staying_.insert(*block);
     return;
   }
   if (is_staged) {
-    staged.Drop(*block);
-    slot = staged.AllocateUrgent();
+    blocks.Apply(*block, Transition::kMovesInstead);
+    slot = blocks.AllocateUrgent();
   }
   if (slot) Start(*block, *slot);
 }
 
 void Relocation::PumpDoubted() {
   if (in_progress()) {
-    if (phase_ == Phase::kWritten) End();
+    if (pipeline_.blocks().phase(*block_) == Phase::kWritten) TryEnd();
     return;
   }
   if (abandoned_) return;
@@ -46,16 +44,16 @@ void Relocation::PumpDoubted() {
   const std::optional<uint32_t> block = ledger.FindDoubted();
   if (!block) return;
   if (!ledger.has_free_slot()) pipeline_.DropEarlyUpdateOf(*block);
-  StagedBlocks& staged = pipeline_.staged();
+  Blocks& blocks = pipeline_.blocks();
   if (!ledger.has_free_slot() && !pipeline_.AddNodeSlot()) {
-    staged.set_waits();
+    blocks.SetWaits(Blocks::Waits::kYes);
     return;
   }
-  if (staged.contains(*block)) {  // read ahead
-    if (staged.at(*block).state != State::kReady) return;
-    staged.Drop(*block);
+  if (blocks.at(*block).staging_slot) {  // read ahead
+    if (blocks.phase(*block) != Phase::kReady) return;
+    blocks.Apply(*block, Transition::kMovesInstead);
   }
-  const std::optional<uint32_t> slot = staged.AllocateUrgent();
+  const std::optional<uint32_t> slot = blocks.AllocateUrgent();
   if (slot) Start(*block, *slot);
 }
 
@@ -63,9 +61,7 @@ void Relocation::Start(uint32_t block, uint32_t staging_slot) {
   // An early update was computed from the block's old bytes, and holds the slot of the next version.
   pipeline_.DropEarlyUpdateOf(block);
   block_ = block;
-  phase_ = Phase::kReading;
-  pipeline_.set_relocating(true);
-  pipeline_.StartRead(block, staging_slot, /*for_update=*/false);
+  pipeline_.StartRead(block, staging_slot, Transition::kReadForMove);
 }
 
 std::optional<uint32_t> Relocation::FindMarked() {
@@ -87,15 +83,14 @@ void Relocation::Fail() {
 }
 
 void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
-  if (block_ != outcome.block || phase_ != Phase::kReading) return;
-  StagedBlocks& staged = pipeline_.staged();
-  if (!outcome.status.ok() || !staged.contains(*block_)) {
+  if (block_ != outcome.block) return;
+  Blocks& blocks = pipeline_.blocks();
+  if (blocks.phase(*block_) != Phase::kReady) {
     Fail();
     End();
     return;
   }
-  staged.at(*block_).state = State::kInUse;
-  phase_ = Phase::kWriting;
+  blocks.Apply(*block_, Transition::kWrite);
   WriteBlock write =
       pipeline_.BeginWrite(*block_, pipeline_.IdentityOf(*block_), pipeline_.checksum(*block_));
   write.read_from = pipeline_.ledger().current(*block_).slot;
@@ -103,36 +98,43 @@ void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
 }
 
 absl::Status Relocation::OnWritten(const TaskDone& done) {
-  FOREBAY_CHECK(in_progress() && phase_ == Phase::kWriting);
+  FOREBAY_CHECK(in_progress());
+  Blocks& blocks = pipeline_.blocks();
   BlockLedger& ledger = pipeline_.ledger();
-  absl::Status fatal;
-  pipeline_.staged().Drop(*block_);
-  pipeline_.OnSwapped(*block_);
   if (done.status.ok()) {
     const BlockLedger::Version current = ledger.current(*block_);
     ledger.EndWrite(*block_, current.checksum, current.written_step, current.weights_digests);
     ++counters_.relocated;
-  } else {
-    if (protocol::IdOf(done.status) == protocol::ErrorId::kCorrupt) {
-      ledger.DropWrite(*block_);
-      // The disk has lost the block, and the job cannot continue with other bytes.
-      if (ledger.IsInDoubt(*block_)) fatal = pipeline_.DescribeBlock(done.status, *block_);
-    } else {
-      ledger.OnWriteFailed(*block_);
-    }
-    Fail();
+    blocks.Apply(*block_, Transition::kWritten);
+    TryEnd();
+    return absl::OkStatus();
   }
-  phase_ = Phase::kWritten;
+  absl::Status fatal;
+  if (protocol::IdOf(done.status) == protocol::ErrorId::kCorrupt) {
+    ledger.DropWrite(*block_);
+    // The disk has lost the block, and the job cannot continue with other bytes.
+    if (ledger.IsInDoubt(*block_)) fatal = pipeline_.DescribeBlock(done.status, *block_);
+  } else {
+    ledger.OnWriteFailed(*block_);
+  }
+  Fail();
+  blocks.Apply(*block_, Transition::kMoved);
   End();
   return fatal;
 }
 
-void Relocation::End() {
+// Ends a move whose block is written, unless weights are being read from the block's old slot.
+void Relocation::TryEnd() {
   const bool is_read = pipeline_.map().has_weights(*block_) && weights_.is_loading();
-  if (phase_ == Phase::kWritten && is_read && !abandoned_) return;
+  if (is_read && !abandoned_) return;
+  pipeline_.blocks().Apply(*block_, Transition::kMoved);
+  End();
+}
+
+void Relocation::End() {
+  pipeline_.OnSwapped(*block_);
   pipeline_.PublishBlock(*block_);
   pipeline_.ReturnSurplusSlots();
-  pipeline_.set_relocating(false);
   block_.reset();
 }
 

@@ -45,20 +45,18 @@ class Relocation {
   void Abandon() { abandoned_ = true; }
 
  private:
-  enum class Phase : uint8_t { kReading, kWriting, kWritten };
-
   std::optional<uint32_t> FindMarked();
   void Start(uint32_t block, uint32_t staging_slot);
   void Fail();
+  void TryEnd();
   void End();
 
   JobTasks& io_;
   StepPipeline& pipeline_;
   const WeightsCache& weights_;
   ResidencyCounters& counters_;
-  std::optional<uint32_t> block_;
-  Phase phase_ = Phase::kReading;
-  uint32_t next_ = 0;  // lower blocks were checked since the mark count `marks_`
+  std::optional<uint32_t> block_;  // the block that moves; its phase says how far
+  uint32_t next_ = 0;              // lower blocks were checked since the mark count `marks_`
   uint64_t marks_ = 0;
   std::set<uint32_t> staying_;
   bool abandoned_ = false;

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "daemon/core/base/limits.h"
+#include "daemon/core/blocks/block.h"
 #include "daemon/core/blocks/block_ledger.h"
 #include "daemon/core/blocks/placement.h"
-#include "daemon/core/blocks/staging.h"
 #include "protocol/os/check.h"
 
 namespace forebay::daemon {
@@ -109,6 +109,7 @@ void Residency::Pump() {
   if (pipeline_.is_resident(*block)) {
     pipeline_.placement().BeginMove(*block);
     for_room_.erase(*block);
+    pipeline_.blocks().Apply(*block, Transition::kMove);
     StartEviction(*block);
   } else if (MayPromote(*block)) {
     StartPromotion(*block);
@@ -126,16 +127,17 @@ void Residency::StartEviction(uint32_t block) {
 
 // False while a read ahead of the block runs. Drops a block that was read ahead.
 bool Residency::MayPromote(uint32_t block) {
-  StagedBlocks& staged = pipeline_.staged();
-  if (!staged.contains(block)) return true;
-  if (staged.at(block).state != StagedBlocks::State::kReady) return false;
-  staged.Drop(block);
+  Blocks& blocks = pipeline_.blocks();
+  if (!blocks.at(block).staging_slot) return true;
+  if (blocks.phase(block) != Phase::kReady) return false;
+  blocks.Apply(block, Transition::kMovesInstead);
   return true;
 }
 
 void Residency::StartPromotion(uint32_t block) {
   pipeline_.placement().BeginMove(block);
   pipeline_.DropEarlyUpdateOf(block);
+  pipeline_.blocks().Apply(block, Transition::kMove);
   io_.Start(TaskKind::kMoveBlock, 0,
             PromoteBlock{.place = {.resident = true,
                                    .state_offset_bytes =
@@ -159,12 +161,21 @@ absl::Status Residency::OnMoved(const TaskDone& done) {
   return absl::OkStatus();
 }
 
+void Residency::EndMove(uint32_t block, Ends ends) {
+  pipeline_.blocks().Apply(block, Transition::kMoved);
+  if (ends == Ends::kInOtherTier) {
+    pipeline_.placement().FinishMove();
+  } else {
+    pipeline_.placement().CancelMove();
+  }
+}
+
 void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
   BlockLedger& ledger = pipeline_.ledger();
   if (done.status.ok()) {
     ledger.EndWrite(block, done.checksum, ledger.current(block).written_step);
     pipeline_.PublishBlock(block);
-    pipeline_.placement().FinishMove();
+    EndMove(block, Ends::kInOtherTier);
     pipeline_.OnSwapped(block);
     pipeline_.ReturnSurplusSlots();
     ++counters_.evicted;
@@ -177,18 +188,18 @@ void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
     return;
   }
   error_ = pipeline_.DescribeBlock(done.status, block);
-  pipeline_.placement().CancelMove();
+  EndMove(block, Ends::kWhereItWas);
   pipeline_.ReturnSurplusSlots();
 }
 
 void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
   if (!done.status.ok()) {
-    pipeline_.placement().CancelMove();
+    EndMove(block, Ends::kWhereItWas);
     pipeline_.OnSwapped(block);  // the block may be read ahead again
     return;
   }
   pipeline_.SetResident(block);
-  pipeline_.placement().FinishMove();
+  EndMove(block, Ends::kInOtherTier);
   if (pipeline_.placement().WhereBlock(block).move == BlockMove::kEvict) {
     if (abandoned_) {
       pipeline_.placement().Unmark(block);

@@ -92,6 +92,8 @@ class Residency {
   void StartEviction(uint32_t block);
   bool MayPromote(uint32_t block);
   void StartPromotion(uint32_t block);
+  enum class Ends : uint8_t { kInOtherTier, kWhereItWas };
+  void EndMove(uint32_t block, Ends ends);
   void OnEvicted(uint32_t block, const TaskDone& done);
   void OnPromoted(uint32_t block, const TaskDone& done);
 

@@ -13,7 +13,6 @@ namespace forebay::daemon {
 
 using protocol::ErrorId;
 using protocol::MakeError;
-using State = StagedBlocks::State;
 
 void StateAccess::AddRead(const CommandId& command, const protocol::Command& words) {
   std::pmr::vector<ElementRun> runs;
@@ -65,10 +64,10 @@ StateAccess::Written StateAccess::AddWrite(const CommandId& command,
 
 // Makes the next request with elements current. Ends requests without elements at once.
 void StateAccess::Next() {
-  while (phase_ == Phase::kIdle && !queue_.empty()) {
+  while (phase_ == CommandPhase::kIdle && !queue_.empty()) {
     current_ = std::move(queue_.front());
     queue_.pop_front();
-    phase_ = Phase::kWaitingSlot;
+    phase_ = CommandPhase::kWaitingSlot;
     if (current_.updates) {
       pipeline_.SetUpdates(current_.param, *current_.updates);
     } else if (!current_.pieces.empty()) {
@@ -79,36 +78,34 @@ void StateAccess::Next() {
 }
 
 void StateAccess::Pump() {
-  if (phase_ != Phase::kIdle && phase_ != Phase::kWaitingSlot) return;
+  if (phase_ != CommandPhase::kIdle && phase_ != CommandPhase::kWaitingSlot) return;
   Next();
-  if (phase_ == Phase::kIdle) return;
+  if (phase_ == CommandPhase::kIdle) return;
   // A write waits until the cache's reads have ended, because these reads use the block's old slot.
   if (current_.write && (leases_.IsLeased(current_.write->partition) || weights_.is_loading())) {
     return;
   }
   const uint32_t block = current_.pieces.front().block;
-  own_slot_ = false;
   if (block == ElementRun::kNoBlock || pipeline_.is_resident(block)) {
     StartAccess();
     return;
   }
-  StagedBlocks& staged = pipeline_.staged();
-  if (staged.contains(block)) {  // read ahead for the next step
-    if (staged.at(block).state == State::kReady) StartAccess();
+  Blocks& blocks = pipeline_.blocks();
+  if (blocks.at(block).staging_slot) {  // read ahead for the next step
+    if (blocks.phase(block) == Phase::kReady) StartAccess();
     return;
   }
-  const std::optional<uint32_t> slot = staged.AllocateUrgent();
+  const std::optional<uint32_t> slot = blocks.AllocateUrgent();
   if (!slot) return;
-  own_slot_ = true;
-  phase_ = Phase::kReading;
-  pipeline_.StartRead(block, *slot, /*for_update=*/false);
+  phase_ = CommandPhase::kReading;
+  pipeline_.StartRead(block, *slot, Transition::kReadForAccess);
 }
 
 void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
-  if (phase_ != Phase::kReading || current_.pieces.front().block != outcome.block) return;
+  if (phase_ != CommandPhase::kReading || current_.pieces.front().block != outcome.block) return;
   if (!outcome.status.ok()) {
     End(outcome.status);
-  } else if (pipeline_.staged().contains(outcome.block)) {
+  } else if (pipeline_.blocks().at(outcome.block).staging_slot) {
     StartAccess();
   } else {
     End(absl::OkStatus());  // the command was dropped and answered meanwhile
@@ -118,16 +115,21 @@ void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
 void StateAccess::StartAccess() {
   const ElementRun& piece = current_.pieces.front();
   const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
+  Blocks& blocks = pipeline_.blocks();
   if (staged && current_.write && !pipeline_.AddSlotForVersion(piece.block)) {
-    if (own_slot_) pipeline_.staged().Drop(piece.block);
+    if (blocks.purpose(piece.block) == Purpose::kAccess) {
+      blocks.Apply(piece.block, Transition::kAccessFailed);
+    }
     EndPiece(MakeError(ErrorId::kSwapNospc,
                        "durable steps keep what is on swap of this parameter, and there is no free "
                        "slot for another version of it",
                        "raise swap.capacity, or write right after the first attach"));
     return;
   }
-  if (staged) pipeline_.staged().at(piece.block).state = State::kInUse;
-  phase_ = Phase::kAccessing;
+  if (piece.block != ElementRun::kNoBlock) {
+    blocks.Apply(piece.block, staged ? Transition::kAccess : Transition::kAccessInPlace);
+  }
+  phase_ = CommandPhase::kAccessing;
   if (current_.write) {
     StartSet(piece);
   } else {
@@ -173,7 +175,7 @@ WeightsPlace StateAccess::WeightsOf(const ElementRun& piece) const {
 }
 
 void StateAccess::OnAccessed(const TaskDone& done) {
-  FOREBAY_CHECK(phase_ == Phase::kAccessing);
+  FOREBAY_CHECK(phase_ == CommandPhase::kAccessing);
   const ElementRun& piece = current_.pieces.front();
   absl::Status status = done.status;
   if (piece.block != ElementRun::kNoBlock) status = pipeline_.DescribeBlock(status, piece.block);
@@ -198,30 +200,33 @@ void StateAccess::OnAccessed(const TaskDone& done) {
   if (staged && current_.write && status.ok()) {
     checksum_ = done.checksum;
     weights_digests_ = done.weights_digests;
+    pipeline_.blocks().Apply(piece.block, Transition::kWrite);
     StartWrite();
     return;
   }
-  if (staged) {
-    pipeline_.staged().at(piece.block).state = State::kReady;
-    if (own_slot_ || !status.ok()) pipeline_.staged().Drop(piece.block);
+  if (piece.block != ElementRun::kNoBlock) {
+    pipeline_.blocks().Apply(piece.block,
+                             status.ok() ? Transition::kAccessEnded : Transition::kAccessFailed);
   }
   EndPiece(status);
 }
 
 void StateAccess::StartWrite() {
   const uint32_t block = current_.pieces.front().block;
-  phase_ = Phase::kWriting;
+  phase_ = CommandPhase::kWriting;
   io_.Start(TaskKind::kWriteState, 0,
             pipeline_.BeginWrite(block, pipeline_.IdentityOf(block), checksum_));
 }
 
 void StateAccess::OnWritten(const TaskDone& done) {
-  FOREBAY_CHECK(phase_ == Phase::kWriting);
+  FOREBAY_CHECK(phase_ == CommandPhase::kWriting);
   const uint32_t block = current_.pieces.front().block;
+  Blocks& blocks = pipeline_.blocks();
   BlockLedger& ledger = pipeline_.ledger();
   if (!done.status.ok()) {
     ledger.OnWriteFailed(block);
     if (!abandoned_) {  // the weights are set already: write the block to another slot
+      blocks.Apply(block, Transition::kWriteRepeated);
       pipeline_.AddSpareSlot();
       StartWrite();
       return;
@@ -231,7 +236,7 @@ void StateAccess::OnWritten(const TaskDone& done) {
     pipeline_.PublishBlock(block);
     weights_.ForgetBlock(block);
   }
-  pipeline_.staged().Drop(block);
+  blocks.Apply(block, done.status.ok() ? Transition::kWritten : Transition::kWriteAbandoned);
   pipeline_.OnSwapped(block);
   if (!abandoned_) pipeline_.ReturnSurplusSlots();
   EndPiece(done.status);
@@ -244,11 +249,11 @@ void StateAccess::EndPiece(const absl::Status& status) {
     End(status);
     return;
   }
-  phase_ = Phase::kWaitingSlot;
+  phase_ = CommandPhase::kWaitingSlot;
 }
 
 void StateAccess::End(const absl::Status& status) {
-  phase_ = Phase::kIdle;
+  phase_ = CommandPhase::kIdle;
   if (current_.write && current_.state == 0) ++weights_writes_[current_.write->partition];
   if (!current_.answered) {
     protocol::Completion completion{};
@@ -269,13 +274,13 @@ void StateAccess::Drop(SessionId session, const absl::Status& status) {
     if (concerns(request)) io_.Answer(request.command, status);
   }
   std::erase_if(queue_, concerns);
-  if (phase_ == Phase::kIdle || current_.answered || !concerns(current_)) return;
+  if (phase_ == CommandPhase::kIdle || current_.answered || !concerns(current_)) return;
   io_.Answer(current_.command, status);
   current_.answered = true;
-  if (phase_ == Phase::kWaitingSlot) {
+  if (phase_ == CommandPhase::kWaitingSlot) {
     End(status);
-  } else if (phase_ == Phase::kReading) {
-    pipeline_.staged().at(current_.pieces.front().block).cancelled = true;
+  } else if (phase_ == CommandPhase::kReading) {
+    pipeline_.blocks().Apply(current_.pieces.front().block, Transition::kReadCancelled);
   }
 }
 

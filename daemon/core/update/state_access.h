@@ -66,7 +66,7 @@ class StateAccess {
   // Returns the ranges that were written completely since the last call.
   std::vector<Written> DrainWritten() { return std::exchange(written_, {}); }
 
-  bool in_progress() const { return phase_ != Phase::kIdle; }
+  bool in_progress() const { return phase_ != CommandPhase::kIdle; }
   bool has_requests() const { return in_progress() || !queue_.empty(); }
   // True if the command in progress writes to the partition.
   bool Writes(uint32_t partition) const {
@@ -88,7 +88,7 @@ class StateAccess {
     uint64_t grad_offset_bytes = 0;                     // offset of the next piece's bytes
     std::deque<ElementRun> pieces = {};                 // the first piece is in progress
   };
-  enum class Phase : uint8_t {
+  enum class CommandPhase : uint8_t {
     kIdle,         // no command is in progress
     kWaitingSlot,  // waits for a staging slot, a running read, or the end of a lease
     kReading,      // the block is read into a staging slot
@@ -110,8 +110,7 @@ class StateAccess {
   StepPipeline& pipeline_;
   WeightsCache& weights_;
   const LeaseTable& leases_;
-  Phase phase_ = Phase::kIdle;
-  bool own_slot_ = false;  // the block was read for this command alone: release its slot after use
+  CommandPhase phase_ = CommandPhase::kIdle;
   Request current_;
   std::deque<Request> queue_;
   std::vector<Written> written_;

@@ -14,10 +14,17 @@
 
 namespace forebay::daemon {
 
-using State = StagedBlocks::State;
+namespace {
+
+// True if a block is in its staging slot, or on the way to it, for an update.
+bool IsForUpdate(Purpose purpose) {
+  return purpose == Purpose::kReadAhead || purpose == Purpose::kEarly || purpose == Purpose::kStep;
+}
 
 // StartReads() stops once this many blocks have found no frames for their gradient sums.
 constexpr uint32_t kBlocksLookedAt = 16;
+
+}  // namespace
 
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
@@ -31,9 +38,10 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       leases_(leases),
       workers_(workers),
       keeps_jobs_(keeps_jobs),
-      staged_(
-          pool, [this](uint32_t block) { return !running_ || IsLeased(block); },
-          [this](uint32_t block) { return position_[block]; }),
+      blocks_(pool, {.blocks = map_.blocks(),
+                     .weights_slots = plan.early_weights_slots,
+                     .may_reclaim = [this](uint32_t block) { return !running_ || IsLeased(block); },
+                     .position = [this](uint32_t block) { return position_[block]; }}),
       ledger_(map_.blocks(), swap_slots, path_table, io.memory(),
               plan.has_durable_steps() ? std::optional(plan.weights_parts) : std::nullopt),
       placement_(plan.placement),
@@ -43,7 +51,7 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       tasks_(io.memory()),
       reads_(std::max(1U, path_table.paths()), 0),
       to_install_(io.memory()),
-      early_(*layout_, map_, plan, position_, io.memory()),
+      gathered_(*layout_, map_, blocks_, position_, io.memory()),
       sums_(io, *layout_, map_, plan, sum_slots, swap, path_table),
       early_prefetch_left_(map_.blocks()),
       prefetch_next_(0),
@@ -88,7 +96,7 @@ void StepPipeline::Sort() {
     in_order_[i] = keys[i].second;
     position_[keys[i].second] = i;
   }
-  early_.Sort();
+  gathered_.Sort();
 }
 
 BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
@@ -96,9 +104,8 @@ BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
   if (location.tier == Tier::kDram) {
     return {.resident = true, .state_offset_bytes = location.state.offset_bytes};
   }
-  const auto it = staged_.all().find(block);
   return {.resident = false,
-          .staging_slot = it == staged_.all().end() ? 0 : it->second.slot,
+          .staging_slot = blocks_.at(block).staging_slot.value_or(0),
           .slot = ledger_.newest(block).slot};
 }
 
@@ -133,18 +140,16 @@ bool StepPipeline::AreAllPathsBusy() const {
   return true;
 }
 
-void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
-  staged_.Add(block, slot);
+void StepPipeline::StartRead(uint32_t block, uint32_t slot, Transition why) {
+  blocks_.BeginRead(block, why, slot);
   const uint32_t path = PathOf(block);
   const bool from_disk = ledger_.newest(block).slot.has_value();
   ++reads_[path];
-  if (from_disk && for_update) ledger_.CountRead(path);
+  if (from_disk && IsForUpdate(blocks_.purpose(block))) ledger_.CountRead(path);
   const TaskId task =
       io_.Start(TaskKind::kReadBlock, 0,
                 ReadBlock{.block = block, .place = PlaceOf(block), .bytes = map_.bytes(block)});
-  tasks_.emplace(
-      task,
-      Running{.block = block, .for_update = for_update, .path = path, .from_disk = from_disk});
+  tasks_.emplace(task, Running{.block = block, .path = path, .from_disk = from_disk});
 }
 
 void StepPipeline::Prefetch() {
@@ -153,7 +158,7 @@ void StepPipeline::Prefetch() {
     PrefetchEarly();
     return;
   }
-  prefetch_next_ = std::min(prefetch_next_, staged_.DrainFirstDropped());
+  prefetch_next_ = std::min(prefetch_next_, blocks_.DrainFirstDropped());
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
     const uint32_t block = in_order_[prefetch_next_];
     if (MayReadAhead(block) && !ReadAhead(block)) return;
@@ -163,12 +168,12 @@ void StepPipeline::Prefetch() {
 bool StepPipeline::MayReadAhead(uint32_t block) const {
   const BlockLocation& location = placement_.WhereBlock(block);
   return map_.has_states(block) && location.tier != Tier::kDram && !location.comes_to_dram() &&
-         !staged_.contains(block) && !prefetch_failed_.contains(block);
+         blocks_.phase(block) == Phase::kIdle && !prefetch_failed_.contains(block);
 }
 
 // Backward fetches weights through the same staging slots, for which blocks that were read ahead would be dropped.
 std::optional<uint32_t> StepPipeline::AllocateForReadAhead() {
-  return staged_.AllocateFree(plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0);
+  return blocks_.AllocateFree(plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0);
 }
 
 // Begins to read a block ahead. False if the block's path is busy or no staging slot is free.
@@ -176,8 +181,7 @@ bool StepPipeline::ReadAhead(uint32_t block) {
   if (IsPathBusy(PathOf(block))) return false;
   const std::optional<uint32_t> slot = AllocateForReadAhead();
   if (!slot) return false;
-  StartRead(block, *slot, /*for_update=*/true);
-  staged_.at(block).prefetched = true;
+  StartRead(block, *slot, Transition::kReadAhead);
   return true;
 }
 
@@ -251,17 +255,14 @@ void StepPipeline::BeginPass(UpdatePass pass) {
         ++partition_blocks_left_[partition];
       }
     }
-    const bool is_staged = staged_.contains(block);
     // The next daemon would repeat an early update that is not written.
-    const bool needs_sums = !early_.has(block) || (is_recorded_ && !early_.at(block).written);
+    const bool needs_sums =
+        !blocks_.is_early(block) || (is_recorded_ && blocks_.phase(block) != Phase::kWritten);
     if (needed && needs_sums) from_sums.push_back(block);
-    // A block in use belongs to an early update, accepted or dropped.
-    if (is_staged && staged_.at(block).state != State::kInUse)
-      staged_.at(block).cancelled = !needed;
-    if (is_staged && !needed && staged_.at(block).state == State::kReady) staged_.Drop(block);
+    FollowDecision(block, needed);
     if (!needed) continue;
     ++blocks_left_;
-    if (early_.has(block)) {
+    if (blocks_.is_early(block)) {
       AcceptEarly(block);
     } else if (is_resident(block)) {
       resident_.push_back(block);
@@ -272,6 +273,16 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   if (pass == UpdatePass::kWhole) {
     sums_.BeginUpdate(from_sums, is_recorded_ ? order_.step : 0);
   }
+}
+
+// Cancels the read of a block that the decided step does not update, or drops the block. Continues a cancelled read of a block
+// that the step updates.
+void StepPipeline::FollowDecision(uint32_t block, bool is_updated) {
+  if (!IsForUpdate(blocks_.purpose(block))) return;
+  const Phase phase = blocks_.phase(block);
+  if (phase == Phase::kReading && !is_updated) blocks_.Apply(block, Transition::kReadCancelled);
+  if (phase == Phase::kCancelled && is_updated) blocks_.Apply(block, Transition::kReadWanted);
+  if (phase == Phase::kReady && !is_updated) blocks_.Apply(block, Transition::kNotNeeded);
 }
 
 // Sums the norms of each parameter over its segments, in the order of blocks.
@@ -301,42 +312,43 @@ void StepPipeline::EndNormsPass() {
 
 bool StepPipeline::UpdatesHaveOtherWork() const {
   if (!resident_.empty()) return true;
-  return std::any_of(staged_.all().begin(), staged_.all().end(), [this](const auto& entry) {
-    return swapped_.contains(position_[entry.first]) && !IsLeased(entry.first);
+  return std::ranges::any_of(blocks_.staged(), [this](uint32_t block) {
+    return swapped_.contains(position_[block]) && !IsLeased(block);
   });
 }
 
 // Reads the gradient sums of blocks that are staged already, so that their updates need not wait.
 void StepPipeline::PrepareStaged() {
   if (!ReadsSums() || !sums_.is_paged()) return;
-  for (const auto& [block, staged] : staged_.all()) {
+  for (const uint32_t block : blocks_.staged()) {
     if (swapped_.contains(position_[block]) && !IsLeased(block)) (void)sums_.Prepare(block);
   }
 }
 
 void StepPipeline::StartReads() {
   // A failed write is being repeated. Reading more blocks would only take staging slots from other jobs.
-  if (!unwritten_.empty() || AreAllPathsBusy()) return;
+  if (is_rewriting() || AreAllPathsBusy()) return;
   uint32_t without_sums = 0;
   for (const uint32_t position : swapped_) {
     const uint32_t block = in_order_[position];
-    if (staged_.contains(block) || IsLeased(block) || IsPathBusy(PathOf(block))) continue;
+    if (blocks_.phase(block) != Phase::kIdle || IsLeased(block) || IsPathBusy(PathOf(block))) {
+      continue;
+    }
     if (ReadsSums() && sums_.Prepare(block) == SumPages::Room::kNone) {
       if (++without_sums == kBlocksLookedAt) return;
       continue;
     }
-    const std::optional<uint32_t> slot = staged_.AllocateUrgent();
+    const std::optional<uint32_t> slot = blocks_.AllocateUrgent();
     if (!slot) return;
-    const bool prefetched = UpdatesHaveOtherWork();
-    StartRead(block, *slot, /*for_update=*/true);
-    staged_.at(block).prefetched = prefetched;
+    StartRead(block, *slot,
+              UpdatesHaveOtherWork() ? Transition::kReadAhead : Transition::kReadForStep);
   }
 }
 
 // Returns the number of updates that may run or wait for a worker. The number is small while the step still has swapped blocks,
 // because these are updated first.
 uint32_t StepPipeline::UpdatesMax() const {
-  const bool only_resident = swapped_.empty() && staged_.all().empty();
+  const bool only_resident = swapped_.empty() && blocks_.staged().empty();
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;
 }
 
@@ -351,8 +363,8 @@ bool StepPipeline::IsLeased(uint32_t block) const {
 
 std::optional<uint32_t> StepPipeline::FirstReady() const {
   std::optional<uint32_t> first;
-  for (const auto& [block, staged] : staged_.all()) {
-    if (staged.state != State::kReady || IsLeased(block)) continue;
+  for (const uint32_t block : blocks_.staged()) {
+    if (blocks_.phase(block) != Phase::kReady || IsLeased(block)) continue;
     if (ReadsSums() && !sums_.IsThere(block)) continue;
     if (!first || position_[block] < position_[*first]) first = block;
   }
@@ -373,7 +385,7 @@ void StepPipeline::Pump() {
       continue;
     }
     if (ready) {
-      StartUpdate(*ready);
+      BeginUpdate(*ready);
       continue;
     }
     const auto next = std::find_if(resident_.begin(), resident_.end(),
@@ -381,7 +393,7 @@ void StepPipeline::Pump() {
     if (next == resident_.end()) return;
     const uint32_t block = *next;
     resident_.erase(next);
-    StartUpdate(block);
+    BeginUpdate(block);
   }
 }
 
@@ -417,9 +429,8 @@ std::pmr::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
     if (!order_.params[run.param]) continue;
     const protocol::ParamPlace& param = layout_->params()[run.param];
     WeightsPlace weights = PlaceOfWeights(run.partition, run.partition_elem);
-    if (early_.has(block) && early_.at(block).weights_slot) {
-      weights.new_offset_bytes =
-          early_.NewWeightsOffset(*early_.at(block).weights_slot, run.block_elem);
+    if (const std::optional<uint32_t>& slot = blocks_.at(block).weights_slot) {
+      weights.new_offset_bytes = NewWeightsOffset(*slot, run.block_elem);
     }
     segments.push_back(
         {.weights = weights,
@@ -439,17 +450,27 @@ std::pmr::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   return segments;
 }
 
+// Starts the update of a block of the decided step.
+void StepPipeline::BeginUpdate(uint32_t block) {
+  if (is_resident(block)) {
+    blocks_.Apply(block, Transition::kUpdateInPlace);
+  } else {
+    CountUpdate(block);
+    blocks_.Apply(block, Transition::kUpdate);
+  }
+  StartUpdate(block);
+}
+
+// Counts the read of a block that is about to be updated in its staging slot.
+void StepPipeline::CountUpdate(uint32_t block) {
+  swapped_.erase(position_[block]);
+  if (sets_masters()) return;
+  ++counters_.update_reads;
+  if (blocks_.purpose(block) == Purpose::kReadAhead) ++counters_.update_reads_prefetched;
+}
+
 void StepPipeline::StartUpdate(uint32_t block) {
   ++updating_;
-  if (!is_resident(block)) {
-    StagedBlocks::Staged& staged = staged_.at(block);
-    staged.state = State::kInUse;
-    swapped_.erase(position_[block]);
-    if (!sets_masters()) {
-      ++counters_.update_reads;
-      if (staged.prefetched) ++counters_.update_reads_prefetched;
-    }
-  }
   const BlockIdentity before = IdentityOf(block);
   BlockIdentity after = before;
   after.written_step = order_.step;
@@ -459,7 +480,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
     io_.actions().Emit(RecordStaged{.job = io_.job(),
                                     .block = block,
                                     .step = order_.step,
-                                    .staging_slot = staged_.at(block).slot});
+                                    .staging_slot = *blocks_.at(block).staging_slot});
   }
   const TaskId task = io_.Start(TaskKind::kUpdateBlock, 0,
                                 UpdateBlock{.place = PlaceOf(block),
@@ -474,26 +495,26 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .segments = Segments(block),
                                             .sum_page_bytes = plan_.sum_page_bytes,
                                             .sum_frames = sums_.FramesOf(block)});
-  tasks_.emplace(task, Running{.block = block, .early = !running_, .reads_sums = ReadsSums()});
+  tasks_.emplace(task, Running{.block = block, .reads_sums = ReadsSums()});
 }
 
 StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   const Running read = FinishTask(done.task);
   --reads_[read.path];
   if (read.from_disk) CountRead(read.path, map_.bytes(read.block), done);
-  StagedBlocks::Staged& staged = staged_.at(read.block);
-  const bool cancelled = staged.cancelled;
-  if (done.status.ok() && read.for_update && !sets_masters()) {
+  const bool for_update = IsForUpdate(blocks_.purpose(read.block));
+  const bool cancelled = blocks_.phase(read.block) == Phase::kCancelled;
+  if (done.status.ok() && for_update && !sets_masters()) {
     counters_.read_bytes += map_.bytes(read.block);
   }
-  if (!done.status.ok() || cancelled || abandoned_) {
-    staged_.Drop(read.block);
+  if (cancelled) {
+    blocks_.Apply(read.block, Transition::kReadDiscarded);
+  } else if (!done.status.ok()) {
+    blocks_.Apply(read.block, Transition::kReadFailed);
   } else {
-    staged.state = State::kReady;
+    blocks_.Apply(read.block, abandoned_ ? Transition::kAbandoned : Transition::kReadEnded);
   }
-  if (!done.status.ok() && read.for_update && !running_) {
-    FailPrefetch(read.block, done.status);
-  }
+  if (!done.status.ok() && for_update && !running_) FailPrefetch(read.block, done.status);
   return {.block = read.block,
           .status = DescribeBlock(done.status, read.block),
           .fatal = running_ && !cancelled};
@@ -501,47 +522,47 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
 
 absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   const Running update = FinishTask(done.task);
+  const uint32_t block = update.block;
   --updating_;
-  if (update.reads_sums) sums_.UnpinBlock(update.block);
-  if (update.early) {
-    --early_tasks_;
-    early_.RemoveReader(update.block);
-  }
-  const bool resident = is_resident(update.block);
-  if (!resident && staged_.at(update.block).cancelled) {
-    EndDropped(update.block);
+  if (update.reads_sums) sums_.UnpinBlock(block);
+  gathered_.OnUpdated(block);
+  if (blocks_.phase(block) == Phase::kDropped) {
+    blocks_.Apply(block, Transition::kDropEnded);
     return absl::OkStatus();
   }
-  if (!done.status.ok() || abandoned_) {
-    if (!running_) DropEarly({&update.block, 1});
-    if (!resident) EndDropped(update.block);
-    if (running_ || done.status.ok()) return DescribeBlock(done.status, update.block);
-    FailPrefetch(update.block, done.status);
-    return absl::OkStatus();
-  }
-  if (early_.has(update.block)) {
-    EarlyUpdates::Block& early = early_.at(update.block);
-    early.updated = true;
-    early.overflows = done.count;
-    if (running_) overflowed_masters_ += done.count;
-    StartWrite(update.block, done.checksum, done.count, done.weights_digests);
-    return absl::OkStatus();
-  }
+  if (!done.status.ok() || abandoned_) return OnUpdateFailed(block, done.status);
   if (pass_ == UpdatePass::kNorms) {
-    norms_[update.block] = done.norms;
+    norms_[block] = done.norms;
     --blocks_left_;
-    if (!resident) staged_.Drop(update.block);
+    blocks_.Apply(block, Transition::kNormsSummed);
     return absl::OkStatus();
   }
-  if (update.reads_sums) sums_.EndUpdateOf(update.block);
-  overflowed_masters_ += done.count;
-  if (!map_.has_weights(update.block)) FinishPartitionsOf(update.block);
-  if (resident) {
-    ledger_.SetInPlace(update.block, order_.step);
-    --blocks_left_;
-    return absl::OkStatus();
+  blocks_.SetOverflows(block, done.count);
+  if (running_) overflowed_masters_ += done.count;
+  if (blocks_.purpose(block) == Purpose::kStep) {
+    if (update.reads_sums) sums_.EndUpdateOf(block);
+    if (!map_.has_weights(block)) FinishPartitionsOf(block);
+    if (is_resident(block)) {
+      ledger_.SetInPlace(block, order_.step);
+      --blocks_left_;
+      blocks_.Apply(block, Transition::kUpdatedInPlace);
+      return absl::OkStatus();
+    }
   }
-  StartWrite(update.block, done.checksum, done.count, done.weights_digests);
+  blocks_.Apply(block, Transition::kWrite);
+  StartWrite(block, done.checksum, done.weights_digests);
+  return absl::OkStatus();
+}
+
+// Handles an update that has failed, or that has ended after the job failed.
+absl::Status StepPipeline::OnUpdateFailed(uint32_t block, const absl::Status& status) {
+  if (running_) {
+    blocks_.Apply(block, Transition::kUpdateFailed);
+    return DescribeBlock(status, block);
+  }
+  DropEarly({&block, 1}, status.ok() ? Transition::kJobFailed : Transition::kTaskFailed);
+  blocks_.Apply(block, Transition::kDropEnded);
+  if (!status.ok()) FailPrefetch(block, status);
   return absl::OkStatus();
 }
 
@@ -570,79 +591,85 @@ void StepPipeline::FinishPartitionsOf(uint32_t block) {
   for (const uint32_t partition : block_partitions_[block]) --partition_blocks_left_[partition];
 }
 
-void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, uint64_t overflows,
-                              WeightsDigests weights_digests) {
+void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests) {
   const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
   WriteBlock write = BeginWrite(block, identity, checksum);
   const uint32_t path = write.place.slot->path;
   const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, write);
-  if (!running_) ++early_tasks_;
   tasks_.emplace(task, Running{.block = block,
                                .path = path,
                                .checksum = checksum,
-                               .weights_digests = std::move(weights_digests),
-                               .overflows = overflows,
-                               .early = !running_});
+                               .weights_digests = std::move(weights_digests)});
 }
 
 absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   const Running write = FinishTask(done.task);
-  if (write.early) --early_tasks_;
+  const uint32_t block = write.block;
   if (done.status.ok()) {  // the ledger counts whether it has succeeded
     path_table_.AddTransfer({.path = write.path,
                              .direction = Direction::kWrite,
-                             .bytes = map_.bytes(write.block),
+                             .bytes = map_.bytes(block),
                              .begin_ns = done.begin_ns,
                              .end_ns = done.end_ns});
   }
-  if (staged_.at(write.block).cancelled || (!running_ && (!done.status.ok() || abandoned_))) {
-    if (!staged_.at(write.block).cancelled) DropEarly({&write.block, 1});
-    if (done.status.ok()) {
-      ledger_.CancelWrite(write.block);
-    } else {
-      ledger_.OnWriteFailed(write.block);
-      early_failed_ = true;
-    }
-    EndDropped(write.block);
+  if (!running_ && blocks_.phase(block) == Phase::kWriting && (!done.status.ok() || abandoned_)) {
+    DropEarly({&block, 1}, done.status.ok() ? Transition::kJobFailed : Transition::kTaskFailed);
+  }
+  if (blocks_.phase(block) == Phase::kDropped) {
+    EndDroppedWrite(block, done.status);
     return absl::OkStatus();
   }
-  if (!done.status.ok()) {
-    ledger_.OnWriteFailed(write.block);
-    if (abandoned_) {
-      staged_.Drop(write.block);
-      return absl::OkStatus();  // the job has failed or is deleted
-    }
-    unwritten_.insert(write.block);
-    swap_wait_ = DescribeBlock(done.status, write.block);
-    AddSpareSlot();
-    StartWrite(write.block, write.checksum, write.overflows, write.weights_digests);
+  if (!done.status.ok()) return OnWriteFailed(write, done.status);
+  if (!sets_masters()) counters_.written_bytes += map_.bytes(block);
+  const Purpose purpose = blocks_.purpose(block);
+  if (purpose == Purpose::kEarly) {
+    ledger_.EndEarlyWrite(block, write.checksum, order_.step, write.weights_digests);
+    sums_.SetUpdatedEarly(block, true);
+    blocks_.Apply(block, Transition::kWritten);
     return absl::OkStatus();
   }
-  if (!running_) {
-    ledger_.EndEarlyWrite(write.block, write.checksum, order_.step, write.weights_digests);
-    early_.at(write.block).written = true;
-    sums_.SetUpdatedEarly(write.block, true);
-    staged_.Drop(write.block);
-    counters_.written_bytes += map_.bytes(write.block);
+  ledger_.EndWrite(block, write.checksum, order_.step, write.weights_digests);
+  RecordWritten(block);
+  if (purpose == Purpose::kAccepted && is_recorded_) sums_.EndUpdateOf(block);
+  blocks_.Apply(block, Transition::kWritten);
+  if (!is_rewriting()) swap_wait_ = absl::OkStatus();
+  if (purpose == Purpose::kAccepted) {
+    EndAccepted(block);
     return absl::OkStatus();
   }
-  ledger_.EndWrite(write.block, write.checksum, order_.step, write.weights_digests);
-  // New weights are installed in the weights arena once the states of the same block are written.
-  const std::optional<uint32_t> weights_slot =
-      early_.has(write.block) ? early_.at(write.block).weights_slot : std::nullopt;
-  RecordWritten(write.block, write.overflows, weights_slot);
-  if (weights_slot) AddInstall(write.block);
-  if (early_.has(write.block) && is_recorded_) sums_.EndUpdateOf(write.block);
-  if (map_.has_weights(write.block)) {
-    FinishPartitionsOf(write.block);
-    if (early_.has(write.block)) early_.Remove(write.block);
-  }
-  staged_.Drop(write.block);
-  unwritten_.erase(write.block);
-  if (unwritten_.empty()) swap_wait_ = absl::OkStatus();
-  if (!sets_masters()) counters_.written_bytes += map_.bytes(write.block);
+  if (map_.has_weights(block)) FinishPartitionsOf(block);
   --blocks_left_;
   return absl::OkStatus();
+}
+
+void StepPipeline::EndDroppedWrite(uint32_t block, const absl::Status& status) {
+  if (status.ok()) {
+    ledger_.CancelWrite(block);
+  } else {
+    ledger_.OnWriteFailed(block);
+    early_failed_ = true;
+  }
+  blocks_.Apply(block, Transition::kDropEnded);
+}
+
+// Repeats a write of the decided step that has failed, in another slot.
+absl::Status StepPipeline::OnWriteFailed(const Running& write, const absl::Status& status) {
+  ledger_.OnWriteFailed(write.block);
+  if (abandoned_) {
+    blocks_.Apply(write.block, Transition::kWriteAbandoned);
+    return absl::OkStatus();  // the job has failed or is deleted
+  }
+  blocks_.Apply(write.block, Transition::kWriteRepeated);
+  swap_wait_ = DescribeBlock(status, write.block);
+  AddSpareSlot();
+  StartWrite(write.block, write.checksum, write.weights_digests);
+  return absl::OkStatus();
+}
+
+bool StepPipeline::is_rewriting() const {
+  return blocks_.count(Phase::kRewriting, Purpose::kStep) +
+             blocks_.count(Phase::kRewriting, Purpose::kAccepted) >
+         0;
 }
 
 absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t block) const {
@@ -665,7 +692,7 @@ void StepPipeline::ForgetPrefetchErrors() {
 }
 
 uint64_t StepPipeline::Finish() {
-  FOREBAY_CHECK(done() && updating_ == 0 && early_.all().empty());
+  FOREBAY_CHECK(done() && updating_ == 0 && blocks_.early().empty());
   running_ = false;
   ledger_.Publish();
   ReturnSurplusSlots();
@@ -723,7 +750,7 @@ void StepPipeline::SetUpdates(uint32_t param, uint64_t updates) {
 void StepPipeline::KeepStaged(const KeptUpdate& update) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const auto& slot = update.blocks[block].staging_slot;
-    if (slot) staged_.Adopt(block, *slot);
+    if (slot) blocks_.Recover(block, *slot);
   }
 }
 
@@ -731,17 +758,15 @@ void StepPipeline::Abandon() {
   abandoned_ = true;
   sums_.Abandon();
   std::vector<uint32_t> ready;
-  for (const auto& [block, staged] : staged_.all()) {
-    if (staged.state == State::kReady) ready.push_back(block);
+  for (const uint32_t block : blocks_.staged()) {
+    if (blocks_.phase(block) == Phase::kReady) ready.push_back(block);
   }
-  for (const uint32_t block : ready) staged_.Drop(block);
+  for (const uint32_t block : ready) blocks_.Apply(block, Transition::kAbandoned);
 }
 
 void StepPipeline::CheckInvariants(uint64_t committed_step) const {
   FOREBAY_CHECK(updating_ <= kUpdatesPerWorker * workers_);
-  for (const auto& [block, staged] : staged_.all()) {
-    FOREBAY_CHECK(!is_resident(block) && block < map_.blocks());
-  }
+  for (const uint32_t block : blocks_.staged()) FOREBAY_CHECK(!is_resident(block));
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const BlockLedger::Version& current = ledger_.current(block);
     FOREBAY_CHECK(current.written_step <= committed_step);
@@ -751,6 +776,7 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
   }
   FOREBAY_CHECK(!running_ || !is_moving());
   FOREBAY_CHECK(ledger_.slots().size() >= placement_.slots_needed());
+  blocks_.CheckInvariants();
   ledger_.CheckInvariants();
   sums_.CheckInvariants();
 }

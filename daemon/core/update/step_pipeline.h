@@ -21,6 +21,7 @@
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
 #include "daemon/core/base/limits.h"
+#include "daemon/core/blocks/block.h"
 #include "daemon/core/blocks/block_ledger.h"
 #include "daemon/core/blocks/block_map.h"
 #include "daemon/core/blocks/path_table.h"
@@ -28,7 +29,7 @@
 #include "daemon/core/blocks/staging.h"
 #include "daemon/core/plan/memory_plan.h"
 #include "daemon/core/sessions/lease_table.h"
-#include "daemon/core/update/early_updates.h"
+#include "daemon/core/update/gathered_blocks.h"
 #include "daemon/core/update/sum_pages.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
@@ -62,8 +63,8 @@ struct PipelineCounters {
 // block is not read before the lease ends. If the block has been read already, another block, of any job, may take its staging
 // slot. Then the block is read again.
 //
-// Between BeginEarly() and the decision, blocks on swap that have all their gradients are updated early (EarlyUpdates), with
-// the announced scalars. Among these blocks, the block that the next forward needs first is updated first. Begin() accepts the
+// Between BeginEarly() and the decision, blocks on swap that have all their gradients are updated early with the
+// announced scalars. Among these blocks, the block that the next forward needs first is updated first. Begin() accepts the
 // early updates that were computed with the scalars of the decision. The other blocks are updated from scratch.
 //
 // LAMB makes two passes over all blocks. The first pass computes the norms of parameters, and changes nothing. The norms are
@@ -94,14 +95,14 @@ class StepPipeline {
   bool is_early() const { return is_early_; }
   // Starts the early reads and early updates that can start.
   void PumpEarly();
-  // Drops the early updates of this step, and stops beginning them.
-  void DropEarly();
-  // Drops the early update of one block, which is going to be written or moved. No task of that update runs.
+  // Drops the early updates of this step for `reason`, and stops beginning them.
+  void DropEarly(Transition reason);
+  // Drops the early update of one block, which is going to move. No task of that update runs.
   void DropEarlyUpdateOf(uint32_t block);
   // True while a task of an early update runs, even if that update was dropped.
-  bool has_early_tasks() const { return early_tasks_ > 0; }
+  bool has_early_tasks() const;
   bool ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const {
-    return early_.ReadsSums(partition, begin, end);
+    return gathered_.ReadsSums(partition, begin, end);
   }
   // Records that the gradient sum of a range is final for the step that is being gathered (`is_last`), or that it no longer is.
   void CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last);
@@ -117,7 +118,7 @@ class StepPipeline {
   void Pump();  // starts the tasks that can start
   bool running() const { return running_; }
   bool done() const {
-    return running_ && blocks_left_ == 0 && early_tasks_ == 0 && pass_ != UpdatePass::kNorms;
+    return running_ && blocks_left_ == 0 && !has_early_tasks() && pass_ != UpdatePass::kNorms;
   }
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(). Returns the number of masters that overflowed.
@@ -150,8 +151,8 @@ class StepPipeline {
 
   // Used by reads of states and by moves of blocks, while no step runs.
   const BlockMap& map() const { return map_; }
-  StagedBlocks& staged() { return staged_; }
-  const StagedBlocks& staged() const { return staged_; }
+  Blocks& blocks() { return blocks_; }
+  const Blocks& blocks() const { return blocks_; }
   BlockLedger& ledger() { return ledger_; }
   const BlockLedger& ledger() const { return ledger_; }
   Placement& placement() { return placement_; }
@@ -181,8 +182,7 @@ class StepPipeline {
   void Recover(const DurableJob& job);
   const std::vector<uint64_t>& updates() const { return param_updates_; }  // by parameter
   // True while a block changes its place between steps (Residency or Relocation).
-  bool is_moving() const { return placement_.moving().has_value() || is_relocating_; }
-  void set_relocating(bool is_relocating) { is_relocating_ = is_relocating; }
+  bool is_moving() const { return blocks_.count(Purpose::kMove) > 0; }
   // Adds a read that has ended to the path table.
   void CountRead(uint32_t path, uint64_t bytes, const TaskDone& done);
   // Returns slots that the placement does not need to the node, while no step runs. Does nothing with durable steps, for which
@@ -195,9 +195,9 @@ class StepPipeline {
   // Returns the error with the block, and the first parameter that has elements in the block, added to its text.
   absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   // True if the job can continue as soon as a staging slot is free.
-  bool waits_for_slot() const { return staged_.waits_for_slot(); }
-  void clear_waits_for_slot() { staged_.clear_waits_for_slot(); }
-  uint32_t staged_count() const { return static_cast<uint32_t>(staged_.all().size()); }
+  bool waits_for_slot() const { return blocks_.waits_for_slot(); }
+  void clear_waits_for_slot() { blocks_.SetWaits(Blocks::Waits::kNo); }
+  uint32_t staged_count() const { return static_cast<uint32_t>(blocks_.staged().size()); }
   bool is_resident(uint32_t block) const {
     return placement_.WhereBlock(block).tier == Tier::kDram;
   }
@@ -209,7 +209,8 @@ class StepPipeline {
   // Returns the number of updates that a parameter has had. SetUpdates() sets this number, between steps.
   uint64_t updates_of(uint32_t param) const { return param_updates_[param]; }
   void SetUpdates(uint32_t param, uint64_t updates);
-  void StartRead(uint32_t block, uint32_t slot, bool for_update);
+  // Begins to read a block into a staging slot, by the transition `why`.
+  void StartRead(uint32_t block, uint32_t slot, Transition why);
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
@@ -226,17 +227,14 @@ class StepPipeline {
   void CheckInvariants(uint64_t committed_step) const;
 
  private:
+  // A task of a block. The block's phase says which task.
   struct Running {
     uint32_t block = 0;
-    bool for_update = false;  // reads: an update needs the block
     uint32_t path = 0;        // reads and writes: swap path
     bool from_disk = false;   // reads: false for zeros that were never written
-    // Set for writes only.
-    uint64_t checksum = 0;
+    bool reads_sums = false;  // updates
+    uint64_t checksum = 0;    // writes
     WeightsDigests weights_digests = {};
-    uint64_t overflows = 0;
-    bool early = false;  // begun before the decision
-    bool reads_sums = false;
   };
 
   Running FinishTask(TaskId task);
@@ -248,17 +246,24 @@ class StepPipeline {
   void ExchangeSlot(uint32_t path);
   void BeginPass(UpdatePass pass);
   void EndNormsPass();
+  void BeginUpdate(uint32_t block);
+  void CountUpdate(uint32_t block);
   void StartUpdate(uint32_t block);
-  void StartWrite(uint32_t block, uint64_t checksum, uint64_t overflows,
-                  WeightsDigests weights_digests);
+  void StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests);
+  absl::Status OnUpdateFailed(uint32_t block, const absl::Status& status);
+  absl::Status OnWriteFailed(const Running& write, const absl::Status& status);
+  void EndDroppedWrite(uint32_t block, const absl::Status& status);
   void FinishPartitionsOf(uint32_t block);
+  void FollowDecision(uint32_t block, bool is_updated);
   void AdoptEarly(bool is_as_announced);
   void AdoptKept(const KeptUpdate& update);
   void AcceptEarly(uint32_t block);
-  void DropEarly(std::span<const uint32_t> blocks);
-  void EndDropped(uint32_t block);
+  void EndAccepted(uint32_t block);
+  void EndAcceptedUpdate(uint32_t block);
+  void Drop(uint32_t block, Transition reason, EarlyUpdatesDropped& dropped);
+  void DropEarly(std::span<const uint32_t> blocks, Transition reason);
   void StartInstall(uint32_t block);
-  void AddInstall(uint32_t block);
+  uint64_t NewWeightsOffset(uint32_t slot, uint64_t block_elem) const;
   void StartEarlyUpdates();
   void StartEarlyReads();
   void PrefetchEarly();
@@ -267,6 +272,7 @@ class StepPipeline {
   bool MayReadEarly(uint32_t block) const;
   std::optional<uint32_t> AllocateForReadAhead();
   bool ReadAhead(uint32_t block);
+  bool is_rewriting() const;
   void FailPrefetch(uint32_t block, const absl::Status& status);
   // True if enough reads of the path are running to keep the path busy.
   bool IsPathBusy(uint32_t path) const {
@@ -276,7 +282,7 @@ class StepPipeline {
   void Sort();
   void SetWeightsChanged();
   RecordBlock RecordOf(uint32_t block, const BlockLedger::Version& version) const;
-  void RecordWritten(uint32_t block, uint64_t overflows, std::optional<uint32_t> weights_slot);
+  void RecordWritten(uint32_t block);
   void SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems);
   void ReturnFreeSlots();
   uint32_t slots_wanted(uint32_t block) const;
@@ -304,7 +310,7 @@ class StepPipeline {
   const LeaseTable& leases_;
   uint32_t workers_;
   bool keeps_jobs_;
-  StagedBlocks staged_;
+  Blocks blocks_;
   BlockLedger ledger_;
   Placement placement_;
   // Free slots of the node. A write takes one if the job has no free slot on the write's path.
@@ -320,22 +326,18 @@ class StepPipeline {
   std::vector<uint32_t> reads_;  // running reads, by path
   // Positions of blocks whose early updates are part of the step, and whose new weights in the step arena wait for a worker.
   std::pmr::set<uint32_t> to_install_;
-  EarlyUpdates early_;
+  GatheredBlocks gathered_;
   SumPages sums_;
   bool is_early_ = false;
   bool early_failed_ = false;     // an early write failed: stop early work until the decision
-  uint32_t early_tasks_ = 0;      // running early updates and writes
   uint32_t early_prefetch_left_;  // positions from it on are read ahead or need no read
   uint32_t prefetch_next_;        // position: earlier swapped blocks are staged or have failed
   // Blocks whose read ahead failed. They are not read ahead again before the decision.
   std::set<uint32_t> prefetch_failed_;
   absl::Status prefetch_error_;
-  // Blocks whose last write failed, and the newest of these errors.
-  std::set<uint32_t> unwritten_;
-  absl::Status swap_wait_;
+  absl::Status swap_wait_;  // newest error of a write that is being repeated
 
   bool running_ = false;
-  bool is_relocating_ = false;
   bool abandoned_ = false;
   bool is_recorded_ = false;  // another daemon can continue the running update
   StepOrder order_;

@@ -196,7 +196,7 @@ void WeightsCache::StartPieces() {
     // Pieces take slots from states that were read ahead, up to kStagingSlotsForWeights slots.
     const bool is_urgent = loads_.size() < kStagingSlotsForWeights;
     const std::optional<uint32_t> slot =
-        is_urgent ? pipeline_.staged().AllocateUrgent() : pipeline_.staged().AllocateFree(0);
+        is_urgent ? pipeline_.blocks().AllocateUrgent() : pipeline_.blocks().AllocateFree(0);
     if (!slot) return;
     LoadWeights piece = std::move(pieces_.front());
     pieces_.pop_front();
@@ -214,7 +214,7 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   const auto node = loads_.extract(done.task);
   FOREBAY_CHECK(!node.empty());
   const Load& load = node.mapped();
-  pipeline_.staged().Release(load.staging_slot);
+  pipeline_.blocks().Release(load.staging_slot);
   counters_.read_bytes += load.bytes;
   pipeline_.CountRead(load.path, load.bytes, done);
   Copy& copy = copies_.at(load.partition);
