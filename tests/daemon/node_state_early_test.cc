@@ -626,6 +626,55 @@ TEST_P(NodeStateEarly, WeightsThatAReaderHoldsAreUpdatedAfterIt) {
   job.ExpectWritten(1);
 }
 
+TEST_P(NodeStateEarly, RanksAnnounceDifferentlyWhileBlocksAreUpdated) {
+  for (uint64_t finished = 0; finished < 50; finished += 3) {
+    const uint64_t step = View().committed_step + 1;
+    node_.Announce(sessions_[0], step, 0.1);
+    DeliverAll(step);
+    for (uint64_t i = 0; i < finished && !node_.model().running().empty(); ++i) FinishOne();
+    node_.Announce(sessions_[1], step, 0.2);
+    node_.RunTasks();
+    CallAll(step);
+    node_.RunTasks();
+    ExpectWritten(step);
+    Train(step + 1);  // with nothing updated early
+  }
+  EXPECT_FALSE(Dropped().empty());
+}
+
+// A read of states may use the old version of a block that is updated early. Then the early update is dropped.
+TEST_P(NodeStateEarly, AReadOutlivesTheEarlyUpdateOfItsBlock) {
+  if (GetParam() == Where::kGradientsOnSwap) return;  // no DRAM for a reader
+  for (const int event : {0, 1, 2}) {
+    for (const int progress :
+         {0, 1, 2}) {  // the disk reads; the same, and the reader ends; a worker reads
+      EarlyJob job(RoomForAReader(GetParam()));
+      job.Evict();
+      NodeHarness& node = job.node_;
+      const uint64_t reader = node.AttachReader(job.layout_);
+      node.Announce(job.sessions_[0], 1);
+      job.DeliverAll(1);
+      node.RunTasks();
+      const uint64_t read = node.ReadState(reader, 1, 0, 100);
+      if (progress == 1) node.End(reader, EndCause::kLost);
+      if (progress == 2) job.FinishOne();
+      if (event == 0) node.Announce(job.sessions_[1], 1, 0.2);
+      if (event == 1) node.WriteState(job.sessions_[0], job.OwnedBy(0)[1]);
+      if (event == 2) {
+        for (const uint64_t session : job.sessions_) node.SetAttempt(session, 1);
+        job.Announce(1);
+        job.DeliverAll(1);
+      }
+      EXPECT_FALSE(job.Dropped().empty());
+      node.RunTasks();
+      EXPECT_EQ(node.ErrorOf(read), progress == 1 ? kUnanswered : ErrorId::kNone);
+      job.CallAll(1);
+      node.RunTasks();
+      job.ExpectWritten(1);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Places, NodeStateEarly,
                          ::testing::Values(Where::kWeightsInDram, Where::kSomeStatesInDram,
                                            Where::kWeightsOnSwap, Where::kGradientsOnSwap));
