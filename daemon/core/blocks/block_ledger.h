@@ -35,6 +35,12 @@ namespace forebay::daemon {
 //
 // A slot to which the last write failed is used again only if no other slot is free. A suspect path gets new writes only if no
 // other path has a free slot. A marked path gets new writes only if no suspect path has a free slot either.
+//
+// Invariants (CheckInvariants):
+//
+//   - Each slot of the job has exactly one use: it is free, its last write failed, it is being written, or it holds versions of
+//     one entry.
+//   - A slot in doubt has a use.
 class BlockLedger {
  public:
   struct Version {
@@ -175,7 +181,6 @@ class BlockLedger {
   // Returns all slots of the job.
   const std::pmr::set<nvme::Slot>& slots() const { return slots_; }
 
-  // CHECKs that each slot has exactly one use.
   void CheckInvariants() const;
 
  private:
