@@ -15,6 +15,17 @@ using U = Purpose;
 using T = Transition;
 
 constexpr std::optional<Phase> kSamePhase;
+constexpr SetOf<Purpose> kForUpdate = {U::kReadAhead, U::kEarly, U::kStep};
+// A block that was read before the decision, or is being read.
+constexpr SetOf<Purpose> kUndecided = {U::kReadAhead, U::kEarly};
+constexpr SetOf<Purpose> kAccessed = {U::kReadAhead, U::kEarly, U::kAccess};
+constexpr SetOf<Purpose> kRead = {U::kReadAhead, U::kEarly, U::kStep, U::kAccess, U::kMove};
+constexpr SetOf<Purpose> kRepeated = {U::kStep, U::kAccepted, U::kAccess};
+constexpr SetOf<Phase> kWrites = {P::kWriting, P::kRewriting};
+// Reasons to drop an early update: before the decision, and at the decision.
+constexpr SetOf<Transition> kEnded = {T::kSumsChanged, T::kSumsForgotten, T::kAnnouncementsDiffer,
+                                      T::kStatesWritten};
+constexpr SetOf<Transition> kRefused = {T::kScalarsDiffer, T::kGradientMissing, T::kWeightsLeased};
 
 constexpr auto kRules = std::to_array<BlockRule>({
     // Reads.
@@ -24,60 +35,33 @@ constexpr auto kRules = std::to_array<BlockRule>({
     {{T::kReadForMove}, {P::kIdle}, {U::kNone}, P::kReading, U::kMove},
     {{T::kReadForAccess}, {P::kIdle}, {U::kNone}, P::kReading, U::kAccess},
     {{T::kReadForAccess}, {P::kWritten}, {U::kEarly}, P::kReading, U::kBeside},
-    {{T::kReadEnded},
-     {P::kReading},
-     {U::kReadAhead, U::kEarly, U::kStep, U::kAccess, U::kBeside, U::kMove},
-     P::kReady},
-    {{T::kReadFailed, T::kAbandoned},
-     {P::kReading},
-     {U::kReadAhead, U::kEarly, U::kStep, U::kAccess, U::kMove},
-     P::kIdle,
-     U::kNone},
+    {{T::kReadEnded}, {P::kReading}, kRead, P::kReady},
+    {{T::kReadEnded}, {P::kReading}, {U::kBeside}, P::kReady},
+    {{T::kReadFailed, T::kAbandoned}, {P::kReading}, kRead, P::kIdle, U::kNone},
     {{T::kReadFailed, T::kAbandoned}, {P::kReading}, {U::kBeside}, P::kWritten, U::kEarly},
-    {{T::kReadCancelled},
-     {P::kReading},
-     {U::kReadAhead, U::kEarly, U::kAccess, U::kBeside},
-     P::kCancelled},
-    {{T::kReadWanted}, {P::kCancelled}, {U::kReadAhead, U::kEarly}, P::kReading},
-    {{T::kReadDiscarded},
-     {P::kCancelled},
-     {U::kReadAhead, U::kEarly, U::kAccess},
-     P::kIdle,
-     U::kNone},
+    {{T::kReadCancelled}, {P::kReading}, kAccessed, P::kCancelled},
+    {{T::kReadCancelled}, {P::kReading}, {U::kBeside}, P::kCancelled},
+    {{T::kReadWanted}, {P::kCancelled}, kUndecided, P::kReading},
+    {{T::kReadDiscarded}, {P::kCancelled}, kAccessed, P::kIdle, U::kNone},
     {{T::kReadDiscarded}, {P::kCancelled}, {U::kBeside}, P::kWritten, U::kEarly},
 
     // Ready blocks that are dropped.
-    {{T::kReclaimed, T::kAbandoned},
-     {P::kReady},
-     {U::kReadAhead, U::kEarly, U::kStep},
-     P::kIdle,
-     U::kNone},
-    {{T::kNotNeeded, T::kMovesInstead},
-     {P::kReady},
-     {U::kReadAhead, U::kEarly},
-     P::kIdle,
-     U::kNone},
+    {{T::kReclaimed, T::kAbandoned}, {P::kReady}, kForUpdate, P::kIdle, U::kNone},
+    {{T::kNotNeeded, T::kMovesInstead}, {P::kReady}, kUndecided, P::kIdle, U::kNone},
 
     // Updates.
-    {{T::kUpdate}, {P::kReady}, {U::kReadAhead, U::kEarly, U::kStep}, P::kUpdating, U::kStep},
+    {{T::kUpdate}, {P::kReady}, kForUpdate, P::kUpdating, U::kStep},
     {{T::kUpdateInPlace}, {P::kIdle}, {U::kNone}, P::kUpdating, U::kStep},
-    {{T::kUpdateEarly}, {P::kReady}, {U::kReadAhead, U::kEarly}, P::kUpdating, U::kEarly},
+    {{T::kUpdateEarly}, {P::kReady}, kUndecided, P::kUpdating, U::kEarly},
     {{T::kNormsSummed, T::kUpdatedInPlace}, {P::kUpdating}, {U::kStep}, P::kIdle, U::kNone},
     {{T::kUpdateFailed}, {P::kUpdating}, {U::kStep, U::kAccepted}, P::kIdle, U::kNone},
     {{T::kWrite}, {P::kUpdating}, {U::kEarly, U::kStep, U::kAccepted}, P::kWriting},
-    {{T::kWrite}, {P::kAccessing}, {U::kReadAhead, U::kEarly, U::kAccess}, P::kWriting, U::kAccess},
+    {{T::kWrite}, {P::kAccessing}, kAccessed, P::kWriting, U::kAccess},
     {{T::kWrite}, {P::kReady}, {U::kMove}, P::kWriting},
-    {{T::kWriteRepeated},
-     {P::kWriting, P::kRewriting},
-     {U::kStep, U::kAccepted, U::kAccess},
-     P::kRewriting},
-    {{T::kWriteAbandoned},
-     {P::kWriting, P::kRewriting},
-     {U::kStep, U::kAccepted, U::kAccess},
-     P::kIdle,
-     U::kNone},
-    {{T::kWritten}, {P::kWriting, P::kRewriting}, {U::kStep, U::kAccess}, P::kIdle, U::kNone},
-    {{T::kWritten}, {P::kWriting, P::kRewriting}, {U::kAccepted}, P::kWritten},
+    {{T::kWriteRepeated}, kWrites, kRepeated, P::kRewriting},
+    {{T::kWriteAbandoned}, kWrites, kRepeated, P::kIdle, U::kNone},
+    {{T::kWritten}, kWrites, {U::kStep, U::kAccess}, P::kIdle, U::kNone},
+    {{T::kWritten}, kWrites, {U::kAccepted}, P::kWritten},
     {{T::kWritten}, {P::kWriting}, {U::kEarly, U::kMove}, P::kWritten},
 
     // Early updates that are accepted.
@@ -91,34 +75,22 @@ constexpr auto kRules = std::to_array<BlockRule>({
     {{T::kCompleted}, {P::kWritten}, {U::kAccepted}, P::kIdle, U::kNone},
 
     // Early updates that are dropped.
-    {{T::kSumsChanged, T::kSumsForgotten, T::kAnnouncementsDiffer, T::kStatesWritten,
-      T::kScalarsDiffer, T::kGradientMissing, T::kWeightsLeased, T::kTaskFailed, T::kJobFailed},
-     {P::kUpdating, P::kWriting},
-     {U::kEarly},
-     P::kDropped},
-    {{T::kSumsChanged, T::kSumsForgotten, T::kAnnouncementsDiffer, T::kStatesWritten,
-      T::kScalarsDiffer, T::kGradientMissing, T::kWeightsLeased, T::kMovedAway},
-     {P::kWritten},
-     {U::kEarly},
-     P::kIdle,
-     U::kNone},
-    {{T::kSumsChanged, T::kSumsForgotten, T::kAnnouncementsDiffer, T::kStatesWritten},
-     {P::kReading, P::kCancelled, P::kReady, P::kAccessing},
-     {U::kBeside},
-     kSamePhase,
-     U::kAccess},
+    {kEnded, {P::kUpdating, P::kWriting}, {U::kEarly}, P::kDropped},
+    {kEnded, {P::kWritten}, {U::kEarly}, P::kIdle, U::kNone},
+    {kEnded, {P::kReading, P::kCancelled, P::kAccessing}, {U::kBeside}, kSamePhase, U::kAccess},
+    {kRefused, {P::kUpdating, P::kWriting}, {U::kEarly}, P::kDropped},
+    {kRefused, {P::kWritten}, {U::kEarly}, P::kIdle, U::kNone},
+    {{T::kMovedAway}, {P::kWritten}, {U::kEarly}, P::kIdle, U::kNone},
+    {{T::kTaskFailed, T::kJobFailed}, {P::kUpdating, P::kWriting}, {U::kEarly}, P::kDropped},
     {{T::kDropEnded}, {P::kDropped}, {U::kEarly}, P::kIdle, U::kNone},
 
     // Reads and writes of states.
-    {{T::kAccess}, {P::kReady}, {U::kReadAhead, U::kEarly, U::kAccess, U::kBeside}, P::kAccessing},
+    {{T::kAccess}, {P::kReady}, kAccessed, P::kAccessing},
+    {{T::kAccess}, {P::kReady}, {U::kBeside}, P::kAccessing},
     {{T::kAccessInPlace}, {P::kIdle}, {U::kNone}, P::kAccessing, U::kAccess},
-    {{T::kAccessEnded}, {P::kAccessing}, {U::kReadAhead, U::kEarly}, P::kReady},
+    {{T::kAccessEnded}, {P::kAccessing}, kUndecided, P::kReady},
     {{T::kAccessEnded}, {P::kAccessing}, {U::kAccess}, P::kIdle, U::kNone},
-    {{T::kAccessFailed},
-     {P::kAccessing},
-     {U::kReadAhead, U::kEarly, U::kAccess},
-     P::kIdle,
-     U::kNone},
+    {{T::kAccessFailed}, {P::kAccessing}, kAccessed, P::kIdle, U::kNone},
     {{T::kAccessEnded, T::kAccessFailed}, {P::kAccessing}, {U::kBeside}, P::kWritten, U::kEarly},
     {{T::kAccessFailed}, {P::kReady}, {U::kAccess}, P::kIdle, U::kNone},
 
@@ -175,6 +147,8 @@ bool IsEarly(BlockState state) {
 bool MayHaveWeightsSlot(BlockState state) { return IsEarly(state) || state.phase == P::kDropped; }
 
 }  // namespace
+
+bool IsForUpdate(Purpose purpose) { return kForUpdate.has(purpose); }
 
 std::span<const BlockRule> BlockRules() { return kRules; }
 

@@ -170,6 +170,9 @@ struct BlockRule {
   std::optional<Purpose> becomes = {};
 };
 
+// True if a block with this purpose is in its staging slot, or on the way to it, for an update.
+bool IsForUpdate(Purpose purpose);
+
 // The table of all transitions.
 std::span<const BlockRule> BlockRules();
 // Returns the state of a block after the transition, or nullopt if no rule allows the transition.

@@ -91,8 +91,8 @@ void Job::OnLedger(const absl::Status& status) {
 
 // The order matters: each call may make possible what a later call begins.
 void Job::Advance() {
-  parts_.pipeline.clear_waits_for_slot();  // a call below sets it again
-  if (stop_.is_quiescent()) {              // only the durable step of the stop continues
+  parts_.pipeline.store().blocks().SetWaits(Blocks::Waits::kNo);  // a call below sets it again
+  if (stop_.is_quiescent()) {  // only the durable step of the stop continues
     MoveDoubted();
     parts_.durable.Pump();
     stop_.TryStop();

@@ -44,7 +44,7 @@ class Job {
   JobSessions& sessions() { return sessions_; }
   JobCommands& commands() { return commands_; }
   Residency& residency() { return parts_.residency; }
-  const Placement& placement() const { return parts_.pipeline.placement(); }
+  const Placement& placement() const { return parts_.pipeline.store().placement(); }
 
   void OnTaskDone(const TaskDone& done);
   // Reports the end of a ledger with the job's step.

@@ -13,7 +13,7 @@
 namespace forebay::daemon {
 
 void JobLife::Enter(State next) {
-  static constexpr auto kTransitions = std::to_array<std::pair<State, State>>({
+  static constexpr auto kEnterable = std::to_array<std::pair<State, State>>({
       {kQueued, kCreating},      // enough DRAM is free
       {kQueued, kDiscarded},     // not enough DRAM becomes free, or the sessions have ended
       {kQueued, kDeleted},       // a client deletes a job that was recovered in an update
@@ -29,7 +29,7 @@ void JobLife::Enter(State next) {
       {kActive, kGoingBack},     // the nodes of the job return to a durable step
       {kDiscarded, kDeleted},    // a client deletes a job that a reader or a task still uses
   });
-  FOREBAY_CHECK(std::ranges::find(kTransitions, std::pair{state_, next}) != kTransitions.end());
+  FOREBAY_CHECK(std::ranges::find(kEnterable, std::pair{state_, next}) != kEnterable.end());
   state_ = next;
 }
 

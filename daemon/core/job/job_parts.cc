@@ -12,8 +12,14 @@ JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvm
       members(spec, io),
       initial(spec, io),
       leases(actions, spec.id),
-      pipeline(io, spec.layout, spec.plan, spec.swap_slots, spec.sum_slots, swap, path_table, pool,
-               leases, spec.options.workers, spec.options.keeps_jobs),
+      pipeline(io, spec.layout, spec.plan, leases,
+               {.swap_slots = spec.swap_slots,
+                .sum_slots = spec.sum_slots,
+                .swap = swap,
+                .path_table = path_table,
+                .pool = pool,
+                .workers = spec.options.workers,
+                .keeps_jobs = spec.options.keeps_jobs}),
       weights(io, spec.layout, spec.plan, pipeline, leases),
       access(io, spec.layout, pipeline, weights, leases),
       residency(io, pipeline, weights, swap, spec.plan.swap_slot_bytes),
@@ -22,7 +28,7 @@ JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvm
       fetches(spec, io, step, access, weights, leases) {
   const KeptMemory* const kept = KeptOf(spec.recovered.get());
   if (kept == nullptr) return;
-  if (kept->update != nullptr) pipeline.KeepStaged(*kept->update);
+  if (kept->update != nullptr) pipeline.store().KeepStaged(*kept->update);
   for (const KeptLease& lease : kept->leases) {
     if (weights.Adopt(lease)) {
       leases.Adopt(lease);

@@ -200,7 +200,7 @@ void JobSessions::OnLeaseTimeExpired(uint64_t step) {
   for (const auto& [id, session] : job_.members.all()) {
     std::vector<std::string> names;
     for (const uint32_t partition : job_.leases.PartitionsOf(id)) {
-      if (!job_.pipeline.Updates(partition)) continue;
+      if (!job_.pipeline.queue().Updates(partition)) continue;
       names.push_back(job_.spec.layout->PartitionName(partition));
     }
     if (!session.reader || names.empty()) continue;

@@ -87,10 +87,10 @@ void JobStop::Record() {
                   .spare_slots = {world_.swap_slots().begin(), world_.swap_slots().end()},
                   .sum_slots = {world_.sum_slots().begin(), world_.sum_slots().end()},
                   .leases = job_.leases.recorded()};
-  for (uint32_t block = 0; block < job_.pipeline.map().blocks(); ++block) {
-    const auto& current = job_.pipeline.ledger().current(block);
+  for (uint32_t block = 0; block < job_.pipeline.store().map().blocks(); ++block) {
+    const auto& current = job_.pipeline.store().ledger().current(block);
     job.blocks.push_back(BytesOf(current));
-    kept.resident.push_back(job_.pipeline.is_resident(block));
+    kept.resident.push_back(job_.pipeline.store().is_resident(block));
     kept.written_steps.push_back(current.written_step);
   }
   job_.step.Record(kept, /*is_last=*/is_quiescent());

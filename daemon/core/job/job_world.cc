@@ -105,12 +105,13 @@ uint64_t JobWorld::fixed_bytes() const {
 uint64_t JobWorld::dram_bytes() const {
   if (!life_.has_begun()) return 0;
   const uint64_t fixed = has_room_ ? fixed_bytes() : job_.spec.plan.fixed_bytes;
-  return fixed + job_.pipeline.placement().state_bytes() + job_.members.reader_bytes();
+  return fixed + job_.pipeline.store().placement().state_bytes() + job_.members.reader_bytes();
 }
 
 uint64_t JobWorld::granted_bytes() const {
   if (!life_.has_begun() && life_.is_ending()) return 0;
-  return fixed_bytes() + job_.pipeline.placement().granted_bytes() + job_.members.reader_bytes();
+  return fixed_bytes() + job_.pipeline.store().placement().granted_bytes() +
+         job_.members.reader_bytes();
 }
 
 uint64_t JobWorld::swap_bytes() const {

@@ -55,7 +55,9 @@ class JobWorld {
   // Returns the activities that are under way in the job.
   Activities UnderWay() const;
 
-  const std::pmr::set<nvme::Slot>& swap_slots() const { return job_.pipeline.ledger().slots(); }
+  const std::pmr::set<nvme::Slot>& swap_slots() const {
+    return job_.pipeline.store().ledger().slots();
+  }
   const std::set<nvme::Slot>& sum_slots() const { return job_.pipeline.sums().swap().slots(); }
   // Returns the bytes of arenas and tables, without states and readers.
   uint64_t fixed_bytes() const;

@@ -378,7 +378,7 @@ Job* NodeState::Impl::On(const JobFreed& event) {
 std::pmr::vector<Job*> NodeState::Impl::Runnable(Job* concerned) {
   std::pmr::vector<Job*> order(&memory);
   for (const auto& [id, job] : jobs) {
-    const bool waits = job->parts().pipeline.waits_for_slot();
+    const bool waits = job->parts().pipeline.store().blocks().waits_for_slot();
     if (job.get() == concerned || waits) order.push_back(job.get());
   }
   if (order.empty()) return order;

@@ -160,14 +160,15 @@ void NodeState::CheckInvariants() const {
   for (const auto& [name, job] : impl_->ledger.parked()) swap_bytes += ViewOf(*job).swap_bytes;
   swap_bytes += impl_->ledger.retired_bytes();
   FOREBAY_CHECK(swap_bytes == node.swap_used_bytes);
-  uint32_t staged = 0;
+  uint64_t staged = 0;
   std::set<nvme::Slot> slots;
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();
     const JobWorld& world = job->world();
     for (const nvme::Slot& slot : world.swap_slots()) FOREBAY_CHECK(slots.insert(slot).second);
     for (const nvme::Slot& slot : world.sum_slots()) FOREBAY_CHECK(slots.insert(slot).second);
-    staged += job->parts().pipeline.staged_count() + job->parts().weights.staging_slots();
+    staged += job->parts().pipeline.store().blocks().staged().size() +
+              job->parts().weights.staging_slots();
     FOREBAY_CHECK(!job->life().is_freed() &&
                   impl_->names.at({.uid = job->uid(), .name = job->name()}) == id);
   }

@@ -298,7 +298,7 @@ SumPages::Need GradientAccumulator::NeedOf(const Pass& pass) const {
     const Delivery& delivery = contributions_.at(id).delivery;
     return IsClosed(delivery.rank) || HoldsHalf(delivery.rank, delivery.grad_arena_bytes);
   };
-  return !pipeline_.is_early() || std::ranges::any_of(pass.sources, is_urgent)
+  return !pipeline_.early().is_on() || std::ranges::any_of(pass.sources, is_urgent)
              ? SumPages::Need::kNow
              : SumPages::Need::kSoon;
 }
@@ -324,7 +324,8 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
     blocked_ = true;
     return;
   }
-  if (!pipeline_.IsPartitionDone(partition) || pipeline_.ReadsSums(partition, begin, cell.end)) {
+  if (!pipeline_.queue().IsPartitionDone(partition) ||
+      pipeline_.early().ReadsSums(partition, begin, cell.end)) {
     not_updated_.insert(partition);
     return;
   }
@@ -510,7 +511,7 @@ void GradientAccumulator::Release(Id id) {
 
 void GradientAccumulator::Pump() {
   for (auto it = not_updated_.begin(); it != not_updated_.end();) {
-    if (!pipeline_.IsPartitionDone(*it)) {
+    if (!pipeline_.queue().IsPartitionDone(*it)) {
       ++it;
       continue;
     }

@@ -123,7 +123,7 @@ void Step::FollowAttempt(const Session& session, const Command& command) {
 // Drops the gathered gradients of every rank, and the announcement of scalars.
 void Step::DropGradients(const absl::Status& status) {
   gradients_.Drop(status);
-  pipeline_.ForgetSums();
+  pipeline_.early().ForgetSums();
   announcement_.Reset();
 }
 
@@ -366,8 +366,8 @@ void Step::DecideWhenReduced() {
     return;
   }
   if (!gradients_.reduced() || !MayBegin(Activity::kDecision, under_way)) return;
-  if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
-    pipeline_.ForgetPrefetchErrors();
+  if (const absl::Status error = pipeline_.read_ahead().error(); !error.ok()) {
+    pipeline_.read_ahead().ForgetErrors();
     if (!nodes_.decision()) {
       phase_ = Phase::kOpen;
       RefuseCalls(error);
@@ -418,7 +418,7 @@ void Step::Decide() {
 void Step::ArmLeaseTimer() {
   if (leases_.count() == 0) return;
   for (uint32_t partition = 0; partition < spec_.layout->partitions().size(); ++partition) {
-    if (!pipeline_.Updates(partition) || !leases_.IsLeased(partition)) continue;
+    if (!pipeline_.queue().Updates(partition) || !leases_.IsLeased(partition)) continue;
     io_.actions().Emit(StartLeaseTimer{.job = spec_.id, .step = committed_step_ + 1});
     return;
   }
@@ -498,9 +498,9 @@ absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
 Activities Step::UnderWay() const {
   Activities under_way;
   under_way.AddIf(pipeline_.running(), Activity::kUpdate);
-  under_way.AddIf(pipeline_.has_early_tasks(), Activity::kEarlyUpdate);
+  under_way.AddIf(pipeline_.early().has_tasks(), Activity::kEarlyUpdate);
   under_way.AddIf(access_.in_progress(), Activity::kAccess);
-  under_way.AddIf(pipeline_.is_moving(), Activity::kMove);
+  under_way.AddIf(pipeline_.store().is_moving(), Activity::kMove);
   under_way.AddIf(durable_.in_progress(), Activity::kDurableStep);
   under_way.AddIf(durable_.is_restoring(), Activity::kRestore);
   under_way.AddIf(digests_.in_progress(), Activity::kDigests);
@@ -532,7 +532,8 @@ void Step::Advance(bool may_update_early) {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
   if (const absl::Status lost = pipeline_.sums().DrainError(); !lost.ok()) gradients_.Fail(lost);
   if (phase_ == Phase::kOpen) DropFaulty();
-  if (phase_ != Phase::kFailed) pipeline_.PumpSums(gradients_.has_norms());
+  if (phase_ != Phase::kFailed)
+    pipeline_.sums().Pump(pipeline_.early().has_work() && !gradients_.has_norms());
   PumpGradients();
   if (phase_ != Phase::kFailed) FollowSums();
   if (may_update_early) UpdateEarly();
@@ -548,7 +549,7 @@ void Step::PumpGradients() {
 void Step::AdvanceUpdate() {
   if (phase_ == Phase::kFailed) return;
   pipeline_.Pump();
-  pipeline_.PumpSums(gradients_.has_norms());
+  pipeline_.sums().Pump(pipeline_.early().has_work() && !gradients_.has_norms());
   if (!pipeline_.done()) return;
   if (phase_ == Phase::kMasters) {
     EndMasters();
@@ -600,7 +601,7 @@ void Step::DropForNewWorld() {
 void Step::OnWorldChanged() {
   FOREBAY_CHECK(phase_ == Phase::kOpen && gradients_.empty() && barrier_.by_rank().empty());
   gradients_.OnWorldChanged();
-  pipeline_.ForgetSums();
+  pipeline_.early().ForgetSums();
   announcement_.Reset();
   extra_.OnWorldChanged();
   attempts_.BeginWorld();
@@ -634,7 +635,7 @@ bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t partition) const {
   if (phase_ == Phase::kMasters) return true;
   if (!rank) return published_step_ == committed_step_;
   if (phase_ == Phase::kReducing || prepared_step() > 0 || barrier_.has(*rank)) return false;
-  return pipeline_.IsPartitionDone(partition);
+  return pipeline_.queue().IsPartitionDone(partition);
 }
 
 uint64_t Step::unanswered(const Session& session) const {

@@ -45,12 +45,12 @@ void Step::HandleAnnouncement(Session& session, const Command& command) {
 // is updated early.
 void Step::Announce(uint32_t rank, StepCall call) {
   gradients_.BeginLastPass(rank);
-  if (!announcement_.Add(std::move(call))) pipeline_.DropEarly(Transition::kAnnouncementsDiffer);
+  if (!announcement_.Add(std::move(call))) pipeline_.early().Drop(Transition::kAnnouncementsDiffer);
 }
 
 void Step::FollowSums() {
   for (const GradientAccumulator::SumChange& change : gradients_.DrainSumChanges()) {
-    pipeline_.CountSums(change.partition, change.begin, change.end, change.is_last);
+    pipeline_.early().CountSums(change.partition, change.begin, change.end, change.is_last);
   }
 }
 
@@ -58,13 +58,13 @@ void Step::UpdateEarly() {
   const bool may = phase_ == Phase::kOpen && announcement_.is_trusted() &&
                    gradients_.fault().ok() && !gradients_.needs_float_sums();
   if (!may) return;
-  if (!pipeline_.is_early())
-    pipeline_.BeginEarly(OrderOf(announcement_.call(), ScaleOf(announcement_.call())));
-  pipeline_.PumpEarly();
+  if (!pipeline_.early().is_on())
+    pipeline_.early().Begin(OrderOf(announcement_.call(), ScaleOf(announcement_.call())));
+  pipeline_.early().Pump();
 }
 
 void Step::DropEarlyUpdates() {
-  pipeline_.DropEarly(Transition::kStatesWritten);
+  pipeline_.early().Drop(Transition::kStatesWritten);
   announcement_.Reset();
 }
 

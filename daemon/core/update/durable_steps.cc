@@ -31,7 +31,7 @@ DurableJob DurableSteps::ValuesOf(Published published) const {
       .slot_bytes = spec_.plan.block_bytes,
       .weights_on_swap = spec_.plan.weights_on_swap,
       .step = published.step,
-      .param_updates = pipeline_.updates(),
+      .param_updates = pipeline_.terms().updates(),
       .trace = std::move(published.trace),
       .extra_states = nullptr,
       .blocks = {},
@@ -48,27 +48,26 @@ void DurableSteps::Begin(Published published) {
   // daemon becomes quiescent, the last durable step may be made durable a second time.
   if (spec_.is_over_nodes()) next_->before = replaces_last() ? last_->before : AsBefore(last_);
   FOREBAY_CHECK(next_->before == nullptr || next_->before->step < next_->step);
-  unsaved_ = pipeline_.ledger().BeginDurable();
+  unsaved_ = store_.ledger().BeginDurable();
   // A block on swap without a slot holds zeros that were never written.
-  std::erase_if(unsaved_, [this](uint32_t entry) {
-    return !is_part(entry) && !pipeline_.is_resident(entry);
-  });
+  std::erase_if(unsaved_,
+                [this](uint32_t entry) { return !is_part(entry) && !store_.is_resident(entry); });
   std::ranges::reverse(unsaved_);
   is_keeping_ = true;
   io_.Start(TaskKind::kKeepExtraStates, 0, KeepExtraStates{.parts = std::move(extra_states)});
 }
 
 StatePart DurableSteps::PartOf(uint32_t entry) const {
-  if (is_part(entry)) return spec_.plan.WeightsPart(entry - pipeline_.map().blocks());
-  return {.offset_bytes = pipeline_.placement().WhereBlock(entry).state.offset_bytes,
-          .bytes = pipeline_.map().bytes(entry)};
+  if (is_part(entry)) return spec_.plan.WeightsPart(entry - store_.map().blocks());
+  return {.offset_bytes = store_.placement().WhereBlock(entry).state.offset_bytes,
+          .bytes = store_.map().bytes(entry)};
 }
 
 absl::Status DurableSteps::Describe(const absl::Status& status, uint32_t entry) const {
-  if (!is_part(entry)) return pipeline_.DescribeBlock(status, entry);
+  if (!is_part(entry)) return store_.DescribeBlock(status, entry);
   return protocol::MakeError(
       protocol::IdOf(status),
-      absl::StrCat(EntryName(pipeline_.map().blocks(), entry), ": ", std::string(status.message())),
+      absl::StrCat(EntryName(store_.map().blocks(), entry), ": ", std::string(status.message())),
       protocol::HintOf(status));
 }
 
@@ -79,16 +78,16 @@ void DurableSteps::Pump() {
 
 void DurableSteps::StartSaves() {
   // A block that moves holds one more slot until its move ends.
-  if (!in_progress() || is_abandoned_ || pipeline_.is_moving()) return;
+  if (!in_progress() || is_abandoned_ || store_.is_moving()) return;
   while (!unsaved_.empty() && saving_.size() < at_once()) {
     const uint32_t entry = unsaved_.back();
-    const BlockLedger::Target target = pipeline_.AllocateSave(entry);
+    const BlockLedger::Target target = store_.slots().AllocateSave(entry);
     unsaved_.pop_back();
     const StatePart part = PartOf(entry);
     const TaskId task = io_.Start(
         TaskKind::kSavePart, 0,
         SavePart{.arena = is_part(entry) ? SavedArena::kWeights : SavedArena::kStates,
-                 .identity = EntryIdentity(spec_.id, pipeline_.map().blocks(), entry, next_->step),
+                 .identity = EntryIdentity(spec_.id, store_.map().blocks(), entry, next_->step),
                  .offset_bytes = part.offset_bytes,
                  .bytes = part.bytes,
                  .slot = target.slot,
@@ -101,20 +100,20 @@ void DurableSteps::OnSaved(const TaskDone& done) {
   const auto node = saving_.extract(done.task);
   FOREBAY_CHECK(!node.empty());
   const Save save = node.mapped();
-  BlockLedger& ledger = pipeline_.ledger();
+  BlockLedger& ledger = store_.ledger();
   if (!done.status.ok()) {
     ledger.OnSaveFailed(save.entry);
     if (is_abandoned_) return;
     wait_ = Describe(done.status, save.entry);
-    pipeline_.AddSpareSlot();
+    store_.slots().AddSpare();
     unsaved_.push_back(save.entry);
     return;
   }
-  pipeline_.path_table().AddTransfer({.path = save.path,
-                                      .direction = Direction::kWrite,
-                                      .bytes = PartOf(save.entry).bytes,
-                                      .begin_ns = done.begin_ns,
-                                      .end_ns = done.end_ns});
+  store_.path_table().AddTransfer({.path = save.path,
+                                   .direction = Direction::kWrite,
+                                   .bytes = PartOf(save.entry).bytes,
+                                   .begin_ns = done.begin_ns,
+                                   .end_ns = done.end_ns});
   ledger.EndSave(save.entry, done.checksum, next_->step);
   if (!is_saving() && !ledger.is_next_doubted()) wait_ = absl::OkStatus();
 }
@@ -127,14 +126,14 @@ absl::Status DurableSteps::OnKept(const TaskDone& done) {
 
 void DurableSteps::TryGather() {
   if (!in_progress() || is_gathered_ || is_abandoned_) return;
-  if (is_keeping_ || is_saving() || pipeline_.ledger().is_next_doubted()) return;
-  const BlockLedger& ledger = pipeline_.ledger();
-  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+  if (is_keeping_ || is_saving() || store_.ledger().is_next_doubted()) return;
+  const BlockLedger& ledger = store_.ledger();
+  for (uint32_t block = 0; block < store_.map().blocks(); ++block) {
     const std::optional<BlockLedger::Version>& version = ledger.next_durable(block);
     next_->blocks.push_back(version ? BytesOf(*version) : std::nullopt);
   }
   for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {
-    next_->weights.push_back(*BytesOf(*ledger.next_durable(pipeline_.map().blocks() + part)));
+    next_->weights.push_back(*BytesOf(*ledger.next_durable(store_.map().blocks() + part)));
   }
   is_gathered_ = true;
 }
@@ -147,15 +146,16 @@ void DurableSteps::OnCommitted(const absl::Status& status) {
       replaces_last() ? BlockLedger::Last::kReplaced : BlockLedger::Last::kBecomesBefore;
   last_ = std::exchange(next_, nullptr);
   is_gathered_ = false;
-  pipeline_.FinishDurable(last);
+  store_.ledger().FinishDurable(last);
+  if (!pipeline_.running()) store_.slots().ReturnFree();
 }
 
 void DurableSteps::OnReadFailed(const absl::Status& status) {
-  if (in_progress() && pipeline_.ledger().is_next_doubted()) wait_ = status;
+  if (in_progress() && store_.ledger().is_next_doubted()) wait_ = status;
 }
 
 void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
-  BlockLedger& ledger = pipeline_.ledger();
+  BlockLedger& ledger = store_.ledger();
   ledger.Doubt(slots, paths);
   if (!in_progress() || !ledger.is_next_doubted()) return;
   if (is_abandoned_) {
@@ -177,13 +177,17 @@ void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint
 void DurableSteps::StartRestore() {
   const KeptMemory* const kept = KeptOf(spec_.recovered.get());
   if (spec_.plan.has_durable_steps()) last_ = kept != nullptr ? kept->durable : spec_.recovered;
-  pipeline_.Recover(*spec_.recovered);
+  pipeline_.terms().SetUpdates(spec_.recovered->param_updates);
+  store_.Recover(*spec_.recovered);
+  if (kept != nullptr && kept->update != nullptr) {
+    for (const KeptUpdate::Sums& sums : kept->update->sums) pipeline_.sums().Adopt(sums);
+  }
   if (spec_.recovered->kept) return;
   for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {
-    to_restore_.push_back(pipeline_.map().blocks() + part);
+    to_restore_.push_back(store_.map().blocks() + part);
   }
-  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
-    if (last_->blocks[block] && pipeline_.is_resident(block)) to_restore_.push_back(block);
+  for (uint32_t block = 0; block < store_.map().blocks(); ++block) {
+    if (last_->blocks[block] && store_.is_resident(block)) to_restore_.push_back(block);
   }
   for (const uint32_t entry : to_restore_) to_restore_bytes_ += PartOf(entry).bytes;
   StartRestores();
@@ -192,7 +196,7 @@ void DurableSteps::StartRestore() {
 void DurableSteps::StartRestores() {
   for (; next_restore_ < to_restore_.size() && restoring_.size() < at_once(); ++next_restore_) {
     const uint32_t entry = to_restore_[next_restore_];
-    const uint32_t blocks = pipeline_.map().blocks();
+    const uint32_t blocks = store_.map().blocks();
     const DurableBytes& from =
         is_part(entry) ? last_->weights[entry - blocks] : *last_->blocks[entry];
     const StatePart part = PartOf(entry);

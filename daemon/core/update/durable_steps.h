@@ -32,7 +32,7 @@ namespace forebay::daemon {
 class DurableSteps {
  public:
   DurableSteps(const JobSpec& spec, JobTasks& io, StepPipeline& pipeline)
-      : spec_(spec), io_(io), pipeline_(pipeline) {}
+      : spec_(spec), io_(io), pipeline_(pipeline), store_(pipeline.store()) {}
 
   // Values of a published step, apart from its blocks.
   struct Published {
@@ -69,7 +69,7 @@ class DurableSteps {
   void OnReadFailed(const absl::Status& status);
   // True if the step in progress waits only for blocks in doubt, which Relocation moves to other slots.
   bool is_awaiting_moves() const {
-    return in_progress() && !is_abandoned_ && !is_saving() && pipeline_.ledger().is_next_doubted();
+    return in_progress() && !is_abandoned_ && !is_saving() && store_.ledger().is_next_doubted();
   }
 
   // Restores a job that a ledger has named. Tasks that end in OnRestored() read the bytes of the arenas, unless these bytes
@@ -92,11 +92,11 @@ class DurableSteps {
   const absl::Status& wait() const { return wait_; }
 
  private:
-  bool is_part(uint32_t entry) const { return entry >= pipeline_.map().blocks(); }
+  bool is_part(uint32_t entry) const { return entry >= store_.map().blocks(); }
   StatePart PartOf(uint32_t entry) const;
   absl::Status Describe(const absl::Status& status, uint32_t entry) const;
   // Maximum number of concurrent transfers of parts of arenas to or from swap.
-  size_t at_once() const { return kSavesPerPath * std::max(1U, pipeline_.path_table().paths()); }
+  size_t at_once() const { return kSavesPerPath * std::max(1U, store_.path_table().paths()); }
   bool replaces_last() const {
     return spec_.is_over_nodes() && last_ != nullptr && last_->step == next_->step;
   }
@@ -108,6 +108,7 @@ class DurableSteps {
   const JobSpec& spec_;
   JobTasks& io_;
   StepPipeline& pipeline_;
+  BlockStore& store_;
   std::shared_ptr<DurableJob> next_;  // the step in progress
   std::shared_ptr<const DurableJob> last_;
   bool is_gathered_ = false;

@@ -8,11 +8,11 @@
 namespace forebay::daemon {
 
 GatheredBlocks::GatheredBlocks(const protocol::Layout& layout, const BlockMap& map,
-                               const Blocks& blocks, const std::vector<uint32_t>& position,
+                               const Blocks& blocks, const UpdateOrder& order,
                                std::pmr::memory_resource* memory)
     : map_(map),
       blocks_(blocks),
-      position_(position),
+      order_(order),
       memory_(memory),
       places_(map.blocks(), Place::kNone),
       elems_(map.blocks(), 0),
@@ -43,12 +43,12 @@ std::vector<uint32_t> GatheredBlocks::CountSums(uint32_t partition, uint64_t beg
     if (is_last) {
       summed += run.elems;
       FOREBAY_CHECK(summed <= elems_[run.block]);
-      if (summed == elems_[run.block]) waiting_.insert(position_[run.block]);
+      if (summed == elems_[run.block]) waiting_.insert(order_.position(run.block));
       continue;
     }
     FOREBAY_CHECK(summed >= run.elems);
     summed -= run.elems;
-    waiting_.erase(position_[run.block]);
+    waiting_.erase(order_.position(run.block));
     if (blocks_.is_early(run.block)) stale.push_back(run.block);
   }
   stale.erase(std::unique(stale.begin(), stale.end()), stale.end());
@@ -65,12 +65,12 @@ void GatheredBlocks::Sort() {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const bool waits =
         elems_[block] > 0 && summed_[block] == elems_[block] && !blocks_.is_early(block);
-    if (waits) waiting_.insert(position_[block]);
+    if (waits) waiting_.insert(order_.position(block));
   }
 }
 
 void GatheredBlocks::OnBegun(uint32_t block) {
-  FOREBAY_CHECK(waiting_.erase(position_[block]) == 1);
+  FOREBAY_CHECK(waiting_.erase(order_.position(block)) == 1);
   const auto [entry, is_new] = readers_.emplace(block, RangesOf(block));
   FOREBAY_CHECK(is_new);
   for (const Range& range : entry->second) ++partition_readers_[range.partition];
@@ -83,7 +83,7 @@ void GatheredBlocks::OnUpdated(uint32_t block) {
 }
 
 void GatheredBlocks::OnEnded(uint32_t block) {
-  if (summed_[block] == elems_[block]) waiting_.insert(position_[block]);
+  if (summed_[block] == elems_[block]) waiting_.insert(order_.position(block));
 }
 
 // Returns the ranges of partitions in a block. Elements of one partition are contiguous in a block.

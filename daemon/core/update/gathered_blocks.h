@@ -10,19 +10,18 @@
 
 #include "daemon/core/blocks/block.h"
 #include "daemon/core/blocks/block_map.h"
+#include "daemon/core/update/update_order.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
 
-// A block has a number, and a position in the order of update. That order begins with the blocks that the next forward uses
-// first. A backward delivers the gradients of these blocks last.
+// The order of update begins with the blocks that the next forward uses first. A backward delivers the gradients of these blocks last.
 //
 // Ownership  The arguments of the constructor outlive this object.
 class GatheredBlocks {
  public:
-  // `position`: the position of each block.
   GatheredBlocks(const protocol::Layout& layout, const BlockMap& map, const Blocks& blocks,
-                 const std::vector<uint32_t>& position, std::pmr::memory_resource* memory);
+                 const UpdateOrder& order, std::pmr::memory_resource* memory);
 
   // Records that the gradient sum of a range is final for this step (`is_last`), or that it no longer is. Returns the blocks
   // whose early update was begun with a sum that is not final.
@@ -63,7 +62,7 @@ class GatheredBlocks {
 
   const BlockMap& map_;
   const Blocks& blocks_;
-  const std::vector<uint32_t>& position_;
+  const UpdateOrder& order_;
   std::pmr::memory_resource* memory_;
   std::vector<Place> places_;     // by block
   std::vector<uint64_t> elems_;   // number of elements without padding, by block

@@ -14,15 +14,15 @@ namespace forebay::daemon {
 
 void Relocation::Pump() {
   PumpDoubted();
-  if (in_progress() || abandoned_ || !pipeline_.path_table().any_marked()) return;
+  if (in_progress() || abandoned_ || !store_.path_table().any_marked()) return;
   const std::optional<uint32_t> block = FindMarked();
   if (!block) return;
-  Blocks& blocks = pipeline_.blocks();
+  Blocks& blocks = store_.blocks();
   const bool is_staged = blocks.at(*block).staging_slot.has_value();
   if (is_staged && blocks.phase(*block) != Phase::kReady) return;
   std::optional<uint32_t> slot;
   if (!is_staged && !(slot = blocks.AllocateFree(/*reserved=*/0))) return;
-  if (!pipeline_.AddSlotForMove(*block)) {
+  if (!store_.slots().AddForMove(*block)) {
     if (slot) blocks.Release(*slot);
     staying_.insert(*block);
     return;
@@ -36,16 +36,16 @@ void Relocation::Pump() {
 
 void Relocation::PumpDoubted() {
   if (in_progress()) {
-    if (pipeline_.blocks().phase(*block_) == Phase::kWritten) TryEnd();
+    if (store_.blocks().phase(*block_) == Phase::kWritten) TryEnd();
     return;
   }
   if (abandoned_) return;
-  const BlockLedger& ledger = pipeline_.ledger();
+  const BlockLedger& ledger = store_.ledger();
   const std::optional<uint32_t> block = ledger.FindDoubted();
   if (!block) return;
-  if (!ledger.has_free_slot()) pipeline_.DropEarlyUpdateOf(*block);
-  Blocks& blocks = pipeline_.blocks();
-  if (!ledger.has_free_slot() && !pipeline_.AddNodeSlot()) {
+  if (!ledger.has_free_slot()) pipeline_.early().DropFor(*block);
+  Blocks& blocks = store_.blocks();
+  if (!ledger.has_free_slot() && !store_.slots().AddNodeSlot()) {
     blocks.SetWaits(Blocks::Waits::kYes);
     return;
   }
@@ -59,19 +59,19 @@ void Relocation::PumpDoubted() {
 
 void Relocation::Start(uint32_t block, uint32_t staging_slot) {
   // An early update was computed from the block's old bytes, and holds the slot of the next version.
-  pipeline_.DropEarlyUpdateOf(block);
+  pipeline_.early().DropFor(block);
   block_ = block;
-  pipeline_.StartRead(block, staging_slot, Transition::kReadForMove);
+  pipeline_.tasks().StartRead(block, staging_slot, Transition::kReadForMove);
 }
 
 std::optional<uint32_t> Relocation::FindMarked() {
-  const PathTable& paths = pipeline_.path_table();
+  const PathTable& paths = store_.path_table();
   if (std::exchange(marks_, paths.marks()) != paths.marks()) next_ = 0;
-  const Placement& placement = pipeline_.placement();
+  const Placement& placement = store_.placement();
   for (; next_ < placement.blocks(); ++next_) {
     const BlockLocation& location = placement.WhereBlock(next_);
     if (location.tier == Tier::kDram || location.move != BlockMove::kNone) continue;
-    const std::optional<nvme::Slot>& slot = pipeline_.ledger().current(next_).slot;
+    const std::optional<nvme::Slot>& slot = store_.ledger().current(next_).slot;
     if (slot && paths.is_marked(slot->path) && !staying_.contains(next_)) return next_;
   }
   return std::nullopt;
@@ -79,12 +79,12 @@ std::optional<uint32_t> Relocation::FindMarked() {
 
 void Relocation::Fail() {
   ++counters_.failed;
-  if (!pipeline_.ledger().ForgetDoubt(*block_)) staying_.insert(*block_);
+  if (!store_.ledger().ForgetDoubt(*block_)) staying_.insert(*block_);
 }
 
 void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
   if (block_ != outcome.block) return;
-  Blocks& blocks = pipeline_.blocks();
+  Blocks& blocks = store_.blocks();
   if (blocks.phase(*block_) != Phase::kReady) {
     Fail();
     End();
@@ -92,15 +92,15 @@ void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
   }
   blocks.Apply(*block_, Transition::kWrite);
   WriteBlock write =
-      pipeline_.BeginWrite(*block_, pipeline_.IdentityOf(*block_), pipeline_.checksum(*block_));
-  write.read_from = pipeline_.ledger().current(*block_).slot;
+      store_.BeginWrite(*block_, store_.IdentityOf(*block_), store_.checksum(*block_));
+  write.read_from = store_.ledger().current(*block_).slot;
   io_.Start(TaskKind::kMoveBlock, 0, write);
 }
 
 absl::Status Relocation::OnWritten(const TaskDone& done) {
   FOREBAY_CHECK(in_progress());
-  Blocks& blocks = pipeline_.blocks();
-  BlockLedger& ledger = pipeline_.ledger();
+  Blocks& blocks = store_.blocks();
+  BlockLedger& ledger = store_.ledger();
   if (done.status.ok()) {
     const BlockLedger::Version current = ledger.current(*block_);
     ledger.EndWrite(*block_, current.checksum, current.written_step, current.weights_digests);
@@ -113,7 +113,7 @@ absl::Status Relocation::OnWritten(const TaskDone& done) {
   if (protocol::IdOf(done.status) == protocol::ErrorId::kCorrupt) {
     ledger.DropWrite(*block_);
     // The disk has lost the block, and the job cannot continue with other bytes.
-    if (ledger.IsInDoubt(*block_)) fatal = pipeline_.DescribeBlock(done.status, *block_);
+    if (ledger.IsInDoubt(*block_)) fatal = store_.DescribeBlock(done.status, *block_);
   } else {
     ledger.OnWriteFailed(*block_);
   }
@@ -125,16 +125,16 @@ absl::Status Relocation::OnWritten(const TaskDone& done) {
 
 // Ends a move whose block is written, unless weights are being read from the block's old slot.
 void Relocation::TryEnd() {
-  const bool is_read = pipeline_.map().has_weights(*block_) && weights_.is_loading();
+  const bool is_read = store_.map().has_weights(*block_) && weights_.is_loading();
   if (is_read && !abandoned_) return;
-  pipeline_.blocks().Apply(*block_, Transition::kMoved);
+  store_.blocks().Apply(*block_, Transition::kMoved);
   End();
 }
 
 void Relocation::End() {
-  pipeline_.OnSwapped(*block_);
-  pipeline_.PublishBlock(*block_);
-  pipeline_.ReturnSurplusSlots();
+  pipeline_.read_ahead().OnSwapped(*block_);
+  store_.PublishBlock(*block_);
+  store_.slots().ReturnSurplus();
   block_.reset();
 }
 

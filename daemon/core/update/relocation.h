@@ -29,7 +29,11 @@ class Relocation {
  public:
   Relocation(JobTasks& io, StepPipeline& pipeline, const WeightsCache& weights,
              ResidencyCounters& counters)
-      : io_(io), pipeline_(pipeline), weights_(weights), counters_(counters) {}
+      : io_(io),
+        pipeline_(pipeline),
+        store_(pipeline.store()),
+        weights_(weights),
+        counters_(counters) {}
 
   // Continues the move in progress, or begins the next. Called under the conditions of Residency::Pump().
   void Pump();
@@ -53,6 +57,7 @@ class Relocation {
 
   JobTasks& io_;
   StepPipeline& pipeline_;
+  BlockStore& store_;
   const WeightsCache& weights_;
   ResidencyCounters& counters_;
   std::optional<uint32_t> block_;  // the block that moves; its phase says how far

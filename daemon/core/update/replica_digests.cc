@@ -6,14 +6,14 @@
 namespace forebay::daemon {
 
 ReplicaDigests::ReplicaDigests(const JobSpec& spec, JobTasks& io, const StepPipeline& pipeline)
-    : spec_(spec), io_(io), pipeline_(pipeline) {
+    : spec_(spec), io_(io), pipeline_(pipeline), store_(pipeline.store()) {
   if (spec.layout->spec().has_replicas) digests_.resize(spec.layout->partitions().size());
 }
 
 void ReplicaDigests::Begin() {
   FOREBAY_CHECK(!in_progress());
   for (uint32_t partition = 0; partition < digests_.size(); ++partition) {
-    if (!pipeline_.HasUpdated(partition) || pipeline_.map().is_on_swap(partition)) continue;
+    if (!pipeline_.queue().HasUpdated(partition) || store_.map().is_on_swap(partition)) continue;
     waiting_.push_back(partition);
   }
   Start();
@@ -25,7 +25,7 @@ void ReplicaDigests::Start() {
     waiting_.pop_front();
     const TaskId task =
         io_.Start(TaskKind::kDigestWeights, 0,
-                  DigestWeights{.offset_bytes = pipeline_.PlaceOfWeights(partition, 0).offset_bytes,
+                  DigestWeights{.offset_bytes = store_.PlaceOfWeights(partition, 0).offset_bytes,
                                 .bytes = spec_.layout->partition_bytes(partition)});
     running_.emplace(task, partition);
   }

@@ -36,6 +36,7 @@ class ReplicaDigests {
   const JobSpec& spec_;
   JobTasks& io_;
   const StepPipeline& pipeline_;
+  const BlockStore& store_;
   std::vector<uint64_t> digests_;
   std::deque<uint32_t> waiting_;  // partitions
   std::map<TaskId, uint32_t> running_;

@@ -16,7 +16,7 @@ namespace forebay::daemon {
 std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const {
   std::vector<Eviction> evictions;
   if (slot_bytes_ == 0 || abandoned_) return evictions;
-  const Placement& placement = pipeline_.placement();
+  const Placement& placement = store_.placement();
   uint64_t planned_bytes = 0;
   for (uint32_t block = placement.blocks(); block-- > 0 && planned_bytes < bytes;) {
     const BlockLocation& location = placement.WhereBlock(block);
@@ -37,16 +37,16 @@ std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& sw
 // it is in DRAM. If its move has begun and the job has durable steps, the durable steps retain these slots, so that the block
 // needs other slots.
 uint32_t Residency::SlotsToLeaveAgain(uint32_t block) const {
-  const bool is_moving = pipeline_.placement().moving() == block;
-  return is_moving && pipeline_.ledger().is_durable() ? kSwapSlotsPerBlock : 0;
+  const bool is_moving = store_.placement().moving() == block;
+  return is_moving && store_.ledger().is_durable() ? kSwapSlotsPerBlock : 0;
 }
 
 uint64_t Residency::movable_bytes() const {
-  return slot_bytes_ == 0 ? 0 : pipeline_.placement().granted_bytes();
+  return slot_bytes_ == 0 ? 0 : store_.placement().granted_bytes();
 }
 
 void Residency::Evict(const Eviction& eviction) {
-  Placement& placement = pipeline_.placement();
+  Placement& placement = store_.placement();
   const BlockLocation& location = placement.WhereBlock(eviction.block);
   if (location.move == BlockMove::kPromote && placement.moving() != eviction.block) {
     placement.Unmark(eviction.block);
@@ -59,26 +59,26 @@ void Residency::Evict(const Eviction& eviction) {
 void Residency::Keep(uint64_t bytes) {
   while (!for_room_.empty()) {
     const uint32_t block = *for_room_.begin();
-    const uint64_t block_bytes = pipeline_.placement().WhereBlock(block).state.bytes;
+    const uint64_t block_bytes = store_.placement().WhereBlock(block).state.bytes;
     if (block_bytes > bytes) break;
     bytes -= block_bytes;
-    pipeline_.placement().Unmark(block);
+    store_.placement().Unmark(block);
     for_room_.erase(block);
   }
-  if (!pipeline_.running()) pipeline_.ReturnSurplusSlots();  // otherwise Finish() returns them
+  if (!pipeline_.running()) store_.slots().ReturnSurplus();  // otherwise Finish() returns them
 }
 
 void Residency::MarkWithSlots(const Eviction& eviction) {
-  pipeline_.ledger().AddSlots(eviction.slots);
-  pipeline_.placement().Mark(eviction.block);
+  store_.ledger().AddSlots(eviction.slots);
+  store_.placement().Mark(eviction.block);
 }
 
 void Residency::Move(uint32_t block, uint64_t free_bytes) {
-  const BlockLocation& location = pipeline_.placement().WhereBlock(block);
+  const BlockLocation& location = store_.placement().WhereBlock(block);
   if (location.move != BlockMove::kNone || slot_bytes_ == 0) return;
   if (location.tier == Tier::kNvme) {
-    if (pipeline_.map().has_weights(block)) return;  // room in DRAM is for weights first
-    if (location.state.bytes <= free_bytes) pipeline_.placement().Mark(block);
+    if (store_.map().has_weights(block)) return;  // room in DRAM is for weights first
+    if (location.state.bytes <= free_bytes) store_.placement().Mark(block);
     return;
   }
   std::optional<std::vector<nvme::Slot>> slots = swap_.Allocate(kSwapSlotsPerBlock, slot_bytes_);
@@ -89,7 +89,7 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
 bool Residency::ReturnNext(uint64_t free_bytes) {
   while (returns()) {
     const uint32_t block = next_return_++;
-    const BlockLocation& location = pipeline_.placement().WhereBlock(block);
+    const BlockLocation& location = store_.placement().WhereBlock(block);
     if (location.tier == Tier::kDram || location.state.bytes == 0) continue;
     Move(block, free_bytes);
     if (location.move == BlockMove::kPromote) return true;
@@ -101,15 +101,15 @@ bool Residency::ReturnNext(uint64_t free_bytes) {
 void Residency::Pump() {
   if (relocation_.in_progress()) relocation_.Pump();
   if (in_progress() || abandoned_) return;
-  const std::optional<uint32_t> block = pipeline_.placement().NextMarked();
+  const std::optional<uint32_t> block = store_.placement().NextMarked();
   if (!block) {
     relocation_.Pump();
     return;
   }
-  if (pipeline_.is_resident(*block)) {
-    pipeline_.placement().BeginMove(*block);
+  if (store_.is_resident(*block)) {
+    store_.placement().BeginMove(*block);
     for_room_.erase(*block);
-    pipeline_.blocks().Apply(*block, Transition::kMove);
+    store_.blocks().Apply(*block, Transition::kMove);
     StartEviction(*block);
   } else if (MayPromote(*block)) {
     StartPromotion(*block);
@@ -117,17 +117,17 @@ void Residency::Pump() {
 }
 
 void Residency::StartEviction(uint32_t block) {
-  BlockPlace place = pipeline_.PlaceOf(block);
-  place.slot = pipeline_.AllocateTarget(block).slot;
+  BlockPlace place = store_.PlaceOf(block);
+  place.slot = store_.slots().AllocateTarget(block).slot;
   io_.Start(TaskKind::kMoveBlock, 0,
             EvictBlock{.place = place,
-                       .bytes = pipeline_.map().bytes(block),
-                       .identity = pipeline_.IdentityOf(block)});
+                       .bytes = store_.map().bytes(block),
+                       .identity = store_.IdentityOf(block)});
 }
 
 // False while a read ahead of the block runs. Drops a block that was read ahead.
 bool Residency::MayPromote(uint32_t block) {
-  Blocks& blocks = pipeline_.blocks();
+  Blocks& blocks = store_.blocks();
   if (!blocks.at(block).staging_slot) return true;
   if (blocks.phase(block) != Phase::kReady) return false;
   blocks.Apply(block, Transition::kMovesInstead);
@@ -135,25 +135,25 @@ bool Residency::MayPromote(uint32_t block) {
 }
 
 void Residency::StartPromotion(uint32_t block) {
-  pipeline_.placement().BeginMove(block);
-  pipeline_.DropEarlyUpdateOf(block);
-  pipeline_.blocks().Apply(block, Transition::kMove);
+  store_.placement().BeginMove(block);
+  pipeline_.early().DropFor(block);
+  store_.blocks().Apply(block, Transition::kMove);
   io_.Start(TaskKind::kMoveBlock, 0,
             PromoteBlock{.place = {.resident = true,
                                    .state_offset_bytes =
-                                       pipeline_.placement().WhereBlock(block).state.offset_bytes,
-                                   .slot = pipeline_.ledger().current(block).slot},
-                         .bytes = pipeline_.map().bytes(block),
-                         .identity = pipeline_.IdentityOf(block),
-                         .checksum = pipeline_.checksum(block)});
+                                       store_.placement().WhereBlock(block).state.offset_bytes,
+                                   .slot = store_.ledger().current(block).slot},
+                         .bytes = store_.map().bytes(block),
+                         .identity = store_.IdentityOf(block),
+                         .checksum = store_.checksum(block)});
 }
 
 absl::Status Residency::OnMoved(const TaskDone& done) {
   FOREBAY_CHECK(in_progress());
   if (relocation_.in_progress()) return relocation_.OnWritten(done);
-  const uint32_t block = *pipeline_.placement().moving();
+  const uint32_t block = *store_.placement().moving();
   if (!done.status.ok()) ++counters_.failed;
-  if (pipeline_.is_resident(block)) {
+  if (store_.is_resident(block)) {
     OnEvicted(block, done);
   } else {
     OnPromoted(block, done);
@@ -162,52 +162,52 @@ absl::Status Residency::OnMoved(const TaskDone& done) {
 }
 
 void Residency::EndMove(uint32_t block, Ends ends) {
-  pipeline_.blocks().Apply(block, Transition::kMoved);
+  store_.blocks().Apply(block, Transition::kMoved);
   if (ends == Ends::kInOtherTier) {
-    pipeline_.placement().FinishMove();
+    store_.placement().FinishMove();
   } else {
-    pipeline_.placement().CancelMove();
+    store_.placement().CancelMove();
   }
 }
 
 void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
-  BlockLedger& ledger = pipeline_.ledger();
+  BlockLedger& ledger = store_.ledger();
   if (done.status.ok()) {
     ledger.EndWrite(block, done.checksum, ledger.current(block).written_step);
-    pipeline_.PublishBlock(block);
+    store_.PublishBlock(block);
     EndMove(block, Ends::kInOtherTier);
-    pipeline_.OnSwapped(block);
-    pipeline_.ReturnSurplusSlots();
+    pipeline_.read_ahead().OnSwapped(block);
+    store_.slots().ReturnSurplus();
     ++counters_.evicted;
     return;
   }
   ledger.OnWriteFailed(block);
-  pipeline_.AddSpareSlot();
+  store_.slots().AddSpare();
   if (ledger.has_working_slot() && !abandoned_) {
     StartEviction(block);
     return;
   }
-  error_ = pipeline_.DescribeBlock(done.status, block);
+  error_ = store_.DescribeBlock(done.status, block);
   EndMove(block, Ends::kWhereItWas);
-  pipeline_.ReturnSurplusSlots();
+  store_.slots().ReturnSurplus();
 }
 
 void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
   if (!done.status.ok()) {
     EndMove(block, Ends::kWhereItWas);
-    pipeline_.OnSwapped(block);  // the block may be read ahead again
+    pipeline_.read_ahead().OnSwapped(block);  // the block may be read ahead again
     return;
   }
-  pipeline_.SetResident(block);
+  store_.SetResident(block);
   EndMove(block, Ends::kInOtherTier);
-  if (pipeline_.placement().WhereBlock(block).move == BlockMove::kEvict) {
+  if (store_.placement().WhereBlock(block).move == BlockMove::kEvict) {
     if (abandoned_) {
-      pipeline_.placement().Unmark(block);
+      store_.placement().Unmark(block);
     } else {
       for_room_.insert(block);
     }
   }
-  pipeline_.ReturnSurplusSlots();
+  store_.slots().ReturnSurplus();
   ++counters_.promoted;
 }
 
@@ -216,7 +216,7 @@ void Residency::Abandon() {
   relocation_.Abandon();
   for_room_.clear();
   EndReturns();
-  Placement& placement = pipeline_.placement();
+  Placement& placement = store_.placement();
   for (uint32_t block = 0; block < placement.blocks(); ++block) {
     const bool is_marked = placement.WhereBlock(block).move != BlockMove::kNone;
     if (is_marked && placement.moving() != block) placement.Unmark(block);

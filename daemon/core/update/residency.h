@@ -37,6 +37,7 @@ class Residency {
             uint64_t slot_bytes)
       : io_(io),
         pipeline_(pipeline),
+        store_(pipeline.store()),
         swap_(swap),
         slot_bytes_(slot_bytes),
         relocation_(io, pipeline, weights, counters_) {}
@@ -60,8 +61,8 @@ class Residency {
   // block.
   void BeginReturns() { next_return_ = 0; }
   void EndReturns() { next_return_ = UINT32_MAX; }
-  bool returns() const { return next_return_ < pipeline_.placement().blocks(); }
-  bool is_promoting() const { return pipeline_.placement().has_promotions(); }
+  bool returns() const { return next_return_ < store_.placement().blocks(); }
+  bool is_promoting() const { return store_.placement().has_promotions(); }
   // Marks the next block that has at most `free_bytes` for its return to DRAM. False if no such block remains: the returns have
   // then ended.
   bool ReturnNext(uint64_t free_bytes);
@@ -73,10 +74,10 @@ class Residency {
   absl::Status OnMoved(const TaskDone& done);
   void OnPublished() { relocation_.OnPublished(); }
   void PumpDoubted() { relocation_.PumpDoubted(); }
-  bool in_progress() const { return pipeline_.is_moving(); }
+  bool in_progress() const { return store_.is_moving(); }
   // True if a move is in progress, or an eviction is marked. Promotions do not count, because no job waits for a promotion.
   bool has_urgent_moves() const {
-    return in_progress() || (!abandoned_ && pipeline_.placement().has_evictions());
+    return in_progress() || (!abandoned_ && store_.placement().has_evictions());
   }
 
   // Begins no more moves, because the job failed.
@@ -99,6 +100,7 @@ class Residency {
 
   JobTasks& io_;
   StepPipeline& pipeline_;
+  BlockStore& store_;
   nvme::SlotMap& swap_;
   uint64_t slot_bytes_;
   std::set<uint32_t> for_room_;  // blocks marked by Evict() whose moves have not begun

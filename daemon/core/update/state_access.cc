@@ -17,8 +17,8 @@ using protocol::MakeError;
 void StateAccess::AddRead(const CommandId& command, const protocol::Command& words) {
   std::pmr::vector<ElementRun> runs;
   if (words.length_bytes > 0) {
-    runs = pipeline_.map().Locate(words.partition, words.element_offset,
-                                  words.length_bytes / sizeof(float));
+    runs = store_.map().Locate(words.partition, words.element_offset,
+                               words.length_bytes / sizeof(float));
   }
   uint64_t elems = 0;
   for (const ElementRun& run : runs) elems += run.elems;
@@ -52,7 +52,7 @@ StateAccess::Written StateAccess::AddWrite(const CommandId& command,
                       .begin = words.element_offset,
                       .end = words.element_offset + words.length_bytes / SizeBytes(dtype)};
   const std::pmr::vector<ElementRun> runs =
-      pipeline_.map().LocateInPartition(range.partition, range.begin, range.end);
+      store_.map().LocateInPartition(range.partition, range.begin, range.end);
   queue_.push_back({.command = command,
                     .state = is_weights ? 0U : words.kind,
                     .write = range,
@@ -69,7 +69,7 @@ void StateAccess::Next() {
     queue_.pop_front();
     phase_ = CommandPhase::kWaitingSlot;
     if (current_.updates) {
-      pipeline_.SetUpdates(current_.param, *current_.updates);
+      pipeline_.terms().SetUpdates(current_.param, *current_.updates);
     } else if (!current_.pieces.empty()) {
       continue;
     }
@@ -86,11 +86,11 @@ void StateAccess::Pump() {
     return;
   }
   const uint32_t block = current_.pieces.front().block;
-  if (block == ElementRun::kNoBlock || pipeline_.is_resident(block)) {
+  if (block == ElementRun::kNoBlock || store_.is_resident(block)) {
     StartAccess();
     return;
   }
-  Blocks& blocks = pipeline_.blocks();
+  Blocks& blocks = store_.blocks();
   if (blocks.at(block).staging_slot) {  // read ahead for the next step
     if (blocks.phase(block) == Phase::kReady) StartAccess();
     return;
@@ -98,14 +98,14 @@ void StateAccess::Pump() {
   const std::optional<uint32_t> slot = blocks.AllocateUrgent();
   if (!slot) return;
   phase_ = CommandPhase::kReading;
-  pipeline_.StartRead(block, *slot, Transition::kReadForAccess);
+  pipeline_.tasks().StartRead(block, *slot, Transition::kReadForAccess);
 }
 
 void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
   if (phase_ != CommandPhase::kReading || current_.pieces.front().block != outcome.block) return;
   if (!outcome.status.ok()) {
     End(outcome.status);
-  } else if (pipeline_.blocks().at(outcome.block).staging_slot) {
+  } else if (store_.blocks().at(outcome.block).staging_slot) {
     StartAccess();
   } else {
     End(absl::OkStatus());  // the command was dropped and answered meanwhile
@@ -114,9 +114,9 @@ void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
 
 void StateAccess::StartAccess() {
   const ElementRun& piece = current_.pieces.front();
-  const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
-  Blocks& blocks = pipeline_.blocks();
-  if (staged && current_.write && !pipeline_.AddSlotForVersion(piece.block)) {
+  const bool staged = piece.block != ElementRun::kNoBlock && !store_.is_resident(piece.block);
+  Blocks& blocks = store_.blocks();
+  if (staged && current_.write && !store_.slots().AddForVersion(piece.block)) {
     if (blocks.purpose(piece.block) == Purpose::kAccess) {
       blocks.Apply(piece.block, Transition::kAccessFailed);
     }
@@ -140,11 +140,11 @@ void StateAccess::StartAccess() {
 void StateAccess::StartDecode(const ElementRun& piece) {
   io_.Start(TaskKind::kAccessState, current_.command.session,
             DecodeState{.session = current_.command.session,
-                        .place = pipeline_.PlaceOf(piece.block),
-                        .identity = pipeline_.IdentityOf(piece.block),
-                        .checksum = pipeline_.checksum(piece.block),
-                        .block_bytes = pipeline_.map().bytes(piece.block),
-                        .block_elems = pipeline_.map().elems(piece.block),
+                        .place = store_.PlaceOf(piece.block),
+                        .identity = store_.IdentityOf(piece.block),
+                        .checksum = store_.checksum(piece.block),
+                        .block_bytes = store_.map().bytes(piece.block),
+                        .block_elems = store_.map().elems(piece.block),
                         .state = current_.state,
                         .block_elem = piece.block_elem,
                         .elems = piece.elems,
@@ -160,25 +160,25 @@ void StateAccess::StartSet(const ElementRun& piece) {
                   .weights = WeightsOf(piece),
                   .grad_offset_bytes = current_.grad_offset_bytes};
   if (piece.block != ElementRun::kNoBlock) {
-    action.in_block = SetState::InBlock{.place = pipeline_.PlaceOf(piece.block),
-                                        .identity = pipeline_.IdentityOf(piece.block),
-                                        .checksum = pipeline_.checksum(piece.block),
-                                        .block_bytes = pipeline_.map().bytes(piece.block),
-                                        .states_elems = pipeline_.map().states_elems(piece.block),
+    action.in_block = SetState::InBlock{.place = store_.PlaceOf(piece.block),
+                                        .identity = store_.IdentityOf(piece.block),
+                                        .checksum = store_.checksum(piece.block),
+                                        .block_bytes = store_.map().bytes(piece.block),
+                                        .states_elems = store_.map().states_elems(piece.block),
                                         .block_elem = piece.block_elem};
   }
   io_.Start(TaskKind::kAccessState, current_.command.session, action);
 }
 
 WeightsPlace StateAccess::WeightsOf(const ElementRun& piece) const {
-  return pipeline_.PlaceOfWeights(piece.partition, piece.partition_elem);
+  return store_.PlaceOfWeights(piece.partition, piece.partition_elem);
 }
 
 void StateAccess::OnAccessed(const TaskDone& done) {
   FOREBAY_CHECK(phase_ == CommandPhase::kAccessing);
   const ElementRun& piece = current_.pieces.front();
   absl::Status status = done.status;
-  if (piece.block != ElementRun::kNoBlock) status = pipeline_.DescribeBlock(status, piece.block);
+  if (piece.block != ElementRun::kNoBlock) status = store_.DescribeBlock(status, piece.block);
   if (status.ok() && done.count > 0) {
     const std::string what =
         current_.state == 0
@@ -192,21 +192,21 @@ void StateAccess::OnAccessed(const TaskDone& done) {
                      " or what rounds to infinity"),
         "check the initialisation or the loaded checkpoint");
   }
-  const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
+  const bool staged = piece.block != ElementRun::kNoBlock && !store_.is_resident(piece.block);
   if (current_.write) {
-    pipeline_.OnStateSet(piece, current_.state == 0 ? StepPipeline::StateSet::kMasters
-                                                    : StepPipeline::StateSet::kMoment);
+    store_.OnStateSet(piece, current_.state == 0 ? BlockStore::StateSet::kMasters
+                                                 : BlockStore::StateSet::kMoment);
   }
   if (staged && current_.write && status.ok()) {
     checksum_ = done.checksum;
     weights_digests_ = done.weights_digests;
-    pipeline_.blocks().Apply(piece.block, Transition::kWrite);
+    store_.blocks().Apply(piece.block, Transition::kWrite);
     StartWrite();
     return;
   }
   if (piece.block != ElementRun::kNoBlock) {
-    pipeline_.blocks().Apply(piece.block,
-                             status.ok() ? Transition::kAccessEnded : Transition::kAccessFailed);
+    store_.blocks().Apply(piece.block,
+                          status.ok() ? Transition::kAccessEnded : Transition::kAccessFailed);
   }
   EndPiece(status);
 }
@@ -215,30 +215,30 @@ void StateAccess::StartWrite() {
   const uint32_t block = current_.pieces.front().block;
   phase_ = CommandPhase::kWriting;
   io_.Start(TaskKind::kWriteState, 0,
-            pipeline_.BeginWrite(block, pipeline_.IdentityOf(block), checksum_));
+            store_.BeginWrite(block, store_.IdentityOf(block), checksum_));
 }
 
 void StateAccess::OnWritten(const TaskDone& done) {
   FOREBAY_CHECK(phase_ == CommandPhase::kWriting);
   const uint32_t block = current_.pieces.front().block;
-  Blocks& blocks = pipeline_.blocks();
-  BlockLedger& ledger = pipeline_.ledger();
+  Blocks& blocks = store_.blocks();
+  BlockLedger& ledger = store_.ledger();
   if (!done.status.ok()) {
     ledger.OnWriteFailed(block);
     if (!abandoned_) {  // the weights are set already: write the block to another slot
       blocks.Apply(block, Transition::kWriteRepeated);
-      pipeline_.AddSpareSlot();
+      store_.slots().AddSpare();
       StartWrite();
       return;
     }
   } else {
     ledger.EndWrite(block, checksum_, ledger.current(block).written_step, weights_digests_);
-    pipeline_.PublishBlock(block);
+    store_.PublishBlock(block);
     weights_.ForgetBlock(block);
   }
   blocks.Apply(block, done.status.ok() ? Transition::kWritten : Transition::kWriteAbandoned);
-  pipeline_.OnSwapped(block);
-  if (!abandoned_) pipeline_.ReturnSurplusSlots();
+  pipeline_.read_ahead().OnSwapped(block);
+  if (!abandoned_) store_.slots().ReturnSurplus();
   EndPiece(done.status);
 }
 
@@ -258,7 +258,7 @@ void StateAccess::End(const absl::Status& status) {
   if (!current_.answered) {
     protocol::Completion completion{};
     const bool reads = !current_.write && !current_.updates;
-    if (reads) completion.offset_bytes = pipeline_.updates_of(current_.param);
+    if (reads) completion.offset_bytes = pipeline_.terms().updates()[current_.param];
     if (current_.write && status.ok()) written_.push_back(*current_.write);
     io_.Answer(current_.command, completion, status);
   }
@@ -280,7 +280,7 @@ void StateAccess::Drop(SessionId session, const absl::Status& status) {
   if (phase_ == CommandPhase::kWaitingSlot) {
     End(status);
   } else if (phase_ == CommandPhase::kReading) {
-    pipeline_.blocks().Apply(current_.pieces.front().block, Transition::kReadCancelled);
+    store_.blocks().Apply(current_.pieces.front().block, Transition::kReadCancelled);
   }
 }
 

@@ -37,6 +37,7 @@ class StateAccess {
       : io_(io),
         layout_(std::move(layout)),
         pipeline_(pipeline),
+        store_(pipeline.store()),
         weights_(weights),
         leases_(leases),
         weights_writes_(layout_->partitions().size(), 0) {}
@@ -108,6 +109,7 @@ class StateAccess {
   JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   StepPipeline& pipeline_;
+  BlockStore& store_;
   WeightsCache& weights_;
   const LeaseTable& leases_;
   CommandPhase phase_ = CommandPhase::kIdle;

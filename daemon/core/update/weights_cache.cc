@@ -21,6 +21,7 @@ WeightsCache::WeightsCache(JobTasks& io, std::shared_ptr<const protocol::Layout>
       layout_(std::move(layout)),
       plan_(plan),
       pipeline_(pipeline),
+      store_(pipeline.store()),
       leases_(leases),
       copies_(io.memory()),
       pieces_(io.memory()),
@@ -159,12 +160,12 @@ bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
 void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   const uint64_t to = plan_.weights_cache_offset + copy.offset_bytes;
-  const std::pmr::vector<ElementRun> runs = pipeline_.map().LocateInPartition(
+  const std::pmr::vector<ElementRun> runs = store_.map().LocateInPartition(
       partition, 0, layout_->partitions()[partition].elems, io_.memory());
   for (auto run = runs.begin(); run != runs.end();) {
     const auto end = std::find_if(
         run, runs.end(), [&](const ElementRun& other) { return other.block != run->block; });
-    const BlockLedger::Version& version = pipeline_.ledger().newest(run->block);
+    const BlockLedger::Version& version = store_.ledger().newest(run->block);
     FOREBAY_CHECK(version.slot && version.weights_digests != nullptr);
     const uint64_t first_page = run->block_elem * width / kPageBytes;
     const ElementRun& last = *std::prev(end);
@@ -174,7 +175,7 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
                      .block = run->block,
                      .slot = *version.slot,
                      .slot_offset_bytes =
-                         pipeline_.map().weights_plane_offset(run->block) + first_page * kPageBytes,
+                         store_.map().weights_plane_offset(run->block) + first_page * kPageBytes,
                      .bytes = end_bytes - first_page * kPageBytes,
                      .digests = version.weights_digests,
                      .first_page = first_page,
@@ -196,7 +197,7 @@ void WeightsCache::StartPieces() {
     // Pieces take slots from states that were read ahead, up to kStagingSlotsForWeights slots.
     const bool is_urgent = loads_.size() < kStagingSlotsForWeights;
     const std::optional<uint32_t> slot =
-        is_urgent ? pipeline_.blocks().AllocateUrgent() : pipeline_.blocks().AllocateFree(0);
+        is_urgent ? store_.blocks().AllocateUrgent() : store_.blocks().AllocateFree(0);
     if (!slot) return;
     LoadWeights piece = std::move(pieces_.front());
     pieces_.pop_front();
@@ -214,11 +215,11 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   const auto node = loads_.extract(done.task);
   FOREBAY_CHECK(!node.empty());
   const Load& load = node.mapped();
-  pipeline_.blocks().Release(load.staging_slot);
+  store_.blocks().Release(load.staging_slot);
   counters_.read_bytes += load.bytes;
-  pipeline_.CountRead(load.path, load.bytes, done);
+  pipeline_.tasks().CountRead(load.path, load.bytes, done);
   Copy& copy = copies_.at(load.partition);
-  copy.status.Update(pipeline_.DescribeBlock(done.status, load.block));
+  copy.status.Update(store_.DescribeBlock(done.status, load.block));
   if (--copy.loads_left > 0) return;
   copy.state = CopyState::kCurrent;
   if (copy.status.ok()) return;
@@ -250,7 +251,7 @@ bool WeightsCache::MakeAhead(const Order& order, size_t ahead) {
   const uint32_t partition = order.before[next];
   if (copies_.contains(partition) || not_read_ahead_.contains(partition)) return true;
   // Make() evicts only copies that are needed later than this partition.
-  return pipeline_.IsPartitionDone(partition) && Make(partition, ahead + 1);
+  return pipeline_.queue().IsPartitionDone(partition) && Make(partition, ahead + 1);
 }
 
 void WeightsCache::Prefetch() {
@@ -294,14 +295,14 @@ bool WeightsCache::Adopt(const KeptLease& lease) {
 void WeightsCache::ForgetUpdated() {
   FOREBAY_CHECK(!is_loading());
   for (auto& [partition, copy] : copies_) {
-    if (pipeline_.Updates(partition)) copy.state = CopyState::kOld;
+    if (pipeline_.queue().Updates(partition)) copy.state = CopyState::kOld;
   }
   DropOld();
 }
 
 void WeightsCache::ForgetBlock(uint32_t block) {
   FOREBAY_CHECK(!is_loading());
-  for (const uint32_t partition : pipeline_.map().Partitions(block)) {
+  for (const uint32_t partition : store_.map().Partitions(block)) {
     const auto copy = copies_.find(partition);
     if (copy != copies_.end()) copy->second.state = CopyState::kOld;
   }

@@ -47,13 +47,18 @@ namespace forebay::daemon {
 //   release 0         2 takes the place of 0, which is needed last
 //   fetch 3, not 2    the order differs: nothing is read ahead until the next step; 3 replaces the copy used least recently
 //
+// Invariants (CheckInvariants):
+//
+//   - A copy is of a partition on swap, and lies within the cache. No two copies overlap.
+//   - The copies wait for as many reads as are running or have no staging slot yet.
+//
 // Ownership  The arguments of the constructor outlive this object.
 class WeightsCache {
  public:
   WeightsCache(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
                StepPipeline& pipeline, const LeaseTable& leases);
 
-  bool Holds(uint32_t partition) const { return pipeline_.map().is_on_swap(partition); }
+  bool Holds(uint32_t partition) const { return store_.map().is_on_swap(partition); }
 
   // Records that a rank fetches a partition for `step`, or a reader if `rank` is nullopt. Called once for each fetch, before
   // Find().
@@ -137,6 +142,7 @@ class WeightsCache {
   std::shared_ptr<const protocol::Layout> layout_;
   const MemoryPlan& plan_;
   StepPipeline& pipeline_;
+  BlockStore& store_;
   const LeaseTable& leases_;
   std::pmr::map<uint32_t, Copy> copies_;     // by partition
   std::map<uint32_t, absl::Status> failed_;  // errors of reads of wanted partitions
