@@ -10,7 +10,9 @@ namespace forebay::daemon {
 void Job::OnTaskDone(const TaskDone& done) {
   const uint64_t epoch = parts_.io.epoch();
   const Task task = parts_.io.Finish(done.task);
-  absl::Status fatal;
+  const auto fail_if = [this](const absl::Status& fatal) {
+    if (!fatal.ok()) sessions_.Fail(fatal);
+  };
   switch (task.kind) {
     case TaskKind::kJobMemory:
     case TaskKind::kJobSwap:
@@ -29,11 +31,10 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kAddGradients:
     case TaskKind::kMoveGradient:
     case TaskKind::kSumGradient:
-      if (task.epoch == epoch) fatal = parts_.step.OnGradientTask(task.kind, done);
-      break;
+      if (task.epoch == epoch) fail_if(parts_.step.OnGradientTask(task.kind, done));
+      return;
     case TaskKind::kCopyExtraState:
-      fatal = parts_.step.OnExtraStateCopied(done);
-      break;
+      return fail_if(parts_.step.OnExtraStateCopied(done));
     case TaskKind::kAccessState:
       return parts_.access.OnAccessed(done);
     case TaskKind::kWriteState:
@@ -43,13 +44,11 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kInstallWeights:
       return parts_.pipeline.OnInstalled(done);
     case TaskKind::kMoveBlock:
-      fatal = parts_.residency.OnMoved(done);
-      break;
+      return fail_if(parts_.residency.OnMoved(done));
     case TaskKind::kSavePart:
       return parts_.durable.OnSaved(done);
     case TaskKind::kKeepExtraStates:
-      fatal = parts_.durable.OnKept(done);
-      break;
+      return fail_if(parts_.durable.OnKept(done));
     case TaskKind::kRestore:
       return life_.OnRestored(done);
     case TaskKind::kRestoreExtraStates:
@@ -58,15 +57,12 @@ void Job::OnTaskDone(const TaskDone& done) {
       return parts_.step.OnDigested(done);
     case TaskKind::kSpillSums:
     case TaskKind::kLoadSums:
-      fatal = parts_.pipeline.sums().OnTransferred(done);
-      break;
+      return fail_if(parts_.pipeline.sums().OnTransferred(done));
     case TaskKind::kReadBlock:
     case TaskKind::kUpdateBlock:
     case TaskKind::kWriteBlock:
-      fatal = OnBlockTask(task.kind, done);
-      break;
+      return fail_if(OnBlockTask(task.kind, done));
   }
-  if (!fatal.ok()) sessions_.Fail(fatal);
 }
 
 absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
@@ -132,11 +128,6 @@ void Job::Advance() {
   sessions_.AnswerAttaches();
   sessions_.CloseEnded();  // sessions whose attach was refused
   life_.FreeWhenUnused();
-}
-
-std::vector<Eviction> Job::PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const {
-  if (!MayMove()) return {};
-  return parts_.residency.PlanEvictions(bytes, swap);
 }
 
 // An early update also waits for accesses that are queued, and for blocks that are marked to leave DRAM. An early update waits
@@ -227,9 +218,8 @@ void Job::CheckInvariants() const {
       continue;
     }
     // Checks that each unanswered command waits in exactly one place.
-    uint64_t waiting = parts_.step.unanswered(session) + parts_.access.unanswered(id) +
-                       parts_.fetches.unanswered(id);
-    waiting += parts_.initial.unanswered(id);
+    const uint64_t waiting = parts_.step.unanswered(session) + parts_.access.unanswered(id) +
+                             parts_.fetches.unanswered(id) + parts_.initial.unanswered(id);
     FOREBAY_CHECK(waiting == parts_.io.commands_of(id));
   }
   FOREBAY_CHECK(leases == parts_.leases.count());

@@ -66,7 +66,9 @@ class Job {
     return MayMove() && parts_.residency.ReturnNext(free_bytes);
   }
   uint64_t movable_bytes() const { return MayMove() ? parts_.residency.movable_bytes() : 0; }
-  std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
+  std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const {
+    return MayMove() ? parts_.residency.PlanEvictions(bytes, swap) : std::vector<Eviction>();
+  }
   void CheckInvariants() const;
 
   JobId id() const { return parts_.spec.id; }

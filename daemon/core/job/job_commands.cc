@@ -59,21 +59,16 @@ void JobCommands::Dispatch(Session& session, const Command& command) {
   const bool writes_initial =
       op == Op::kWriteState && command.kind == 0 && job_.initial.IsWriter(session.id);
   if (op == Op::kWriteInitial || op == Op::kInitialDone || writes_initial) {
-    HandleInitial(session, command);
-    return;
+    return HandleInitial(session, command);
   }
-  if (op == Op::kCheck) {
-    job_.io.Answer(session.IdOf(command), absl::OkStatus());
-    return;
-  }
+  if (op == Op::kCheck) return job_.io.Answer(session.IdOf(command), absl::OkStatus());
   if (!job_.is_ready()) {
-    job_.io.Answer(
+    return job_.io.Answer(
         session.IdOf(command),
         MakeError(ErrorId::kNotReady,
                   absl::StrCat("job ", job_.spec.name, ": the initial parameters were not written"),
                   "write every group (sharded: the rank's own partitions), call initial_done and "
                   "wait for its answer"));
-    return;
   }
   switch (op) {
     case Op::kFetch:
@@ -106,8 +101,7 @@ void JobCommands::Dispatch(Session& session, const Command& command) {
 void JobCommands::HandleInitial(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (job_.initial.ready() && session.WasSentAgain(command)) {
-    job_.io.Answer(id, absl::OkStatus());
-    return;
+    return job_.io.Answer(id, absl::OkStatus());
   }
   if (!job_.initial.IsWriter(session.id)) {
     job_.io.Answer(
@@ -133,23 +127,23 @@ void JobCommands::HandleInitial(Session& session, const Command& command) {
 void JobCommands::HandleWrite(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (job_.step.HasCalled(session)) {
-    job_.io.Answer(id, MakeError(ErrorId::kStep,
-                                 absl::StrCat("rank ", job_.spec.layout->WorldRank(session.rank),
-                                              " has called step ", job_.step.committed_step() + 1,
-                                              ": parameters are written between steps"),
-                                 "wait for the answer to step"));
-    return;
+    return job_.io.Answer(
+        id, MakeError(ErrorId::kStep,
+                      absl::StrCat("rank ", job_.spec.layout->WorldRank(session.rank),
+                                   " has called step ", job_.step.committed_step() + 1,
+                                   ": parameters are written between steps"),
+                      "wait for the answer to step"));
   }
   const bool has_elements = static_cast<Op>(command.op) == Op::kWriteState;
   for (const uint32_t partition : job_.leases.PartitionsOf(session.id)) {
     if (!has_elements || partition != command.partition) continue;
-    job_.io.Answer(id, MakeError(ErrorId::kLease,
-                                 absl::StrCat("rank ", job_.spec.layout->WorldRank(session.rank),
-                                              " writes parameters of ",
-                                              job_.spec.layout->PartitionName(partition),
-                                              " while it holds a lease on them"),
-                                 "release the lease first"));
-    return;
+    return job_.io.Answer(
+        id,
+        MakeError(ErrorId::kLease,
+                  absl::StrCat("rank ", job_.spec.layout->WorldRank(session.rank),
+                               " writes parameters of ", job_.spec.layout->PartitionName(partition),
+                               " while it holds a lease on them"),
+                  "release the lease first"));
   }
   job_.step.DropEarlyUpdates();
   job_.access.AddWrite(id, command);
@@ -159,24 +153,21 @@ void JobCommands::HandleGoBack(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   const uint64_t step = command.step;
   if (!job_.spec.is_over_nodes()) {
-    job_.io.Answer(
+    return job_.io.Answer(
         id, MakeError(ErrorId::kUnsupported,
                       absl::StrCat("job ", job_.spec.name, " is on one node, and is to go back ",
                                    "to step ", step)));
-    return;
   }
   if (step == job_.step.committed_step() && job_.step.prepared_step() == 0) {
-    job_.io.Answer(id, absl::OkStatus());
-    return;
+    return job_.io.Answer(id, absl::OkStatus());
   }
   const std::shared_ptr<const DurableJob> to = OfStep(job_.durable.durable(), step);
   if (to == nullptr) {
-    job_.io.Answer(id,
-                   MakeError(ErrorId::kStep,
-                             absl::StrCat("job ", job_.spec.name, " is to go back to step ", step,
-                                          ", which is not durable here; its durable step is ",
-                                          job_.durable.durable_step())));
-    return;
+    return job_.io.Answer(
+        id, MakeError(ErrorId::kStep,
+                      absl::StrCat("job ", job_.spec.name, " is to go back to step ", step,
+                                   ", which is not durable here; its durable step is ",
+                                   job_.durable.durable_step())));
   }
   job_.io.Answer(id, absl::OkStatus());
   job_.io.actions().Emit(
@@ -189,16 +180,6 @@ void JobCommands::HandleGoBack(Session& session, const Command& command) {
       absl::StrCat("job ", job_.spec.name, " goes back from step ", job_.step.committed_step(),
                    " to step ", step, ", the newest that all its nodes have"),
       "attach again"));
-}
-
-void JobCommands::OnStepRequest(const StepRequestCopied& copied) {
-  Session* const session = job_.members.Find(copied.session);
-  if (session != nullptr) job_.step.OnStepRequest(*session, copied);
-}
-
-void JobCommands::OnSummary(const SummaryCopied& copied) {
-  Session* const session = job_.members.Find(copied.session);
-  if (session != nullptr) job_.step.OnSummary(*session, copied);
 }
 
 }  // namespace forebay::daemon

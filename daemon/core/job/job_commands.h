@@ -16,8 +16,14 @@ class JobCommands {
       : job_(job), life_(life), stop_(stop), sessions_(sessions) {}
 
   void OnCommand(SessionId id, const protocol::Command& command);
-  void OnStepRequest(const StepRequestCopied& copied);
-  void OnSummary(const SummaryCopied& copied);
+  void OnStepRequest(const StepRequestCopied& copied) {
+    Session* const session = job_.members.Find(copied.session);
+    if (session != nullptr) job_.step.OnStepRequest(*session, copied);
+  }
+  void OnSummary(const SummaryCopied& copied) {
+    Session* const session = job_.members.Find(copied.session);
+    if (session != nullptr) job_.step.OnSummary(*session, copied);
+  }
 
  private:
   absl::Status Check(const Session& session, const protocol::Command& command) const;

@@ -12,10 +12,6 @@
 
 namespace forebay::daemon {
 
-void JobStop::Request() {
-  if (state_ == State::kNone) state_ = State::kWanted;
-}
-
 bool JobStop::MayStop() const {
   if (job_.failed() || life_.is_ending() || !world_.has_step_arena()) return false;
   // The next daemon restores a job that was being restored from the disk. The ranks of a job that is not ready write the

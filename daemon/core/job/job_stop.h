@@ -3,6 +3,7 @@
 // retained, so that the next daemon can continue the job. The ranks attach again, and repeat commands that were not answered.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -19,7 +20,7 @@ class JobStop {
       : job_(job), life_(life), world_(world) {}
 
   // Makes the job quiescent as soon as possible, so that the next daemon can continue it.
-  void Request();
+  void Request() { state_ = std::max(state_, State::kWanted); }
   bool is_requested() const { return state_ != State::kNone; }
   bool is_stopping() const { return state_ == State::kWanted; }
   // True once the job no longer changes.
