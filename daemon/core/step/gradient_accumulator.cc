@@ -2,15 +2,12 @@
 #include "daemon/core/step/gradient_accumulator.h"
 
 #include <algorithm>
-#include <cmath>
-#include <iterator>
-#include <string>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
-#include "protocol/wire.h"
 
 namespace forebay::daemon {
 
@@ -26,55 +23,30 @@ GradientAccumulator::GradientAccumulator(JobTasks& io,
       plan_(plan),
       members_(members),
       pipeline_(pipeline),
+      turns_(io.memory(), *layout_, pipeline.sums()),
+      norms_(io, *layout_, plan, turns_, pipeline.sums()),
       contributions_(io.memory()),
-      adding_(io.memory()),
-      summing_(io.memory()),
       moving_(io.memory()),
-      sum_changes_(io.memory()),
+      adding_(io.memory()),
       not_updated_(io.memory()) {
-  for (size_t i = 0; i < layout_->partitions().size(); ++i) {
-    partitions_.push_back({.cells = Cells(io_.memory())});
-  }
-  Forget();
+  Reset();
 }
 
-void GradientAccumulator::Forget() {
-  for (Partition& partition : partitions_) partition.cells.clear();
-  closed_.assign(members_.world_size(), false);
-  asked_.assign(members_.world_size(), false);
-  passes_.assign(members_.world_size(), 0);
-  for (Ranges& ranges : delivered_) ranges.clear();
-  while (delivered_.size() > members_.world_size()) delivered_.pop_back();
-  while (delivered_.size() < members_.world_size()) delivered_.emplace_back(io_.memory());
+void GradientAccumulator::Reset() {
+  turns_.Reset(members_.world_size());
   overflow_used_.assign(members_.world_size(), {});
-  delivered_total_ = 0;
-  unsummed_cells_ = 0;
   contributions_.clear();
-  adding_.clear();
-  summing_.clear();
   moving_.clear();
+  adding_.clear();
   not_updated_.clear();
-  in_last_pass_.assign(members_.world_size(), false);
-  sum_changes_.clear();
   needs_float_sums_ = false;
   fault_ = absl::OkStatus();
 }
 
-uint32_t GradientAccumulator::FirstRank(uint32_t partition) const {
-  return layout_->is_shared() ? 0 : layout_->partitions()[partition].owner;
-}
+// ---------------------------------------------------------------------------------------- delivery
 
-uint32_t GradientAccumulator::EndRank(uint32_t partition) const {
-  return layout_->is_shared() ? members_.world_size() : FirstRank(partition) + 1;
-}
-
-uint64_t GradientAccumulator::BytesOf(const Delivery& delivery) const {
-  return (delivery.end - delivery.begin) * protocol::SizeBytes(layout_->grad_dtype());
-}
-
-uint64_t GradientAccumulator::OverflowOffset(uint32_t rank, uint32_t slot) const {
-  const uint64_t index = uint64_t{rank} * kOverflowSlotsPerRank + slot;
-  return plan_.overflow_offset + index * plan_.piece_bytes;
+uint64_t GradientAccumulator::BytesOf(const Range& range) const {
+  return (range.end - range.begin) * protocol::SizeBytes(layout_->grad_dtype());
 }
 
 void GradientAccumulator::AnswerOnce(Contribution& contribution, const absl::Status& status) {
@@ -82,160 +54,70 @@ void GradientAccumulator::AnswerOnce(Contribution& contribution, const absl::Sta
   io_.Answer(contribution.delivery.command, status);
 }
 
-// ---------------------------------------------------------------------------------------- delivery
-
-uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin,
-                                             uint64_t end) const {
-  const Ranges& ranges = delivered_[rank];
-  uint64_t elems = 0;
-  auto it = ranges.upper_bound({.partition = partition, .begin = begin});
-  if (it != ranges.begin()) --it;
-  for (; it != ranges.end() && it->first < Place{.partition = partition, .begin = end}; ++it) {
-    if (it->first.partition != partition) continue;
-    const uint64_t first = std::max(begin, it->first.begin);
-    const uint64_t last = std::min(end, it->second);
-    if (first < last) elems += last - first;
-  }
-  return elems;
+// Answers and deletes a contribution, and frees its bytes.
+void GradientAccumulator::Delete(ContributionId id, const absl::Status& status) {
+  Contribution& contribution = contributions_.at(id);
+  AnswerOnce(contribution, status);
+  if (contribution.slot)
+    overflow_used_[contribution.delivery.turn.rank][*contribution.slot] = false;
+  contributions_.erase(id);
 }
 
-bool GradientAccumulator::HasTaken(Turn turn, uint32_t partition, uint64_t begin,
-                                   uint64_t end) const {
-  if (DeliveredElems(turn.rank, partition, begin, end) == 0) return false;
-  const Cells& cells = partitions_[partition].cells;
-  return std::any_of(cells.lower_bound(begin), cells.lower_bound(end),
-                     [turn](const auto& entry) { return HasTurn(entry.second, turn); });
-}
-
-bool GradientAccumulator::HasTurn(const Cell& cell, Turn turn) {
-  return turn < cell.next || cell.waiting.contains(turn);
-}
-
-void GradientAccumulator::SetSummed(uint32_t partition, uint64_t begin, Cell& cell) {
-  cell.summed = true;
-  --unsummed_cells_;
-  cell.counted = cell.is_last_pass && cell.has_sum;
-  if (!cell.counted) return;
-  sum_changes_.push_back(
-      {.partition = partition, .begin = begin, .end = cell.end, .is_last = true});
-}
-
-void GradientAccumulator::ClearSummed(uint32_t partition, uint64_t begin, Cell& cell) {
-  if (std::exchange(cell.summed, false)) ++unsummed_cells_;
-  if (!std::exchange(cell.counted, false)) return;
-  sum_changes_.push_back(
-      {.partition = partition, .begin = begin, .end = cell.end, .is_last = false});
-}
-
-void GradientAccumulator::SplitAt(uint32_t index, uint64_t elem) {
-  Partition& partition = partitions_[index];
-  const auto after = partition.cells.upper_bound(elem);
-  if (after == partition.cells.begin()) return;
-  auto& [begin, cell] = *std::prev(after);
-  if (begin == elem || cell.end <= elem) return;
-  ClearSummed(index, begin, cell);  // each part needs its own sum of squares
-  cell.squares = {};
-  Cell right{cell, {cell.waiting, io_.memory()}};
-  cell.end = elem;
-  ++unsummed_cells_;
-  partition.cells.emplace(elem, std::move(right));
-}
-
-// Splits and adds cells so that whole cells cover exactly [begin, end).
-void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
-  Partition& partition = partitions_[index];
-  SplitAt(index, begin);
-  SplitAt(index, end);
-  for (uint64_t at = begin; at < end;) {
-    const auto next = partition.cells.lower_bound(at);
-    if (next != partition.cells.end() && next->first == at) {
-      at = next->second.end;
-      continue;
-    }
-    uint64_t gap_end = next == partition.cells.end() ? end : std::min(end, next->first);
-    gap_end = std::min(gap_end, pipeline_.sums().EndOnPage(index, at));
-    partition.cells.emplace(at, Cell{{.end = gap_end, .next = {.rank = FirstRank(index)}},
-                                     std::pmr::map<Turn, Id>(io_.memory())});
-    ++unsummed_cells_;
-    at = gap_end;
-  }
+bool GradientAccumulator::HasTaken(const Turn& turn, const Range& range) const {
+  return turns_.Delivered(turn.rank, range) > 0 && turns_.HasTurn(range, turn);
 }
 
 void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   FOREBAY_CHECK(empty() || step_ == step);
   step_ = step;
-  const uint32_t rank = delivery.rank;
-  const uint64_t elems = delivery.end - delivery.begin;
-  const Turn turn{.pass = delivery.pass, .rank = rank};
-  const bool was_delivered =
-      DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0;
-  if (delivery.pass < passes_[rank] || (delivery.pass == 0 && was_delivered)) {
+  const auto& [range, turn] = std::tie(delivery.range, delivery.turn);
+  const bool was_delivered = turns_.Delivered(turn.rank, range) > 0;
+  if (turn.pass < turns_.ranks()[turn.rank].pass || (turn.pass == 0 && was_delivered)) {
     io_.Answer(delivery.command, RepeatError(delivery));
     return;
   }
-  Cut(delivery.partition, delivery.begin, delivery.end);
-  Cells& cells = partitions_[delivery.partition].cells;
-  const auto begin = cells.find(delivery.begin);
-  const auto end = cells.lower_bound(delivery.end);
-  const auto is_over = [turn](const auto& entry) { return HasTurn(entry.second, turn); };
-  if (std::any_of(begin, end, is_over)) {
-    io_.Answer(delivery.command,
-               was_delivered
-                   ? RepeatError(delivery)
-                   : MakeError(ErrorId::kStep,
-                               absl::StrCat("rank ", layout_->WorldRank(rank), " called step ",
-                                            step, " before it delivered elements ", delivery.begin,
-                                            " to ", delivery.end, " of ",
-                                            layout_->DescribePartition(delivery.partition),
-                                            ": they count as zero in this step")));
+  turns_.Cut(range);
+  if (turns_.HasTurn(range, turn)) {
+    io_.Answer(
+        delivery.command,
+        was_delivered
+            ? RepeatError(delivery)
+            : MakeError(ErrorId::kStep,
+                        absl::StrCat("rank ", layout_->WorldRank(turn.rank), " called step ", step,
+                                     " before it delivered elements ", range.begin, " to ",
+                                     range.end, " of ", layout_->DescribePartition(range.partition),
+                                     ": they count as zero in this step")));
     return;
   }
-  const Id id = ++last_id_;
-  contributions_.emplace(id, Contribution{.delivery = delivery, .elems_left = elems});
-  for (auto it = begin; it != end; ++it) {
-    Cell& cell = it->second;
-    cell.waiting.emplace(turn, id);
-    cell.newest_pass = std::max(cell.newest_pass, turn.pass);
-    cell.is_last_pass = in_last_pass_[rank];
-    ClearSummed(delivery.partition, it->first, cell);
-  }
-  if (delivery.pass > 0 && plan_.sum_dtype != protocol::DType::kFloat32) needs_float_sums_ = true;
-  ++delivered_total_;
-  AddDelivered(rank, {delivery.partition, delivery.begin}, delivery.end);
-  if (std::exchange(passes_[rank], delivery.pass) < delivery.pass && layout_->is_shared()) {
+  const uint64_t elems = range.end - range.begin;
+  contributions_.emplace(++last_id_, Contribution{.delivery = delivery, .elems_left = elems});
+  if (turn.pass > 0 && plan_.sum_dtype != protocol::DType::kFloat32) needs_float_sums_ = true;
+  if (turns_.Add(range, turn, last_id_) && layout_->is_shared()) {
     TryAddAll();  // contributions no longer wait for the rank's earlier passes
   } else {
-    TryAddRange(delivery.partition, delivery.begin, delivery.end);
+    TryAddRange(range);
   }
-  MakeRoom(rank, delivery.grad_arena_bytes);
+  MakeRoom(delivery);
   SpillToOverflow();
 }
 
 absl::Status GradientAccumulator::RepeatError(const Delivery& delivery) const {
-  const uint32_t pass = passes_[delivery.rank];
-  return MakeError(
-      ErrorId::kGradRepeat,
-      absl::StrCat("rank ", layout_->WorldRank(delivery.rank),
-                   " has delivered gradients of elements ", delivery.begin, " to ", delivery.end,
-                   " of ", layout_->DescribePartition(delivery.partition), " in step ", step_,
-                   ", or is past backward pass ", delivery.pass, " (it is in ", pass, ")"),
-      "begin a pass before its gradients are delivered");
+  const auto& [range, turn] = std::tie(delivery.range, delivery.turn);
+  return MakeError(ErrorId::kGradRepeat,
+                   absl::StrCat("rank ", layout_->WorldRank(turn.rank),
+                                " has delivered gradients of elements ", range.begin, " to ",
+                                range.end, " of ", layout_->DescribePartition(range.partition),
+                                " in step ", step_, ", or is past backward pass ", turn.pass,
+                                " (it is in ", turns_.ranks()[turn.rank].pass, ")"),
+                   "begin a pass before its gradients are delivered");
 }
 
-// Records a delivered range. Ranges that touch are merged.
-void GradientAccumulator::AddDelivered(uint32_t rank, Place place, uint64_t end) {
-  Ranges& ranges = delivered_[rank];
-  auto it = ranges.upper_bound(place);
-  if (it != ranges.begin()) {
-    const auto before = std::prev(it);
-    if (before->first.partition == place.partition && before->second >= place.begin) it = before;
-  }
-  while (it != ranges.end() && it->first.partition == place.partition && it->first.begin <= end) {
-    place.begin = std::min(place.begin, it->first.begin);
-    end = std::max(end, it->second);
-    it = ranges.erase(it);
-  }
-  ranges.emplace(place, end);
+absl::Status GradientAccumulator::NonfiniteError(const std::string& what, uint32_t partition,
+                                                 const char* fault) const {
+  return MakeError(ErrorId::kNonfinite,
+                   absl::StrCat(what, " for ", layout_->DescribePartition(partition), " in step ",
+                                step_, " ", fault),
+                   "the step was not applied; repeat it with other gradients");
 }
 
 // ---------------------------------------------------------------------------------------- addition
@@ -244,82 +126,70 @@ bool GradientAccumulator::MayStart() const {
   return fault_.ok() && io_.stale_tasks() == 0 && !needs_float_sums_;
 }
 
-uint64_t GradientAccumulator::FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const {
+uint64_t GradientAccumulator::FreePieces(const Delivery& delivery) const {
   uint64_t held = 0;
-  for (const auto& [id, contribution] : contributions_) {
-    const bool holds = contribution.delivery.rank == rank && contribution.state == State::kArena;
-    if (holds) held += BytesOf(contribution.delivery);
+  for (const auto& [id, other] : contributions_) {
+    const bool is_of_rank = other.delivery.turn.rank == delivery.turn.rank;
+    if (is_of_rank && other.state == State::kArena) held += BytesOf(other.delivery.range);
   }
-  return (grad_arena_bytes - std::min(held, grad_arena_bytes)) / plan_.piece_bytes;
+  return (delivery.grad_arena_bytes - std::min(held, delivery.grad_arena_bytes)) /
+         plan_.piece_bytes;
 }
 
-bool GradientAccumulator::HoldsHalf(uint32_t rank, uint64_t grad_arena_bytes) const {
-  return 2 * FreePieces(rank, grad_arena_bytes) < grad_arena_bytes / plan_.piece_bytes;
-}
-
-bool GradientAccumulator::IsCrowded(Id id) const {
-  const Contribution& contribution = contributions_.at(id);
-  if (contribution.state == State::kOverflow) return true;
-  return FreePieces(contribution.delivery.rank, contribution.delivery.grad_arena_bytes) < 2;
+bool GradientAccumulator::HoldsHalf(const Delivery& delivery) const {
+  return 2 * FreePieces(delivery) < delivery.grad_arena_bytes / plan_.piece_bytes;
 }
 
 // Adds the contributions of the rank that have arrived in order, if few pieces of the rank's arena are free.
-void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
-  const bool is_urgent = pipeline_.sums().is_paged() && HoldsHalf(rank, grad_arena_bytes);
-  if (FreePieces(rank, grad_arena_bytes) >= 2 && !is_urgent) return;
-  std::pmr::vector<Delivery> held(io_.memory());
+void GradientAccumulator::MakeRoom(const Delivery& delivery) {
+  const bool is_urgent = pipeline_.sums().is_paged() && HoldsHalf(delivery);
+  if (FreePieces(delivery) >= 2 && !is_urgent) return;
+  std::pmr::vector<Range> held(io_.memory());
   for (const auto& [id, contribution] : contributions_) {
-    if (contribution.delivery.rank == rank) held.push_back(contribution.delivery);
+    const Delivery& other = contribution.delivery;
+    if (other.turn.rank == delivery.turn.rank) held.push_back(other.range);
   }
-  for (const Delivery& delivery : held)
-    TryAddRange(delivery.partition, delivery.begin, delivery.end);
+  for (const Range& range : held) TryAddRange(range);
 }
 
-void GradientAccumulator::TryAddRange(uint32_t partition, uint64_t begin, uint64_t end) {
-  std::pmr::vector<uint64_t> begins(io_.memory());
-  const Cells& cells = partitions_[partition].cells;
-  for (auto it = cells.lower_bound(begin); it != cells.end() && it->first < end; ++it) {
-    begins.push_back(it->first);
+void GradientAccumulator::TryAddRange(const Range& range) {
+  const auto cells = turns_.CellsIn(range);
+  if (!pipeline_.sums().is_paged()) {
+    for (Entry& entry : cells) TryAdd(range.partition, entry);
+    return;
   }
   // Adds to the last cell first, because early updates read blocks ahead from the last block on.
-  if (pipeline_.sums().is_paged()) std::ranges::reverse(begins);
-  for (const uint64_t at : begins) TryAdd(partition, at);
+  for (auto it = cells.end(); it != cells.begin();) TryAdd(range.partition, *--it);
 }
 
 void GradientAccumulator::TryAddAll() {
-  for (uint32_t partition = 0; partition < partitions_.size(); ++partition)
-    TryAddRange(partition, 0, UINT64_MAX);
+  for (uint32_t partition = 0; partition < turns_.partitions(); ++partition) {
+    TryAddRange({.partition = partition, .end = UINT64_MAX});
+  }
+}
+
+void GradientAccumulator::Advance() {
+  TryAddAll();
+  SpillToOverflow();
+  TryNorms();
 }
 
 // Returns how urgently a task needs its page of sums. Gradients wait until early updates free frames as long as at least half
 // of their rank's pieces are free.
-SumPages::Need GradientAccumulator::NeedOf(const Pass& pass) const {
-  const auto is_urgent = [this](Id id) {
+SumPages::Need GradientAccumulator::NeedOf(const Addition& addition) const {
+  const auto is_urgent = [this](ContributionId id) {
     const Delivery& delivery = contributions_.at(id).delivery;
-    return IsClosed(delivery.rank) || HoldsHalf(delivery.rank, delivery.grad_arena_bytes);
+    return turns_.ranks()[delivery.turn.rank].is_closed() || HoldsHalf(delivery);
   };
-  return !pipeline_.early().is_on() || std::ranges::any_of(pass.sources, is_urgent)
+  return !pipeline_.early().is_on() || std::ranges::any_of(addition.sources, is_urgent)
              ? SumPages::Need::kNow
              : SumPages::Need::kSoon;
 }
 
-GradientAccumulator::Turn GradientAccumulator::FirstMissing(uint32_t partition,
-                                                            const Cell& cell) const {
-  Turn first = kNoTurn;
-  for (uint32_t rank = FirstRank(partition); rank < EndRank(partition); ++rank) {
-    if (IsClosed(rank)) continue;
-    Turn turn{.pass = passes_[rank], .rank = rank};
-    if (turn < cell.next) turn.pass = cell.next.pass + (rank < cell.next.rank ? 1 : 0);
-    if (cell.waiting.contains(turn)) ++turn.pass;
-    first = std::min(first, turn);
-  }
-  return first;
-}
-
-void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
-  const auto it = partitions_[partition].cells.find(begin);
-  Cell& cell = it->second;
-  if (cell.adding || cell.summed || ANormReads(partition, begin, cell.end)) return;
+void GradientAccumulator::TryAdd(uint32_t partition, Entry& entry) {
+  auto& [begin, cell] = entry;
+  const Range range{.partition = partition, .begin = begin, .end = cell.end};
+  if (cell.phase != Phase::kGathering || norms_.Reads(range)) return;
   if (!MayStart()) {
     blocked_ = true;
     return;
@@ -329,168 +199,170 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
     not_updated_.insert(partition);
     return;
   }
-  Pass pass{.partition = partition, .begin = begin, .end = cell.end, .sources = Ids(io_.memory())};
+  Addition addition{.range = range, .sources = Ids(io_.memory())};
   bool crowded = false;
-  Turn missing = FirstMissing(partition, cell);
+  Turn missing = turns_.FirstMissing(partition, cell);
   for (const auto& [turn, id] : cell.waiting) {
     if (turn > missing) break;
-    if (contributions_.at(id).state == State::kMoving) {
+    const Contribution& contribution = contributions_.at(id);
+    if (contribution.state == State::kMoving) {
       missing = turn;
       break;
     }
-    pass.sources.push_back(id);
-    crowded = crowded || IsCrowded(id);
+    addition.sources.push_back(id);
+    crowded =
+        crowded || contribution.state == State::kOverflow || FreePieces(contribution.delivery) < 2;
   }
-  pass.completes = missing.pass > cell.newest_pass;
-  const Turn next =
-      std::min(missing, Turn{.pass = cell.newest_pass + 1, .rank = FirstRank(partition)});
-  if (!pass.sources.empty() || cell.narrow) {
-    if (!pass.completes && !crowded) return;
-    if (!pipeline_.sums().Request(partition, begin, NeedOf(pass))) return;
-    cell.next = next;
-    StartPass(partition, it, std::move(pass));
-  } else if (pass.completes && cell.has_sum) {
-    if (!pipeline_.sums().Request(partition, begin, SumPages::Need::kNow)) return;
-    cell.next = next;
-    StartSum(partition, it);
-  } else if (pass.completes) {  // every contribution to the range was refused
-    cell.next = next;
-    SetSummed(partition, begin, cell);
+  addition.completes = missing.pass > cell.newest_pass;
+  const bool adds = !addition.sources.empty() || cell.sum == Sum::kNarrow;
+  if (adds ? !addition.completes && !crowded : !addition.completes) return;
+  const bool has_task = adds || cell.sum != Sum::kNone;
+  const SumPages::Need need = adds ? NeedOf(addition) : SumPages::Need::kNow;
+  if (has_task && !pipeline_.sums().Request(partition, begin, need)) return;
+  cell.next =
+      std::min(missing, Turn{.pass = cell.newest_pass + 1, .rank = turns_.FirstRank(partition)});
+  if (!has_task) {  // every contribution to the range was refused
+    turns_.SetSummed(partition, entry);
+    return;
+  }
+  cell.phase = Phase::kAdding;
+  if (adds) {
+    StartAddition(cell, std::move(addition));
+  } else {
+    adding_.emplace(norms_.StartSum(range), std::move(addition));
   }
 }
 
-void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass pass) {
-  Cell& cell = at->second;
-  cell.adding = true;
-  const uint64_t width = protocol::SizeBytes(layout_->grad_dtype());
-  pass.widens = std::exchange(cell.narrow, false);
-  AddGradients action{.partition = partition,
-                      .sources = std::pmr::vector<GradientSource>(io_.memory()),
-                      .accumulator_offset_bytes = pipeline_.sums().Pin(partition, pass.begin),
-                      .first_elem = pass.begin,
-                      .elems = pass.end - pass.begin,
-                      .dtype = layout_->grad_dtype(),
-                      .sum_dtype = plan_.sum_dtype,
-                      .assign = !cell.has_sum || pass.widens};
-  if (pass.widens) {
-    action.sources.push_back({.offset_bytes = narrow_offsets_[partition] + pass.begin * width});
+void GradientAccumulator::StartAddition(Cell& cell, Addition addition) {
+  const Range& range = addition.range;
+  addition.widens = cell.sum == Sum::kNarrow;
+  AddGradients action{
+      .partition = range.partition,
+      .sources = std::pmr::vector<GradientSource>(io_.memory()),
+      .accumulator_offset_bytes = pipeline_.sums().Pin(range.partition, range.begin),
+      .first_elem = range.begin,
+      .elems = range.end - range.begin,
+      .dtype = layout_->grad_dtype(),
+      .sum_dtype = plan_.sum_dtype,
+      .assign = cell.sum != Sum::kWhole};
+  if (addition.widens) {
+    cell.sum = Sum::kWhole;
+    action.sources.push_back(
+        {.offset_bytes = narrow_offsets_[range.partition] + BytesOf({.end = range.begin})});
   }
-  for (const Id id : pass.sources) {
+  for (const ContributionId id : addition.sources) {
     Contribution& contribution = contributions_.at(id);
     const Delivery& delivery = contribution.delivery;
-    ++contribution.passes;
-    cell.waiting.erase({.pass = delivery.pass, .rank = delivery.rank});
+    ++contribution.additions;
+    cell.waiting.erase(delivery.turn);
     const bool in_arena = contribution.state == State::kArena;
     action.sources.push_back(
         {.session = in_arena ? delivery.command.session : 0,
-         .offset_bytes = (in_arena ? delivery.arena_offset_bytes
-                                   : OverflowOffset(delivery.rank, *contribution.slot)) +
-                         (pass.begin - delivery.begin) * width});
+         .offset_bytes = (in_arena ? delivery.arena_offset_bytes : OverflowOffset(contribution)) +
+                         BytesOf({.begin = delivery.range.begin, .end = range.begin})});
   }
   const TaskId task = io_.StartAdd(std::move(action));
-  adding_.emplace(task, std::move(pass));
+  adding_.emplace(task, std::move(addition));
 }
 
-void GradientAccumulator::StartSum(uint32_t partition, Cells::iterator at) {
-  Cell& cell = at->second;
-  cell.adding = true;
-  const TaskId task =
-      io_.Start(TaskKind::kSumGradient, 0,
-                SumGradient{.partition = partition,
-                            .accumulator_offset_bytes = pipeline_.sums().Pin(partition, at->first),
-                            .elems = cell.end - at->first,
-                            .sum_dtype = plan_.sum_dtype});
-  summing_.emplace(
-      task, Pass{.partition = partition, .begin = at->first, .end = cell.end, .completes = true});
+void GradientAccumulator::OnTask(TaskKind kind, const TaskDone& done) {
+  if (kind == TaskKind::kAddGradients) OnAdded(done);
+  if (kind == TaskKind::kMoveGradient) OnMoved(done);
+  if (kind == TaskKind::kSumGradient) OnSummed(done);
 }
 
 void GradientAccumulator::OnAdded(const TaskDone& done) {
   const auto node = adding_.extract(done.task);
   FOREBAY_CHECK(!node.empty());
-  const Pass& pass = node.mapped();
-  pipeline_.sums().Unpin(pass.partition, pass.begin);
-  if (done.count > 0) {
-    const uint64_t before = pass.widens ? 2 : 1;  // earlier sums are finite
-    FOREBAY_CHECK(done.count >= before);
-    Contribution& culprit = contributions_.at(pass.sources.at(done.count - before));
-    fault_ =
-        MakeError(ErrorId::kNonfinite,
-                  absl::StrCat("the gradient of rank ", layout_->WorldRank(culprit.delivery.rank),
-                               " for ", layout_->DescribePartition(pass.partition), " in step ",
-                               step_, " holds NaN or infinity"),
-                  "the step was not applied; repeat it with other gradients");
-    AnswerOnce(culprit, fault_);
+  const Addition& addition = node.mapped();
+  pipeline_.sums().Unpin(addition.range.partition, addition.range.begin);
+  if (done.count == 0) {
+    EndAddition(addition, done);
     return;
   }
-  EndPass(pass, done);
+  const uint64_t before = addition.widens ? 2 : 1;  // earlier sums are finite
+  FOREBAY_CHECK(done.count >= before);
+  Contribution& culprit = contributions_.at(addition.sources.at(done.count - before));
+  const uint32_t rank = layout_->WorldRank(culprit.delivery.turn.rank);
+  fault_ = NonfiniteError(absl::StrCat("the gradient of rank ", rank), addition.range.partition,
+                          "holds NaN or infinity");
+  AnswerOnce(culprit, fault_);
 }
 
 void GradientAccumulator::OnSummed(const TaskDone& done) {
-  const auto node = summing_.extract(done.task);
+  const auto node = adding_.extract(done.task);
   if (!node.empty()) {
-    pipeline_.sums().Unpin(node.mapped().partition, node.mapped().begin);
-    EndPass(node.mapped(), done);
+    const Range& range = node.mapped().range;
+    pipeline_.sums().Unpin(range.partition, range.begin);
+    EndAddition(node.mapped(), done);
     return;
   }
-  const auto norm =
-      std::ranges::find_if(norms_, [&](const Norm& one) { return one.tasks.contains(done.task); });
-  FOREBAY_CHECK(norm != norms_.end());
-  const Range range = norm->tasks.extract(done.task).mapped();
-  pipeline_.sums().Unpin(range.partition, range.begin);
-  norm->squares.Merge(done.squares);
-  const bool ends = norm->tasks.empty() && norm->waiting.empty();
+  const bool ends_norm = norms_.OnSummed(done);
   TryNorms();
-  if (ends) TryAddAll();
+  if (ends_norm) TryAddAll();
 }
 
-void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
+void GradientAccumulator::EndAddition(const Addition& addition, const TaskDone& done) {
+  const Range& range = addition.range;
   if (!done.squares.finite()) {
-    fault_ = MakeError(ErrorId::kNonfinite,
-                       absl::StrCat("the sum of the ranks' gradients for ",
-                                    layout_->DescribePartition(pass.partition), " in step ", step_,
-                                    " is not finite"),
-                       "the step was not applied; repeat it with other gradients");
+    fault_ = NonfiniteError("the sum of the ranks' gradients", range.partition, "is not finite");
     return;
   }
-  Partition& partition = partitions_[pass.partition];
-  for (auto it = partition.cells.lower_bound(pass.begin);
-       it != partition.cells.end() && it->first < pass.end; ++it) {
-    Cell& cell = it->second;
-    cell.adding = false;
-    cell.has_sum = true;
+  for (Entry& entry : turns_.CellsIn(range)) {
+    auto& [begin, cell] = entry;
+    cell.phase = Phase::kGathering;
+    cell.sum = Sum::kWhole;
     // The squares are unknown if the cell was split, or if more contributions have arrived.
-    const bool whole = it->first == pass.begin && cell.end == pass.end;
-    if (!pass.completes || !whole || !cell.waiting.empty()) continue;
+    const bool whole = begin == range.begin && cell.end == range.end;
+    if (!addition.completes || !whole || !cell.waiting.empty()) continue;
     cell.squares = done.squares;
-    SetSummed(pass.partition, it->first, cell);
+    turns_.SetSummed(range.partition, entry);
   }
-  for (const Id id : pass.sources) {
+  for (const ContributionId id : addition.sources) {
     Contribution& contribution = contributions_.at(id);
-    --contribution.passes;
-    contribution.elems_left -= pass.end - pass.begin;
-    if (contribution.elems_left == 0) Release(id);
+    --contribution.additions;
+    contribution.elems_left -= range.end - range.begin;
+    if (contribution.elems_left == 0) Delete(id, absl::OkStatus());
   }
-  TryAddRange(pass.partition, pass.begin, pass.end);
+  TryAddRange(range);
   SpillToOverflow();
   TryNorms();
+}
+
+// ------------------------------------------------------------------------------------------- norms
+
+void GradientAccumulator::AskNorm(const CommandId& command, uint32_t rank, uint32_t param) {
+  norms_.Ask(command, rank, param);
+  if (layout_->is_shared() && !std::exchange(turns_.ranks()[rank].has_asked, true)) {
+    Advance();
+  } else {
+    TryNorms();
+  }
+}
+
+void GradientAccumulator::TryNorms() {
+  if (norms_.empty()) return;
+  if (MayStart()) {
+    norms_.Advance();
+  } else {
+    blocked_ = blocked_ || fault_.ok();
+  }
 }
 
 // ---------------------------------------------------------------------------------- sums in float32
 
 bool GradientAccumulator::is_idle() const {
-  const auto runs = [](const Norm& norm) { return !norm.tasks.empty(); };
-  return adding_.empty() && summing_.empty() && io_.stale_tasks() == 0 &&
-         std::ranges::none_of(norms_, runs);
+  return adding_.empty() && io_.stale_tasks() == 0 && !norms_.has_tasks();
 }
 
 void GradientAccumulator::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
   FOREBAY_CHECK(is_idle() && plan_.sum_dtype == protocol::DType::kFloat32);
   needs_float_sums_ = false;
   narrow_offsets_ = std::move(narrow_offsets);
-  for (uint32_t partition = 0; partition < partitions_.size(); ++partition) {
-    for (auto& [begin, cell] : partitions_[partition].cells) {
-      cell.narrow = cell.has_sum;
-      ClearSummed(partition, begin, cell);
+  for (uint32_t partition = 0; partition < turns_.partitions(); ++partition) {
+    for (Entry& entry : turns_.CellsIn({.partition = partition, .end = UINT64_MAX})) {
+      if (entry.second.sum != Sum::kNone) entry.second.sum = Sum::kNarrow;
+      turns_.ClearSummed(partition, entry);
     }
   }
   blocked_ = true;
@@ -498,15 +370,7 @@ void GradientAccumulator::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
 }
 
 void GradientAccumulator::RefuseFloatSums(const absl::Status& status) {
-  if (std::exchange(needs_float_sums_, false) && fault_.ok()) fault_ = status;
-}
-
-// Frees the bytes of a contribution that is completely added.
-void GradientAccumulator::Release(Id id) {
-  Contribution& contribution = contributions_.at(id);
-  AnswerOnce(contribution, absl::OkStatus());
-  if (contribution.slot) overflow_used_[contribution.delivery.rank][*contribution.slot] = false;
-  contributions_.erase(id);
+  if (std::exchange(needs_float_sums_, false)) fault_.Update(status);
 }
 
 void GradientAccumulator::Pump() {
@@ -517,31 +381,30 @@ void GradientAccumulator::Pump() {
     }
     const uint32_t partition = *it;
     it = not_updated_.erase(it);
-    TryAddRange(partition, 0, UINT64_MAX);
+    TryAddRange({.partition = partition, .end = UINT64_MAX});
   }
-  const std::pmr::vector<SumPages::Range> arrived = pipeline_.sums().DrainArrived();
-  for (const SumPages::Range& range : arrived) {
-    TryAddRange(range.partition, range.begin, range.end);
-  }
+  const std::pmr::vector<Range> arrived = pipeline_.sums().DrainArrived();
+  for (const Range& range : arrived) TryAddRange(range);
   if (!arrived.empty()) TryNorms();
   if (!blocked_ || !MayStart()) return;
   blocked_ = false;
-  TryAddAll();
-  SpillToOverflow();
-  TryNorms();
+  Advance();
 }
 
 // ------------------------------------------------------------------------------------- the overflow
 
-uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution) const {
-  const Delivery& delivery = contribution.delivery;
-  const Cells& cells = partitions_[delivery.partition].cells;
-  for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
-       ++it) {
-    const Turn missing = FirstMissing(delivery.partition, it->second);
-    if (missing < Turn{.pass = delivery.pass, .rank = delivery.rank}) return missing.rank;
+uint64_t GradientAccumulator::OverflowOffset(const Contribution& contribution) const {
+  const uint64_t first = uint64_t{contribution.delivery.turn.rank} * kOverflowSlotsPerRank;
+  return plan_.overflow_offset + (first + *contribution.slot) * plan_.piece_bytes;
+}
+
+// Returns the rank for whose turn the contribution waits.
+std::optional<uint32_t> GradientAccumulator::FirstMissingRank(const Delivery& delivery) const {
+  for (const Entry& entry : turns_.CellsIn(delivery.range)) {
+    const Turn missing = turns_.FirstMissing(delivery.range.partition, entry.second);
+    if (missing < delivery.turn) return missing.rank;
   }
-  return kNobody;
+  return std::nullopt;
 }
 
 // Moves contributions that wait for other ranks out of arenas that have no free piece, newest first. Skips ranks that have
@@ -552,39 +415,34 @@ void GradientAccumulator::SpillToOverflow() {
     blocked_ = blocked_ || fault_.ok();
     return;
   }
-  Ids newest_first(io_.memory());
-  for (auto it = contributions_.rbegin(); it != contributions_.rend(); ++it) {
-    const Contribution& contribution = it->second;
-    if (contribution.state != State::kArena || contribution.passes > 0) continue;
-    if (IsClosed(contribution.delivery.rank)) continue;
-    newest_first.push_back(it->first);
-  }
-  for (const Id id : newest_first) {
-    const Contribution& contribution = contributions_.at(id);
+  for (auto it = contributions_.rbegin(); it != contributions_.rend();) {
+    const auto& [id, contribution] = *it;
     const Delivery& delivery = contribution.delivery;
-    if (FreePieces(delivery.rank, delivery.grad_arena_bytes) > 0) continue;
-    const uint32_t missing_rank = FirstMissingRank(contribution);
-    if (missing_rank == kNobody || Spill(id)) continue;
-    if (members_.is_detached(missing_rank)) Refuse(id, missing_rank);
+    const bool waits = contribution.state == State::kArena && contribution.additions == 0 &&
+                       !turns_.ranks()[delivery.turn.rank].is_closed();
+    std::optional<uint32_t> missing_rank;
+    if (waits && FreePieces(delivery) == 0) missing_rank = FirstMissingRank(delivery);
+    const bool is_refused = missing_rank && !Spill(id) && members_.is_detached(*missing_rank) &&
+                            Refuse(id, *missing_rank);
+    if (!is_refused) ++it;
   }
 }
 
 // Moves a contribution to an overflow slot. False if the rank has no free overflow slot.
-bool GradientAccumulator::Spill(Id id) {
+bool GradientAccumulator::Spill(ContributionId id) {
   Contribution& contribution = contributions_.at(id);
   const Delivery& delivery = contribution.delivery;
-  auto& used = overflow_used_[delivery.rank];
-  const auto free = std::find(used.begin(), used.end(), false);
+  auto& used = overflow_used_[delivery.turn.rank];
+  const auto free = std::ranges::find(used, false);
   if (free == used.end()) return false;
   *free = true;
   contribution.slot = static_cast<uint32_t>(free - used.begin());
   contribution.state = State::kMoving;
-  const TaskId task = io_.Start(
-      TaskKind::kMoveGradient, delivery.command.session,
-      CopyToStepArena{.session = delivery.command.session,
-                      .grad_offset_bytes = delivery.arena_offset_bytes,
-                      .step_offset_bytes = OverflowOffset(delivery.rank, *contribution.slot),
-                      .bytes = BytesOf(delivery)});
+  const TaskId task = io_.Start(TaskKind::kMoveGradient, delivery.command.session,
+                                CopyToStepArena{.session = delivery.command.session,
+                                                .grad_offset_bytes = delivery.arena_offset_bytes,
+                                                .step_offset_bytes = OverflowOffset(contribution),
+                                                .bytes = BytesOf(delivery.range)});
   moving_.emplace(task, id);
   return true;
 }
@@ -593,51 +451,43 @@ void GradientAccumulator::OnMoved(const TaskDone& done) {
   const auto node = moving_.extract(done.task);
   FOREBAY_CHECK(!node.empty());
   Contribution& contribution = contributions_.at(node.mapped());
-  const Delivery delivery = contribution.delivery;
+  const Range range = contribution.delivery.range;
   contribution.state = State::kOverflow;
   AnswerOnce(contribution, absl::OkStatus());
-  TryAddRange(delivery.partition, delivery.begin, delivery.end);
+  TryAddRange(range);
   SpillToOverflow();
 }
 
-// Refuses a contribution, so that the rank may deliver the range again. Does nothing if a part of the contribution was added
-// already.
-void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
-  Contribution& contribution = contributions_.at(id);
-  const Delivery delivery = contribution.delivery;
-  if (contribution.elems_left < delivery.end - delivery.begin) return;
-  AnswerOnce(
-      contribution,
-      MakeError(ErrorId::kRankLost,
-                absl::StrCat("the gradient of rank ", layout_->WorldRank(delivery.rank), " for ",
-                             layout_->DescribePartition(delivery.partition), " in step ", step_,
-                             " waits for rank ", missing_rank, ", which has detached"),
-                "attach that rank again"));
-  Cells& cells = partitions_[delivery.partition].cells;
-  for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
-       ++it) {
-    it->second.waiting.erase({.pass = delivery.pass, .rank = delivery.rank});
-  }
-  contributions_.erase(id);
-  --delivered_total_;
-  // Removes the range from the merged range that holds it.
-  Ranges& ranges = delivered_[delivery.rank];
-  const auto range = std::prev(ranges.upper_bound({delivery.partition, delivery.begin}));
-  const uint64_t end = std::exchange(range->second, delivery.begin);
-  if (range->first.begin == delivery.begin) ranges.erase(range);
-  if (delivery.end < end) ranges.emplace(Place{delivery.partition, delivery.end}, end);
+// Refuses a contribution, so that the rank may deliver the range again. False if a part of the contribution was added already.
+bool GradientAccumulator::Refuse(ContributionId id, uint32_t missing_rank) {
+  const Contribution& contribution = contributions_.at(id);
+  const Range range = contribution.delivery.range;
+  const Turn turn = contribution.delivery.turn;
+  if (contribution.elems_left < range.end - range.begin) return false;
+  Delete(id, MakeError(ErrorId::kRankLost,
+                       absl::StrCat("the gradient of rank ", layout_->WorldRank(turn.rank), " for ",
+                                    layout_->DescribePartition(range.partition), " in step ", step_,
+                                    " waits for rank ", missing_rank, ", which has detached"),
+                       "attach that rank again"));
+  turns_.Remove(range, turn);
+  return true;
 }
 
 // ------------------------------------------------------------------------------------------- ranks
 
 void GradientAccumulator::CloseRank(uint32_t rank) {
-  closed_[rank] = true;
-  TryAddAll();
-  SpillToOverflow();
-  TryNorms();
+  turns_.ranks()[rank].has_called = true;
+  Advance();
 }
 
-void GradientAccumulator::ReopenRanks() { closed_.assign(members_.world_size(), false); }
+void GradientAccumulator::ReopenRanks() {
+  for (GradientTurns::Rank& rank : turns_.ranks()) rank.has_called = false;
+}
+
+void GradientAccumulator::OnRankDetached(const absl::Status& status) {
+  SpillToOverflow();
+  if (layout_->is_shared()) norms_.RefuseWaiting(status);
+}
 
 void GradientAccumulator::AnswerSession(SessionId session, const absl::Status& status) {
   for (auto& [id, contribution] : contributions_) {
@@ -647,73 +497,57 @@ void GradientAccumulator::AnswerSession(SessionId session, const absl::Status& s
 
 void GradientAccumulator::Drop(const absl::Status& status) {
   for (auto& [id, contribution] : contributions_) AnswerOnce(contribution, status);
-  AnswerNorms(status);
-  Forget();
+  if (!norms_.empty()) {
+    const absl::Status dropped =
+        !status.ok()   ? status
+        : !fault_.ok() ? fault_
+                       : MakeError(ErrorId::kGradDropped,
+                                   absl::StrCat("the gradients of step ", step_, " were dropped"),
+                                   "run forward and backward again");
+    norms_.AnswerAll(dropped);
+  }
+  Reset();
 }
 
 bool GradientAccumulator::reduced() const {
-  if (!adding_.empty() || !summing_.empty() || !moving_.empty() || !norms_.empty()) return false;
-  return unsummed_cells_ == 0 && AllClosed();
+  const bool is_busy = !adding_.empty() || !moving_.empty() || !norms_.empty();
+  return !is_busy && turns_.unsummed() == 0 && turns_.AreAllClosed();
 }
 
 bool GradientAccumulator::UsesArenaOf(SessionId session) const {
-  return std::any_of(contributions_.begin(), contributions_.end(), [session](const auto& entry) {
+  return std::ranges::any_of(contributions_, [session](const auto& entry) {
     return entry.second.state != State::kOverflow &&
            entry.second.delivery.command.session == session;
   });
 }
 
-cpu_adam::SquareSum GradientAccumulator::Squares() const {
-  cpu_adam::SquareSum squares;
-  for (size_t i = 0; i < partitions_.size(); ++i) {
-    if (layout_->partitions()[i].replica != 0) continue;
-    for (const auto& [elem, cell] : partitions_[i].cells) squares.Merge(cell.squares);
-  }
-  return squares;
-}
-
 uint64_t GradientAccumulator::unanswered(SessionId session) const {
-  const auto count =
-      std::count_if(contributions_.begin(), contributions_.end(), [session](const auto& entry) {
-        return !entry.second.answered && entry.second.delivery.command.session == session;
-      });
-  const auto norms = std::ranges::count_if(norms_, [session](const Norm& norm) {
-    return !norm.answered && norm.command.session == session;
+  const auto count = std::ranges::count_if(contributions_, [session](const auto& entry) {
+    return !entry.second.answered && entry.second.delivery.command.session == session;
   });
-  return static_cast<uint64_t>(count + norms);
+  return static_cast<uint64_t>(count) + norms_.unanswered(session);
 }
 
 void GradientAccumulator::CheckInvariants() const {
-  std::map<Id, uint64_t> waiting_elems;
-  uint64_t unsummed = 0;
-  for (uint32_t partition = 0; partition < partitions_.size(); ++partition) {
-    uint64_t last_end = 0;
-    for (const auto& [begin, cell] : partitions_[partition].cells) {
-      FOREBAY_CHECK(begin >= last_end && begin < cell.end);
-      last_end = cell.end;
-      if (!cell.summed) ++unsummed;
-      FOREBAY_CHECK(!cell.summed ||
-                    (cell.waiting.empty() && cell.next.rank == FirstRank(partition)));
+  turns_.CheckInvariants();
+  std::map<ContributionId, uint64_t> waiting_elems;
+  for (uint32_t partition = 0; partition < turns_.partitions(); ++partition) {
+    for (const auto& [begin, cell] : turns_.CellsIn({.partition = partition, .end = UINT64_MAX})) {
       for (const auto& [turn, id] : cell.waiting) {
-        const Delivery& delivery = contributions_.at(id).delivery;
-        FOREBAY_CHECK(turn >= cell.next && turn == (Turn{delivery.pass, delivery.rank}));
-        FOREBAY_CHECK(turn.pass <= std::min(cell.newest_pass, passes_[turn.rank]));
+        FOREBAY_CHECK(contributions_.at(id).delivery.turn == turn);
         waiting_elems[id] += cell.end - begin;
       }
     }
   }
-  FOREBAY_CHECK(unsummed == unsummed_cells_);
-  uint64_t slots = 0;
+  int64_t slots = 0;
   for (const auto& [id, contribution] : contributions_) {
-    const bool waits = contribution.passes == 0 && fault_.ok();
+    const bool waits = contribution.additions == 0 && fault_.ok();
     if (waits) FOREBAY_CHECK(waiting_elems[id] == contribution.elems_left);
     FOREBAY_CHECK((contribution.state == State::kArena) == !contribution.slot.has_value());
     FOREBAY_CHECK(contribution.answered || contribution.state != State::kOverflow);
-    if (contribution.slot) ++slots;
+    slots += contribution.slot ? 1 : 0;
   }
-  for (const auto& used : overflow_used_) {
-    slots -= static_cast<uint64_t>(std::count(used.begin(), used.end(), true));
-  }
+  for (const auto& used : overflow_used_) slots -= std::ranges::count(used, true);
   FOREBAY_CHECK(slots == 0);
 }
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds the gradients of the step that is being gathered, and tracks the ranges that each rank has delivered.
+// Adds the gradients of the step that is being gathered, in an order that does not depend on their arrival.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <memory_resource>
@@ -21,6 +20,8 @@
 #include "daemon/core/base/limits.h"
 #include "daemon/core/plan/memory_plan.h"
 #include "daemon/core/sessions/membership.h"
+#include "daemon/core/step/gradient_norms.h"
+#include "daemon/core/step/gradient_turns.h"
 #include "daemon/core/update/step_pipeline.h"
 #include "daemon/core/update/sum_pages.h"
 #include "protocol/layout.h"
@@ -29,62 +30,72 @@ namespace forebay::daemon {
 
 // An element's gradient is the sum of its ranks' contributions in all their backward passes, in float32. Contributions are
 // added in the order of turns, independent of the order of arrival: the first passes of all ranks in rank order, then the
-// second passes, and so on. So the bits do not depend on timing.
+// second passes, and so on. So the bits do not depend on timing. GradientTurns tracks the turns.
 //
 // A contribution is a range of a partition in one pass (wire.h). With shared attachment every rank contributes to every
-// partition. With sharded attachment only the owner contributes, so that no contribution waits for another rank. A range is
-// summed at once when every rank has delivered it in a pass, or has no more deliveries in that pass. Before that, contributions
-// that have arrived in order are added if one of their ranks has fewer than two free pieces in its arena. A contribution that
-// must wait for another rank's turn while its arena has no free piece moves to one of its rank's overflow slots. If these slots
-// are full, the contribution waits in the arena. A contribution waits for earlier turns only. So the rank whose turn is the
-// earliest never waits, and ranks cannot deadlock. The ranks may deliver in any order and have different numbers of passes.
+// partition. With sharded attachment only the owner contributes, so that no contribution waits for another rank.
+//
+// States of a contribution (State)
+//   kArena     Its bytes are in the arena of its rank's session. It waits for its turn, or is being added.
+//   kMoving    It waits for another rank's turn, and its arena had no free piece. Its bytes are copied to an overflow slot.
+//   kOverflow  Its bytes are in the slot. It waits for its turn, or is being added. Its command is answered.
+//
+// States of a cell, which is added at once (GradientTurns::Phase)
+//   kGathering  Contributions are missing or wait. Contributions that have arrived in order are added before the cell is
+//               complete if one of their ranks has fewer than two free pieces in its arena.
+//   kAdding     A task adds contributions, or squares the sum.
+//   kSummed     Every rank has delivered the cell in the newest pass, or has no more deliveries in that pass, and the sum is
+//               complete. A further contribution changes the state to kGathering.
+//   kFinal      Like kSummed, and the newest contribution is of its rank's last pass: early updates may read the sum.
+//
+// Invariants
+//   1. The invariants of GradientTurns hold.
+//   2. A contribution that waits in a cell has the turn at which it waits.
+//   3. The cells in which a contribution waits have as many elements as the contribution has left, unless a task adds the
+//      contribution or the attempt has a fault.
+//   4. A contribution has a slot in the states kMoving and kOverflow. Each used slot belongs to one contribution.
+//   5. A contribution in the state kOverflow is answered.
+//
+// Example: two ranks and a shared partition of 8192 elements
+//   1. Rank 1 delivers [0, 8192). The cell [0, 8192) waits for rank 0.
+//   2. Rank 0 delivers [4096, 8192), which cuts the cell at 4096. No turn is missing in [4096, 8192): a task adds rank 0 and
+//      then rank 1. Rank 1's contribution has 4096 elements left.
+//   3. Rank 0 delivers [0, 4096). A task adds rank 0 and then rank 1. Rank 1's command is answered.
+//   If rank 0 delivers first, the tasks are the same: each adds rank 0 and then rank 1.
+//
+// Example: rank 1 has an arena of three pieces, and rank 0 has delivered nothing
+//   1. Rank 1 delivers A, B and C. No piece is free, so C moves to overflow slot 0. At the end of the copy the command of C is
+//      answered, and one piece is free.
+//   2. Rank 1 delivers D, which moves to slot 1, and then E. Both slots are used, so E waits in the arena like A and B.
+//   3. Rank 0 delivers A. A task adds rank 0 and then rank 1, and rank 1's A is answered. Rank 0 never waits for room, because
+//      its turn is the earliest. So ranks cannot deadlock, whatever the order of deliveries and the number of passes.
 //
 // If accumulators have 16 bits, the first contribution of a further pass stops all additions until float32 accumulators have
-// memory (needs_float_sums). The sums in the old accumulators are added to the new ones.
-//
-// Contributions to a partition wait while blocks of the step before are updated from its accumulator. Contributions to a range
-// also wait while an early update reads the range. If accumulators are paged (SumPages), each cell lies on one page, and its
-// contributions wait until that page is resident.
-//
-// Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
+// memory (needs_float_sums). The sums in the old accumulators are added to the new ones. Contributions to a partition wait
+// while blocks of the step before are updated from its accumulator. Contributions to a range wait while an early update or a
+// norm reads the range, and until its page of sums is resident (SumPages).
 //
 // A contribution or a sum that is not finite ends the attempt. fault() returns the error, additions stop, and the caller drops
 // all contributions.
 class GradientAccumulator {
  public:
   struct Delivery {
-    uint32_t rank = 0;
-    uint32_t partition = 0;
-    uint64_t begin = 0;  // range in elements of the partition
-    uint64_t end = 0;
+    SumPages::Range range;
+    Turn turn;
     uint64_t arena_offset_bytes = 0;
     uint64_t grad_arena_bytes = 0;  // bytes of the session's arena for gradients
-    uint32_t pass = 0;              // backward pass of its rank in this attempt
     CommandId command;
   };
 
   GradientAccumulator(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                       const MemoryPlan& plan, const Membership& members, StepPipeline& pipeline);
 
-  // Pass and rank of a contribution. Turns compare in the order of addition.
-  struct Turn {
-    uint32_t pass = 0;
-    uint32_t rank = 0;
-
-    auto operator<=>(const Turn&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
-  };
+  const GradientTurns& turns() const { return turns_; }
+  GradientNorms& norms() { return norms_; }
 
   // Records that later deliveries of the rank belong to its last backward pass.
-  void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
-  // A range whose sum has become final (`is_last`), or is no longer final. A sum is final only if the newest contribution is of
-  // its rank's last pass.
-  struct SumChange {
-    uint32_t partition = 0;
-    uint64_t begin = 0;
-    uint64_t end = 0;
-    bool is_last = false;
-  };
-  std::pmr::vector<SumChange> DrainSumChanges() { return std::exchange(sum_changes_, {}); }
+  void BeginLastPass(uint32_t rank) { turns_.ranks()[rank].is_in_last_pass = true; }
+  std::pmr::vector<GradientTurns::SumChange> DrainSumChanges() { return turns_.DrainSumChanges(); }
 
   // Handles a checked kGradReady of `step`. The command is answered when its bytes in the arena are free again, or at once with
   // an error.
@@ -98,8 +109,6 @@ class GradientAccumulator {
   // The command is answered when the gradient is summed, with shared attachment over all ranks, or with the error that ends the
   // attempt.
   void AskNorm(const CommandId& command, uint32_t rank, uint32_t param);
-  void DropNorms(SessionId session, const absl::Status& status);
-  void RefuseWaitingNorms(const absl::Status& status);  // refuses norms whose tasks have not begun
 
   // True if a further pass waits for sums in float32.
   bool needs_float_sums() const { return needs_float_sums_; }
@@ -113,10 +122,8 @@ class GradientAccumulator {
   // Ends the attempt with `status`, because sums are lost.
   void Fail(const absl::Status& status) { fault_.Update(status); }
 
-  // Handle tasks that have ended, other than stale ones (JobTasks::NewEpoch).
-  void OnAdded(const TaskDone& done);
-  void OnMoved(const TaskDone& done);
-  void OnSummed(const TaskDone& done);
+  // Handles a task that has ended, other than a stale one (JobTasks::NewEpoch).
+  void OnTask(TaskKind kind, const TaskDone& done);
 
   // Starts additions that waited for the end of stale tasks, for the update of the step before, or for pages of sums.
   void Pump();
@@ -125,159 +132,85 @@ class GradientAccumulator {
   void CloseRank(uint32_t rank);
   void ReopenRanks();  // every step call was refused
 
-  // Handles a rank that has detached. Contributions that would wait for this rank without end, because arena and overflow are
-  // full, are refused with E_RANK_LOST.
-  void OnRankDetached() { SpillToOverflow(); }
+  // Handles a rank that has detached. With shared attachment, norms that wait are refused with `status`. Contributions that
+  // would wait for this rank without end, because arena and overflow are full, are refused with E_RANK_LOST.
+  void OnRankDetached(const absl::Status& status);
 
-  // Answers the waiting commands of one session. Its contributions are retained.
+  // Answers the waiting deliveries of one session. Its contributions are retained.
   void AnswerSession(SessionId session, const absl::Status& status);
 
-  // Answers all waiting commands with `status`, and deletes all contributions. Tasks may still run: the caller makes these
-  // tasks stale.
+  // Answers all waiting commands with `status`, and deletes all contributions. Follows a change of the plan and of the world
+  // size. Tasks may still run: the caller makes these tasks stale.
   void Drop(const absl::Status& status);
 
-  // Deletes all contributions, because the plan and the world size have changed. Called while no task runs.
-  void OnWorldChanged() { Forget(); }
-
-  bool has_norms() const { return !norms_.empty(); }
-  bool empty() const { return delivered_total_ == 0; }
-  bool has_delivered(uint32_t rank) const { return !delivered_[rank].empty(); }
-  bool has_asked(uint32_t rank) const { return asked_[rank]; }
-  // Number of elements of [begin, end) of a partition that the rank has delivered.
-  uint64_t DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin, uint64_t end) const;
+  bool empty() const { return turns_.empty(); }
   // True if the rank has delivered some of the range in its pass `turn.pass`.
-  bool HasTaken(Turn turn, uint32_t partition, uint64_t begin, uint64_t end) const;
+  bool HasTaken(const Turn& turn, const SumPages::Range& range) const;
   // True if all ranks have called step (or have ended their delivery with AskNorm()), all contributions are summed, no task
   // runs, and no norm is pending.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
   const absl::Status& fault() const { return fault_; }
-  // Exact sum of the squares of all gradients. Replicas count once.
-  cpu_adam::SquareSum Squares() const;
 
   // Returns the number of commands that are not answered yet, for CheckInvariants().
   uint64_t unanswered(SessionId session) const;
   void CheckInvariants() const;
 
  private:
+  using Range = SumPages::Range;
+  using Cell = GradientTurns::Cell;
+  using Entry = GradientTurns::Entry;  // first element of a cell, and the cell
+  using Phase = GradientTurns::Phase;
+  using Sum = GradientTurns::Sum;
+  using Ids = std::pmr::vector<ContributionId>;
+
   enum class State : uint8_t { kArena, kMoving, kOverflow };
-  using Id = uint64_t;  // id of a contribution, ascending in the order of arrival
 
   struct Contribution {
     Delivery delivery;
     State state = State::kArena;
     bool answered = false;
-    std::optional<uint32_t> slot = {};  // overflow slot of the contribution
+    std::optional<uint32_t> slot = {};  // overflow slot
     uint64_t elems_left = 0;            // number of elements not added yet
-    uint32_t passes = 0;                // running tasks that read the contribution
+    uint32_t additions = 0;             // running tasks that add the contribution
   };
 
-  using Ids = std::pmr::vector<Id>;
-
-  struct CellState {
-    uint64_t end = 0;
-    Turn next = {};            // earlier turns are added, being added, or zero
-    uint32_t newest_pass = 0;  // newest pass of all contributions
-    bool adding = false;
-    bool has_sum = false;       // the accumulator holds a sum
-    bool narrow = false;        // the sum is in the old 16-bit accumulator
-    bool summed = false;        // the sum and its squares include all ranks
-    bool is_last_pass = false;  // the newest contribution belongs to a last pass
-    bool counted = false;       // reported with SumChange::is_last
-    cpu_adam::SquareSum squares = {};
-  };
-  // A range that each contribution either covers completely or does not touch.
-  struct Cell : CellState {
-    std::pmr::map<Turn, Id> waiting;
-  };
-  using Cells = std::pmr::map<uint64_t, Cell>;  // cells by their first element
-
-  struct Partition {
-    Cells cells;
-  };
-
-  // A task that adds contributions to, or squares the sums of, a range of a partition.
-  struct Pass {
-    uint32_t partition = 0;
-    uint64_t begin = 0;
-    uint64_t end = 0;
+  // A task that adds contributions to a range of a partition, or squares its sums.
+  struct Addition {
+    Range range;
+    Ids sources = {};     // in the order of turns
     bool widens = false;  // the first source is the cell's narrow accumulator
-    Ids sources = {};     // contributions in the order of turns
     bool completes = false;
   };
-  struct Range {
-    uint32_t partition = 0;
-    uint64_t begin = 0;
-    uint64_t end = 0;
-  };
-  struct Norm {
-    CommandId command;
-    std::pmr::vector<protocol::BoxPlace> boxes;
-    std::pmr::vector<Range> ranges;      // parts of the boxes with a sum
-    std::pmr::deque<Range> waiting;      // part of `ranges` whose tasks have not begun
-    std::pmr::map<TaskId, Range> tasks;  // running tasks
-    cpu_adam::SquareSum squares = {};
-    bool started = false;
-    bool answered = false;  // answered already, because the session has ended
-  };
-  struct Place {
-    uint32_t partition = 0;
-    uint64_t begin = 0;
 
-    auto operator<=>(const Place&) const = default;  // NOLINT(modernize-use-nullptr): of clang 14
-  };
-
-  using Ranges = std::pmr::map<Place, uint64_t>;  // ends of ranges; adjacent ranges are merged
-
-  static constexpr uint32_t kNobody = UINT32_MAX;
-  static constexpr Turn kNoTurn = {.pass = UINT32_MAX, .rank = UINT32_MAX};
-
-  // True if the contribution of the turn is added, is being added, counts as zero, or waits.
-  static bool HasTurn(const Cell& cell, Turn turn);
   absl::Status RepeatError(const Delivery& delivery) const;
-  void Cut(uint32_t partition, uint64_t begin, uint64_t end);
-  void SplitAt(uint32_t partition, uint64_t elem);
-  void AddDelivered(uint32_t rank, Place place, uint64_t end);
-  bool IsClosed(uint32_t rank) const { return closed_[rank] || asked_[rank]; }
-  bool AllClosed() const;
-  // Returns the first turn that may still arrive for a cell, or kNoTurn if no turn is missing.
-  Turn FirstMissing(uint32_t partition, const Cell& cell) const;
-  template <typename Visit>
-  void ForEachCell(const protocol::BoxPlace& place, Visit visit) const;
-  bool IsSummed(const protocol::BoxPlace& place) const;
-  void AddSummed(const protocol::BoxPlace& place, std::pmr::vector<Range>& ranges) const;
-  // True if a norm reads some of the range, so that no contribution is added to the range.
-  bool ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const;
-  void TryNorms();
-  void StartNorm(Norm& norm);
-  void AnswerNorms(const absl::Status& status);
+  absl::Status NonfiniteError(const std::string& what, uint32_t partition, const char* fault) const;
+  uint64_t BytesOf(const Range& range) const;
   bool MayStart() const;
-  SumPages::Need NeedOf(const Pass& pass) const;
-  void TryAdd(uint32_t partition, uint64_t begin);
-  void TryAddRange(uint32_t partition, uint64_t begin, uint64_t end);
+  SumPages::Need NeedOf(const Addition& addition) const;
+  void TryAdd(uint32_t partition, Entry& entry);
+  void TryAddRange(const Range& range);
   void TryAddAll();
-  bool IsCrowded(Id id) const;
-  void MakeRoom(uint32_t rank, uint64_t grad_arena_bytes);
-  uint64_t FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const;
+  void TryNorms();
+  void Advance();
+  void MakeRoom(const Delivery& delivery);
+  // Returns how many pieces are free in the arena of the delivery's rank.
+  uint64_t FreePieces(const Delivery& delivery) const;
   // True if less than half of the rank's pieces are free, so that its deliveries soon lack room.
-  bool HoldsHalf(uint32_t rank, uint64_t grad_arena_bytes) const;
-  void StartPass(uint32_t partition, Cells::iterator cell, Pass pass);
-  void StartSum(uint32_t partition, Cells::iterator cell);
-  void SetSummed(uint32_t partition, uint64_t begin, Cell& cell);
-  void ClearSummed(uint32_t partition, uint64_t begin, Cell& cell);
-  void EndPass(const Pass& pass, const TaskDone& done);
-  void Release(Id id);
+  bool HoldsHalf(const Delivery& delivery) const;
+  void StartAddition(Cell& cell, Addition addition);
+  void OnAdded(const TaskDone& done);
+  void OnMoved(const TaskDone& done);
+  void OnSummed(const TaskDone& done);
+  void EndAddition(const Addition& addition, const TaskDone& done);
   void SpillToOverflow();
-  bool Spill(Id id);
-  void Refuse(Id id, uint32_t missing_rank);
-  uint32_t FirstMissingRank(const Contribution& contribution) const;
+  bool Spill(ContributionId id);
+  uint64_t OverflowOffset(const Contribution& contribution) const;
+  bool Refuse(ContributionId id, uint32_t missing_rank);
+  std::optional<uint32_t> FirstMissingRank(const Delivery& delivery) const;
   void AnswerOnce(Contribution& contribution, const absl::Status& status);
-  void Forget();
-  uint64_t BytesOf(const Delivery& delivery) const;
-  uint64_t OverflowOffset(uint32_t rank, uint32_t slot) const;
-  // Ranks from FirstRank() to EndRank() - 1 contribute to the partition.
-  uint32_t FirstRank(uint32_t partition) const;
-  uint32_t EndRank(uint32_t partition) const;
+  void Delete(ContributionId id, const absl::Status& status);
+  void Reset();
 
   JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
@@ -285,24 +218,15 @@ class GradientAccumulator {
   const Membership& members_;
   StepPipeline& pipeline_;
   uint64_t step_ = 0;
-  std::vector<Partition> partitions_;
-  std::vector<bool> closed_;       // by rank: true if it has called step
-  std::vector<bool> asked_;        // by rank: true if it has asked for a norm of the job's gradient
-  std::vector<uint32_t> passes_;   // current backward pass, by rank
-  std::vector<Ranges> delivered_;  // delivered ranges of all passes, by rank
-  uint64_t delivered_total_ = 0;
-  uint64_t unsummed_cells_ = 0;
+  GradientTurns turns_;
+  GradientNorms norms_;
+  std::pmr::map<ContributionId, Contribution> contributions_;  // contributions not completely added
+  ContributionId last_id_ = 0;
   std::vector<std::array<bool, kOverflowSlotsPerRank>> overflow_used_;  // by rank
-  std::pmr::map<Id, Contribution> contributions_;  // contributions not completely added
-  Id last_id_ = 0;
-  std::pmr::map<TaskId, Pass> adding_;
-  std::pmr::map<TaskId, Pass> summing_;
-  std::vector<Norm> norms_;
-  std::pmr::map<TaskId, Id> moving_;
+  std::pmr::map<TaskId, ContributionId> moving_;
+  std::pmr::map<TaskId, Addition> adding_;
   std::vector<uint64_t> narrow_offsets_;  // offsets of the old 16-bit accumulators, by partition
   bool needs_float_sums_ = false;
-  std::vector<bool> in_last_pass_;  // by rank
-  std::pmr::vector<SumChange> sum_changes_;
   // Partitions whose accumulators hold sums of the step before, or are being read.
   std::pmr::set<uint32_t> not_updated_;
   bool blocked_ = false;  // an addition waits for stale tasks or for float32 sums

@@ -229,8 +229,8 @@ absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> prese
     if (!protocol::IsPresent(presence, place.box.param)) continue;
     if (!layout.is_shared() && layout.partitions()[place.partition].owner != rank) continue;
     const uint64_t elems = place.box.elems();
-    const uint64_t delivered = gradients_.DeliveredElems(
-        rank, place.partition, place.partition_elem, place.partition_elem + elems);
+    const uint64_t delivered = gradients_.turns().Delivered(
+        rank, {place.partition, place.partition_elem, place.partition_elem + elems});
     if (delivered == elems) continue;
     return MakeError(
         ErrorId::kGradPartial,
@@ -388,7 +388,7 @@ void Step::Decide() {
   double scale = ScaleOf(call);
   StepAnswers::Decided decided{.overflowed = of_nodes ? of_nodes->head.overflowed : 0};
   if (call.request.max_grad_norm > 0) {
-    const double squares = of_nodes ? nodes_.squares() : gradients_.Squares().ToDouble();
+    const double squares = of_nodes ? nodes_.squares() : gradients_.turns().Squares().ToDouble();
     decided.norm = std::sqrt(squares) * std::abs(call.request.grad_scale) / addends();
     const double clip = call.request.max_grad_norm / (decided.norm + kClipEps);
     decided.clipped = clip < 1.0;
@@ -489,9 +489,7 @@ void Step::OnDurable() {
 
 absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
   if (!done.status.ok()) return done.status;
-  if (kind == TaskKind::kAddGradients) gradients_.OnAdded(done);
-  if (kind == TaskKind::kMoveGradient) gradients_.OnMoved(done);
-  if (kind == TaskKind::kSumGradient) gradients_.OnSummed(done);
+  gradients_.OnTask(kind, done);
   return absl::OkStatus();
 }
 
@@ -533,7 +531,7 @@ void Step::Advance(bool may_update_early) {
   if (const absl::Status lost = pipeline_.sums().DrainError(); !lost.ok()) gradients_.Fail(lost);
   if (phase_ == Phase::kOpen) DropFaulty();
   if (phase_ != Phase::kFailed)
-    pipeline_.sums().Pump(pipeline_.early().has_work() && !gradients_.has_norms());
+    pipeline_.sums().Pump(pipeline_.early().has_work() && gradients_.norms().empty());
   PumpGradients();
   if (phase_ != Phase::kFailed) FollowSums();
   if (may_update_early) UpdateEarly();
@@ -549,7 +547,7 @@ void Step::PumpGradients() {
 void Step::AdvanceUpdate() {
   if (phase_ == Phase::kFailed) return;
   pipeline_.Pump();
-  pipeline_.sums().Pump(pipeline_.early().has_work() && !gradients_.has_norms());
+  pipeline_.sums().Pump(pipeline_.early().has_work() && gradients_.norms().empty());
   if (!pipeline_.done()) return;
   if (phase_ == Phase::kMasters) {
     EndMasters();
@@ -559,13 +557,12 @@ void Step::AdvanceUpdate() {
 }
 
 bool Step::HasContributed(const Session& session) const {
-  return gradients_.has_delivered(session.rank) || barrier_.has(session.rank) ||
+  return gradients_.turns().has_delivered(session.rank) || barrier_.has(session.rank) ||
          session.step_being_copied;
 }
 
 void Step::OnRankDetached(uint32_t rank) {
-  gradients_.OnRankDetached();
-  if (spec_.layout->is_shared()) gradients_.RefuseWaitingNorms(DetachedError(rank));
+  gradients_.OnRankDetached(DetachedError(rank));
   RefuseCalls(DetachedError(rank));
 }
 
@@ -600,7 +597,7 @@ void Step::DropForNewWorld() {
 
 void Step::OnWorldChanged() {
   FOREBAY_CHECK(phase_ == Phase::kOpen && gradients_.empty() && barrier_.by_rank().empty());
-  gradients_.OnWorldChanged();
+  gradients_.Drop(absl::OkStatus());
   pipeline_.early().ForgetSums();
   announcement_.Reset();
   extra_.OnWorldChanged();
@@ -608,7 +605,7 @@ void Step::OnWorldChanged() {
 }
 
 void Step::AnswerWaiting(Session& session, const absl::Status& status) {
-  gradients_.DropNorms(session.id, status);
+  gradients_.norms().AnswerSession(session.id, status);
   if (session.step_being_copied) io_.Answer(session.IdOf(*session.step_being_copied), status);
   session.step_being_copied.reset();
   std::erase_if(initial_done_, [&](const CommandId& command) {

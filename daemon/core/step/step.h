@@ -174,7 +174,7 @@ class Step {
   void BeginAttempt(uint64_t attempt, const absl::Status& status);
   void AnswerCall(const StepCall& call, const absl::Status& status, uint16_t flags = 0);
   bool HasTaken(const Session& session, const protocol::Command& command) const;
-  uint64_t GradientEnd(const protocol::Command& command) const;  // end of the range, in elements
+  SumPages::Range RangeOf(const protocol::Command& command) const;  // range of a gradient
   void FollowAttempt(const Session& session, const protocol::Command& command);
   void DropFaulty();
   absl::Status DroppedError(uint64_t attempt) const {

@@ -49,8 +49,8 @@ void Step::Announce(uint32_t rank, StepCall call) {
 }
 
 void Step::FollowSums() {
-  for (const GradientAccumulator::SumChange& change : gradients_.DrainSumChanges()) {
-    pipeline_.early().CountSums(change.partition, change.begin, change.end, change.is_last);
+  for (const auto& [range, is_last] : gradients_.DrainSumChanges()) {
+    pipeline_.early().CountSums(range.partition, range.begin, range.end, is_last);
   }
 }
 

@@ -46,7 +46,7 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   FollowAttempt(session, command);
-  if (gradients_.has_asked(session.rank)) {
+  if (gradients_.turns().ranks()[session.rank].has_asked) {
     io_.Answer(id, MakeError(ErrorId::kStep,
                              absl::StrCat("rank ", spec_.layout->WorldRank(session.rank),
                                           " has asked for a norm in step ", command.step,
@@ -56,13 +56,10 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   if (gradients_.empty()) attempts_.RecordOpen(attempts_.newest() + 1, committed_step_ + 1);
-  gradients_.Deliver(command.step, {.rank = session.rank,
-                                    .partition = command.partition,
-                                    .begin = command.element_offset,
-                                    .end = GradientEnd(command),
+  gradients_.Deliver(command.step, {.range = RangeOf(command),
+                                    .turn = {.pass = command.kind, .rank = session.rank},
                                     .arena_offset_bytes = command.arena_offset_bytes,
                                     .grad_arena_bytes = session.request.grad_arena_bytes,
-                                    .pass = command.kind,
                                     .command = id});
 }
 
@@ -74,13 +71,12 @@ bool Step::HasTaken(const Session& session, const Command& command) const {
   if (command.attempt != attempts_.newest()) return false;
   if (HasCalled(session)) return true;
   if (static_cast<protocol::Op>(command.op) != protocol::Op::kGradReady) return false;
-  return gradients_.HasTaken({.pass = command.kind, .rank = session.rank}, command.partition,
-                             command.element_offset, GradientEnd(command));
+  return gradients_.HasTaken({.pass = command.kind, .rank = session.rank}, RangeOf(command));
 }
 
-uint64_t Step::GradientEnd(const Command& command) const {
-  return command.element_offset +
-         command.length_bytes / protocol::SizeBytes(spec_.layout->grad_dtype());
+SumPages::Range Step::RangeOf(const Command& command) const {
+  const uint64_t elems = command.length_bytes / protocol::SizeBytes(spec_.layout->grad_dtype());
+  return {command.partition, command.element_offset, command.element_offset + elems};
 }
 
 void Step::HandleGradNorm(Session& session, const Command& command) {

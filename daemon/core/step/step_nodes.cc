@@ -26,7 +26,7 @@ StepSummary Step::SummaryOfNode() const {
                                .params = static_cast<uint32_t>(layout.params().size()),
                                .scalars = nodes_.ScalarsOf(barrier_.by_rank().begin()->second),
                                .overflowed = answers_.unreported_overflow(),
-                               .squares = gradients_.Squares().Digits()},
+                               .squares = gradients_.turns().Squares().Digits()},
                       .present = std::vector<uint64_t>(words, 0),
                       .lacking = std::vector<uint64_t>(words, 0)};
   for (const auto& [rank, call] : barrier_.by_rank()) {
