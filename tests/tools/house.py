@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
+import house_classes
+
 ROOMS = ("protocol", "pinned_mem", "nvme", "cpu_adam", "gpu", "daemon", "client", "tools", "tests")
 DOWN = {  # rooms that each room may include in addition to itself
     "protocol": set(),
@@ -292,6 +294,16 @@ def check_cpp(source):
         yield 1, "pragma", "a header says #pragma once"
 
 
+def check_class(source):
+    """A class has few public methods and members, or a reason in house_classes.py."""
+    if not source.cpp or source.room == "tests":
+        return
+    for number, name, text in house_classes.large_classes("\n".join(source.code)):
+        if name not in house_classes.EXCEPTED:
+            limits = f"at most {house_classes.METHODS_MAX} and {house_classes.MEMBERS_MAX}"
+            yield number, "class", f"{text} ({limits}): split it by responsibility"
+
+
 def check_torn(source):
     """A declaration that the formatter broke because of a comment behind it."""
     if not source.cpp:
@@ -532,6 +544,11 @@ def check_licence(root, sources):
 def check_tree(root, sources):
     """Rules about files rather than lines: (path, line, rule, text)."""
     yield from check_licence(root, sources)
+    if (root / "tests" / "tools" / "house_classes.py").exists():  # the list is of this tree
+        code = "\n".join("\n".join(source.code) for source in sources if source.suffix == ".h")
+        large = {name for _, name, _ in house_classes.large_classes(code)}
+        for name in sorted(house_classes.EXCEPTED.keys() - large):
+            yield "tests/tools/house_classes.py", 1, "class", f"{name} is below the limits: take it off the list"
     yield from check_kernels(sources)
     yield from check_package(sources)
     yield from check_imports_of_tools(sources)
@@ -571,13 +588,13 @@ def check_tree(root, sources):
 
 CHECKS = (
     *(check_include, check_core, check_test_file, check_cpp),
-    *(check_torn, check_tests, check_text, check_opening),
+    *(check_class, check_torn, check_tests, check_text, check_opening),
 )
 
 
 def breaches(root):
     # Files that state the rules contain the words that the rules forbid.
-    own = {"tests/tools/house.py", "tests/tools/house_selftest.py"}
+    own = {f"tests/tools/{name}.py" for name in ("house", "house_classes", "house_selftest")}
     sources = [source for source in read_sources(root) if source.path not in own]
     for source in sources:
         for check in CHECKS:

@@ -16,6 +16,11 @@ import house  # noqa: E402
 
 TEST_HEAD = "// Goal    Something holds.\n// Method  It is tried.\n\n"
 
+METHOD = "  int F{0}(std::function<int(int)> f) const {{ return f({{1}}); }}\n"
+METHODS_25 = "".join(METHOD.format(number % 25) for number in range(50))
+METHODS_26 = METHODS_25 + METHOD.format(25)
+MEMBERS = "  std::function<void(int)> member_ = {};\n"
+
 CLEAN = {
     "CMakeLists.txt": "add_subdirectory(nvme)\n",
     "README.md": "# A house\n\nThe groups of a job are partitioned; a shard, CloseRank(), to recommend.\n",
@@ -34,6 +39,9 @@ CLEAN = {
     "template <typename Resource>\nvoid Retire(Resource resource);  // later\n"
     "app.policy(Policy::TakeAll());\n",
     "nvme/internal/map.h": "#pragma once\n",
+    "nvme/large.h": "#pragma once\nclass Large : public Base<1> {\n public:\n  enum class State { kA, kB };\n"
+    f"  explicit Large(int a) : a_(a) {{}}\n  Large(const Large&) = delete;\n{METHODS_25} private:\n{METHODS_26}"
+    f"  friend class Other;\n{MEMBERS * 20}}};\nstruct Values {{\n{MEMBERS * 40}}};\n",
     "cpu_adam/kernel.cc": '#include "hwy/highway.h"\n#include "cpu_adam/kernel.h"\n',
     "cpu_adam/kernel.h": '#pragma once\n#include "protocol/optimizer_ids.h"\n',
     "protocol/optimizer_ids.h": "#pragma once\n",
@@ -155,6 +163,11 @@ BREACHES = {
         ("tests/nvme/what_test.cc", "// Goal    What is written is read.\n// Method  A file.\n\n", 1),
         ("docs/those.md", "# A page\n\nThose who read it.\n", 3),
         ("docs/list.md", "# A page\n\n- a slot\n- Else nothing.\n", 4),
+    ],
+    "class": [
+        ("nvme/methods.h", f"#pragma once\n\nclass Wide {{\n public:\n{METHODS_26}}};\n", 3),
+        ("nvme/members.h", f"#pragma once\nclass Deep {{\n{MEMBERS * 21}}};\n", 2),
+        ("nvme/methods_of_struct.cc", f"struct Value::Inner {{\n{METHODS_26}{MEMBERS * 30}}};\n", 1),
     ],
     "torn": [
         ("nvme/torn.h", "#pragma once\n  uint64_t count =\n      0;  // of something long\n", 2),
