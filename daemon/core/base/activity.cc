@@ -18,7 +18,7 @@ struct Allowed {
   std::string_view why;
 };
 
-// One line of the table. Each activity that takes time is in one of the two lists.
+// One row of the table. Each activity that takes time is in one of the two lists.
 struct Row {
   Activity wanted;
   Activities excludes;
@@ -153,7 +153,7 @@ bool MayBegin(Activity wanted, Activities under_way) {
 }
 
 bool AreNeverTogether(Activity a, Activity b) {
-  // An update begins with a decision. Other activities without a line of their own begin at any time.
+  // An update begins with a decision. Other activities without a row begin at any time.
   const auto excludes = [](Activity begins, Activity under_way) {
     if (begins == kUpdate) begins = kDecision;
     return std::ranges::any_of(kTable, [&](const Row& row) {

@@ -72,7 +72,7 @@ bool MayBegin(Activity wanted, Activities under_way);
 // True if each of the two lasting activities excludes that the other begins, so that both are never under way.
 bool AreNeverTogether(Activity a, Activity b);
 
-// Returns why `wanted` may begin while `under_way` is under way. nullopt if it must not.
+// Returns why `wanted` may begin while `under_way` is under way. nullopt if `wanted` must not begin.
 std::optional<std::string_view> WhyNotExcluded(Activity wanted, Activity under_way);
 
 }  // namespace forebay::daemon

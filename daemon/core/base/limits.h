@@ -14,7 +14,7 @@ namespace forebay::daemon {
 // | kJobsMax                  | jobs of a node    | bounds the ledger and the status                           |
 // | kJobNameBytesMax          | bytes             | a name fits in one line of a message                       |
 // | kRunTokenBytesMax         | bytes             | a run's token is about as long as a name                   |
-// | kLeasesPerSessionMax      | leases            | a rank leases a few partitions; a leak ends here           |
+// | kLeasesPerSessionMax      | leases            | a rank leases a few partitions; bounds a leak of leases    |
 // | kGradArenaBytesMax        | bytes a session   | times kWorldMax ranks fits in 64 bits; for activations too |
 inline constexpr uint32_t kWorldRanksMax = 1 << 20;
 inline constexpr uint32_t kJobsMax = 1024;
@@ -41,7 +41,7 @@ inline constexpr uint32_t kSpareSumFrames = 4;
 //
 // | constant                  | unit              | why this limit                                             |
 // | ------------------------- | ----------------- | ---------------------------------------------------------- |
-// | kUpdatesPerWorker         | updates in flight | if only blocks in DRAM are left to update: one runs and    |
+// | kUpdatesPerWorker         | updates in flight | if only blocks in DRAM remain to update: one runs and      |
 // |                           |                   | one waits, so that the worker need not wait for the loop   |
 // | kReadsPerPath             | reads of states   | two keep most paths busy, and a fetch of weights waits for |
 // |                           |                   | few; PathTable raises it for paths of high latency         |

@@ -16,7 +16,7 @@ using T = Transition;
 
 constexpr std::optional<Phase> kSamePhase;
 constexpr SetOf<Purpose> kForUpdate = {U::kReadAhead, U::kEarly, U::kStep};
-// A block that was read before the decision, or is being read.
+// The block is read, or is being read, and the decided step does not wait for it.
 constexpr SetOf<Purpose> kUndecided = {U::kReadAhead, U::kEarly};
 constexpr SetOf<Purpose> kAccessed = {U::kReadAhead, U::kEarly, U::kAccess};
 constexpr SetOf<Purpose> kRead = {U::kReadAhead, U::kEarly, U::kStep, U::kAccess, U::kMove};

@@ -59,7 +59,7 @@ enum class Phase : uint8_t {
   kAccessing,   // a worker reads or sets elements of the block, in its staging slot or in DRAM
   kUpdating,    // a worker updates the block, in its staging slot or in DRAM
   kWriting,     // the disk writes the staging slot to a swap slot
-  kRewriting,   // the same after a write that failed, to another swap slot
+  kRewriting,   // the disk writes the staging slot to another swap slot, because a write has failed
   kWritten,     // the new version is in a swap slot, and is not used yet
   kInstalling,  // a worker copies the new weights from the step arena to the weights arena
   kDropped,     // a task of a dropped early update runs, and has the block's slots until it ends
@@ -74,8 +74,8 @@ enum class Purpose : uint8_t {
   kStep,       // the decided step
   kAccepted,   // the decided step: the update was begun early, and the decision has accepted it
   kAccess,     // a read or write of states
-  kBeside,     // a read of states from the old version, beside the version of an early update
-  kMove,       // a move to the other tier, or to another swap slot
+  kBeside,  // a read of states from the old version, while an early update has written a new version
+  kMove,    // a move to the other tier, or to another swap slot
 };
 inline constexpr size_t kPurposes = 8;
 
@@ -98,13 +98,13 @@ enum class Transition : uint8_t {
   kAbandoned,     // the job has failed
   // Updates.
   kUpdate,          // the update of the decided step begins in the staging slot
-  kUpdateInPlace,   // the same in DRAM
+  kUpdateInPlace,   // the update of the decided step begins in DRAM
   kUpdateEarly,     // the early update begins
-  kNormsSummed,     // the pass of norms has ended, which changes nothing
+  kNormsSummed,     // the norms of the block are computed; the block has not changed
   kUpdatedInPlace,  // the update in DRAM has ended
   kUpdateFailed,    // the update after the decision has failed, and so has the job
   kWrite,           // the bytes in the staging slot are written
-  kWriteRepeated,   // the write has failed, and is repeated in another slot
+  kWriteRepeated,   // the write has failed, and is repeated in another swap slot
   kWriteAbandoned,  // the write has failed, and so has the job
   kWritten,
   // The decision accepts an early update.
@@ -126,7 +126,7 @@ enum class Transition : uint8_t {
   kDropEnded,            // the task of a dropped early update has ended
   // Reads and writes of states.
   kAccess,         // a worker begins to access the block in its staging slot
-  kAccessInPlace,  // the same in DRAM
+  kAccessInPlace,  // a worker begins to access the block in DRAM
   kAccessEnded,
   kAccessFailed,
   // Moves.
@@ -135,7 +135,7 @@ enum class Transition : uint8_t {
   // A new daemon continues the update of a killed one.
   kRecovered,         // the killed daemon had the block in the staging slot
   kRecoveredWritten,  // the killed daemon had written the block for the decided step
-  kResumed,           // the update of a block in a staging slot begins again
+  kResumed,           // the new daemon has adopted the staging slot, and may continue the update
 };
 inline constexpr size_t kTransitions = static_cast<size_t>(Transition::kResumed) + 1;
 
@@ -160,8 +160,8 @@ class SetOf {
   uint64_t bits_ = 0;
 };
 
-// Blocks in each of these phases with each of these purposes may make each of these transitions. The block retains its phase if
-// `to` is nullopt, and its purpose if `becomes` is nullopt.
+// A rule of the table: every block whose phase and purpose are in the sets may make every transition of `transitions`. The
+// block retains its phase if `to` is nullopt, and its purpose if `becomes` is nullopt.
 struct BlockRule {
   SetOf<Transition> transitions;
   SetOf<Phase> phases;
@@ -170,7 +170,7 @@ struct BlockRule {
   std::optional<Purpose> becomes = {};
 };
 
-// True if a block with this purpose is in its staging slot, or on the way to it, for an update.
+// True if a block with this purpose is in its staging slot, or is being read into it, for an update.
 bool IsForUpdate(Purpose purpose);
 
 // The table of all transitions.
@@ -181,20 +181,20 @@ std::optional<BlockState> Next(BlockState state, Transition transition);
 struct Block {
   BlockState state;
   std::optional<uint32_t> staging_slot = {};
-  // Slot of the step arena for the new weights of an early update, if they are not in the block itself.
+  // Slot of the step arena for the new weights of an early update. nullopt: the new weights are in the block itself.
   std::optional<uint32_t> weights_slot = {};
-  uint64_t overflows = 0;  // masters that became non-finite in the update that has ended last
+  uint64_t overflows = 0;  // masters that became non-finite in the newest update that has ended
 };
 
-// All blocks of a job, and the slots of the node and of the step arena that they have. A transition that leads to a phase or a
-// purpose without a slot frees the slot.
+// All blocks of a job. A block may have a staging slot of the node, and a weights slot of the step arena. A transition to a
+// phase or a purpose without such a slot frees the slot.
 //
-// Ownership  The pool outlives it.
-// Limits     One set operation a transition. No pass over all blocks, but for CheckInvariants().
+// Ownership  The pool outlives this object.
+// Limits     A transition changes at most three sets. Only CheckInvariants() visits all blocks.
 class Blocks {
  public:
-  // `may_reclaim` returns true if the job does not need a kReady block now. `position` returns the block's place in the order
-  // of update. `weights_slots`: slots of the step arena for new weights.
+  // `may_reclaim` returns true if the job does not need this kReady block now. `position` returns the block's position in the
+  // order of update. `weights_slots`: number of slots of the step arena for new weights.
   struct Options {
     uint32_t blocks = 0;
     uint32_t weights_slots = 0;
@@ -221,7 +221,8 @@ class Blocks {
 
   // CHECKs that the block may make the transition.
   void Apply(uint32_t block, Transition transition);
-  // Apply a transition that begins a read, or that recovers a block of a killed daemon, with the block's staging slot.
+  // BeginRead() gives the block a staging slot, and applies a transition that begins a read. Recover() does the same for a block
+  // that a killed daemon had in the staging slot.
   void BeginRead(uint32_t block, Transition transition, uint32_t staging_slot);
   void Recover(uint32_t block, uint32_t staging_slot);
   // Begins the early update of a block, with a weights slot if `weights` is kInSlot.
@@ -232,24 +233,25 @@ class Blocks {
   void RecoverWritten(uint32_t block, std::optional<uint32_t> weights_slot, uint64_t overflows);
   void SetOverflows(uint32_t block, uint64_t overflows) { blocks_[block].overflows = overflows; }
 
-  // AllocateFree() allocates a slot for a read ahead: a free slot, if more than `reserved` slots are free. AllocateUrgent()
-  // allocates a slot for a read that a task waits for (StagingPool). Release() frees a slot that no block has.
+  // AllocateFree() allocates a staging slot for a read ahead, if more than `reserved` slots are free. AllocateUrgent() allocates
+  // a staging slot for a read that a task waits for (StagingPool). Release() frees a slot that no block has.
   std::optional<uint32_t> AllocateFree(uint32_t reserved);
   std::optional<uint32_t> AllocateUrgent();
   void Release(uint32_t slot) { pool_.Release(slot); }
-  // Drops the last kReady block, in the order of update, for which `may_drop` returns true, or that the job does not need now.
-  // Returns the block's slot, or nullopt if no such block exists.
+  // Drops the last kReady block, in the order of update, for which `may_drop` returns true. Returns the block's staging slot, or
+  // nullopt if no such block exists. Reclaim() asks Options::may_reclaim.
   std::optional<uint32_t> ReclaimWhere(const std::function<bool(uint32_t block)>& may_drop);
   std::optional<uint32_t> Reclaim() { return ReclaimWhere(options_.may_reclaim); }
   // Number of blocks that were read and then lost their slots before they were used.
   uint64_t reclaimed() const { return reclaimed_; }
 
-  // True if an allocation has failed, or another job has reclaimed a block, since SetWaits(false). The job must try again when
+  // True if an allocation has failed, or a block was reclaimed, since SetWaits(Waits::kNo). The job must try again when staging
   // slots may have become free.
   bool waits_for_slot() const { return waits_for_slot_; }
   enum class Waits : uint8_t { kNo, kYes };
   void SetWaits(Waits waits) { waits_for_slot_ = waits == Waits::kYes; }
-  // Returns the lowest position of a block that has lost its staging slot since the last call, or UINT32_MAX.
+  // Returns the lowest position, in the order of update, of a block that has lost its staging slot since the last call.
+  // UINT32_MAX if no block has.
   uint32_t DrainFirstDropped();
 
   void CheckInvariants() const;

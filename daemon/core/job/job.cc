@@ -87,7 +87,8 @@ void Job::OnLedger(const absl::Status& status) {
 
 // The order matters: each call may make possible what a later call begins.
 void Job::Advance() {
-  parts_.pipeline.store().blocks().SetWaits(Blocks::Waits::kNo);  // a call below sets it again
+  // The calls below set the flag again if the job waits for a staging slot.
+  parts_.pipeline.store().blocks().SetWaits(Blocks::Waits::kNo);
   if (stop_.is_quiescent()) {  // only the durable step of the stop continues
     MoveDoubted();
     parts_.durable.Pump();
@@ -95,7 +96,7 @@ void Job::Advance() {
     sessions_.CloseEnded();
     return;
   }
-  // Initial parameters first: the steps begin with them.
+  // Handles initial parameters first, because no step begins before they are complete.
   for (const StateAccess::Written& written : parts_.access.DrainWritten()) {
     parts_.initial.SetMasters(written, true);
   }
@@ -112,12 +113,12 @@ void Job::Advance() {
   stop_.TryStop();
   if (stop_.is_quiescent()) return;
   stop_.TryRecord();
-  // Before the decision: ranks that have called step wait, and kTurnsBetweenSteps bounds how long.
+  // Accesses and moves come before the decision. Ranks that have called step wait for at most kTurnsBetweenSteps of them.
   UseTimeBetweenSteps(/*is_due=*/was_updating && !parts_.pipeline.running());
   world_.TryUseFloatSums();  // before the gradients that wait for these sums
   // Adds gradients, updates blocks early, decides, and begins the update.
   parts_.step.Advance(MayUpdateEarly());
-  if (stop_.MayServeFetches()) parts_.fetches.Serve();  // weights whose blocks are updated now
+  if (stop_.MayServeFetches()) parts_.fetches.Serve();  // the update may have ended for a partition
   sessions_.CloseEnded();
   // A session that has ended may have been the last with a lease, or the last of the old world.
   stop_.TryStop();
@@ -131,7 +132,7 @@ void Job::Advance() {
 }
 
 // An early update also waits for accesses that are queued, and for blocks that are marked to leave DRAM. An early update waits
-// for a durable step only if calls of step wait for that step, or if that step waits for moves.
+// for a durable step in two cases only: calls of step wait for that step, or that step waits for moves.
 bool Job::MayUpdateEarly() const {
   Activities under_way = world_.UnderWay().Without(Activity::kDurableStep);
   under_way.AddIf(parts_.access.has_requests(), Activity::kAccess);
@@ -141,8 +142,8 @@ bool Job::MayUpdateEarly() const {
   return MayBegin(Activity::kEarlyUpdate, under_way);
 }
 
-// Accesses states and moves blocks, in turns. If all ranks called step before the previous step was published (`is_due`),
-// kTurnsBetweenSteps accesses and moves may begin before the decision.
+// Accesses states and moves blocks, in turns. `is_due`: a step was published in this Advance(). If all ranks have called the
+// next step by then, kTurnsBetweenSteps accesses and moves may begin before its decision.
 void Job::UseTimeBetweenSteps(bool is_due) {
   const bool called = parts_.step.phase() == Step::Phase::kReducing;
   if (is_due) parts_.residency.OnPublished();
@@ -217,7 +218,7 @@ void Job::CheckInvariants() const {
       FOREBAY_CHECK(parts_.leases.count_of(id) == 0);
       continue;
     }
-    // Checks that each unanswered command waits in exactly one place.
+    // Checks that each unanswered command waits in exactly one part.
     const uint64_t waiting = parts_.step.unanswered(session) + parts_.access.unanswered(id) +
                              parts_.fetches.unanswered(id) + parts_.initial.unanswered(id);
     FOREBAY_CHECK(waiting == parts_.io.commands_of(id));

@@ -20,12 +20,14 @@ namespace forebay::daemon {
 // Events change the parts of the job, and Advance() then starts all tasks that have become possible. Advance() is called after
 // every event of the job, and after every other event while the job waits for a staging slot.
 //
-// States      Of the job: JobLife::State. Of its step arena and its float32 sums: JobWorld. Of its planned stop: JobStop. Of
-//             its step: Step::Phase. A failed job is active, and its step is in Phase::kFailed.
+// States      JobLife has the state of the job, and Step the phase of its step. JobWorld has the states of the step arena and of
+//             the float32 sums, JobStop the state of the planned stop. A failed job is in JobLife::kActive, and its step is in
+//             Step::Phase::kFailed.
 // Invariants  1. Two activities that exclude each other (activity.h) are never both under way.
-//             2. A queued job has not begun. A job in another state before the ending ones has.
-//             3. DRAM is granted only to a next plan that waits for it. Float32 sums are in use only if the plan has them.
-//             4. Each lease belongs to a session that has not ended, or to nobody. A session has at most kLeasesPerSessionMax.
+//             2. JobLife::has_begun() is false in kQueued, and true in kCreating, kRestoring and kActive.
+//             3. DRAM is granted for a next plan only if a next plan exists. Float32 sums are in use only if the plan has them.
+//             4. Each lease belongs to a session that has not ended, or to no session. A session has at most
+//                kLeasesPerSessionMax leases.
 //             5. Each unanswered command of a session waits in exactly one part.
 //             6. The invariants of Step, Membership and WeightsCache hold.
 class Job {
@@ -47,7 +49,7 @@ class Job {
   const Placement& placement() const { return parts_.pipeline.store().placement(); }
 
   void OnTaskDone(const TaskDone& done);
-  // Reports the end of a ledger with the job's step.
+  // Handles the end of the commit of a ledger that names the job's step.
   void OnLedger(const absl::Status& status);
   void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
     parts_.durable.OnDoubted(slots, paths);

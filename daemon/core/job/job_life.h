@@ -12,7 +12,7 @@ namespace forebay::daemon {
 class JobLife {
  public:
   enum class State : uint8_t {
-    // Waits for DRAM. Attaches wait too.
+    // The job waits for DRAM, and attaches wait for the job.
     kQueued,
     // The memory and the swap of the job are being created.
     kCreating,
@@ -20,8 +20,8 @@ class JobLife {
     kRestoring,
     // Ranks write the initial parameters, or train.
     kActive,
-    // The job could not be created or restored, or has neither parameters nor sessions. A recovered job is parked again. From
-    // here on no client may attach, and the job is freed as soon as no session and no task uses it.
+    // The job could not be created or restored, or has neither parameters nor sessions. A recovered job is parked again. In
+    // this state and in the states below no client may attach. The job is freed as soon as no session and no task uses it.
     kDiscarded,
     // The job was deleted. Nothing remains of it.
     kDeleted,

@@ -16,14 +16,14 @@
 
 namespace forebay::daemon {
 
-// A part refers to the parts above it.
+// Each part may refer to the parts that are declared above it.
 struct JobParts {
   // Adopts the leases and the staging slots of a recovered job. `actions`, `pool`, `swap` and `path_table` outlive the parts.
   JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap,
            PathTable& path_table);
 
   bool failed() const { return step.phase() == Step::Phase::kFailed; }
-  // True if steps may be trained and states read.
+  // True if the initial parameters and their masters are set: ranks may train, and clients may read states.
   bool is_ready() const { return initial.ready() && step.phase() != Step::Phase::kMasters; }
 
   JobSpec spec;

@@ -165,7 +165,7 @@ void JobSessions::OnEnded(SessionId id, EndCause cause) {
   if (cause == EndCause::kDisconnected && MayComeBack(*session)) {
     session->is_away = true;
     job_.io.Disconnect(id);
-    // State accesses and fetches are repeated if the client sends them again. Other commands belong to the step and stay.
+    // The client sends accesses of states and fetches again, so these end here. Other commands belong to the step and still wait.
     const absl::Status away = MakeError(ErrorId::kFenced, "the client is away");
     job_.access.Drop(id, away);
     job_.fetches.Answer(id, away);
@@ -293,7 +293,7 @@ void JobSessions::OnRankDetached(const Session& session) {
   const bool may_come_back =
       KeptOf(job_.spec.recovered.get()) != nullptr && !job_.members.has_begun_anew();
   if (!job_.members.HasCurrentBeside(session.id) && !may_come_back) {
-    job_.members.ClearDetached();  // the step waits for every rank that attaches next
+    job_.members.ClearDetached();  // no rank remains: the step waits for all ranks to attach
     return;
   }
   job_.members.SetDetached(session.rank);

@@ -25,10 +25,11 @@ class JobStop {
   bool is_stopping() const { return state_ == State::kWanted; }
   // True once the job no longer changes.
   bool is_quiescent() const { return state_ >= State::kSaving; }
-  // True if the job is quiescent, durable at a durable level, and recorded if the node keeps its jobs.
+  // True if the stop has ended. The job is then quiescent, durable if it has durable steps, and recorded if
+  // NodeOptions::keeps_jobs is set.
   bool has_stopped() const { return state_ == State::kDone; }
-  // False if the next daemon cannot continue the job from memory, or need not because the ledger has it or its ranks write its
-  // parameters again.
+  // False if the next daemon cannot continue the job from memory. Also false if the next daemon restores the job from the disk,
+  // or if the ranks write the parameters again.
   bool MayStop() const;
   void TryStop();
   // True if fetches may be answered. During a stop, a rank with a lease on weights of the cache may wait for another rank
@@ -39,7 +40,7 @@ class JobStop {
 
   // Creates a new record of the job if it has none or an outdated one, as soon as no task changes the job.
   void TryRecord();
-  // Outdates the record, because the plan has changed.
+  // Marks the record as outdated, because the plan has changed.
   void ForgetRecord() { is_recorded_ = false; }
   // Ends the record, because the job has failed.
   void EndRecord();
@@ -53,7 +54,7 @@ class JobStop {
     kNone,    // no stop was requested
     kWanted,  // the stop was requested, and the job becomes quiescent
     kSaving,  // the job no longer changes, and its step is being made durable
-    kDone,    // the step is durable, if the job's level is, and recorded
+    kDone,    // the job has stopped: see has_stopped()
   };
 
   bool IsQuiet() const;
@@ -67,7 +68,7 @@ class JobStop {
   const JobLife& life_;
   const JobWorld& world_;
   State state_ = State::kNone;
-  bool is_recorded_ = false;  // a record exists, and follows every change
+  bool is_recorded_ = false;  // a record exists, and every change is recorded
   std::string recorded_run_;
 };
 

@@ -19,10 +19,10 @@ class JobWorld {
         life_(life),
         float_sums_(job.spec.plan.uses_float_sums ? FloatSums::kInUse : FloatSums::kNone) {}
 
-  // True if a checked rank needs another plan (PlanWorld) before it attaches: the world size is not the job's, the sums are to
-  // be float32 from the start, or the job's step arena could not be created.
+  // True if a checked rank needs another plan (PlanWorld) before it attaches. Its world size then differs from room(), its sums
+  // are to be float32 from the start, or the job's step arena could not be created.
   bool NeedsChange(const AttachRequested& request) const;
-  // Returns the request that the next sessions have in common.
+  // Returns the session request of the next plan. If no next plan exists, that of the current plan.
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : job_.spec.plan).session; }
   // Sets the plan of the next sessions. The plan takes effect when all sessions and tasks of the old world have ended and
   // enough DRAM is free for the plan (GiveRoom). Until then the next sessions wait.
@@ -70,21 +70,21 @@ class JobWorld {
 
  private:
   enum class StepArena : uint8_t {
-    kReady,    // has the size of the plan
-    kMaking,   // is being replaced. No attach is answered.
-    kMissing,  // could not be created. The next attach changes the plan again.
+    kReady,    // the step arena has the size of the plan
+    kMaking,   // the step arena is being replaced, and no attach is answered
+    kMissing,  // the step arena could not be created, and the next attach changes the plan again
   };
   enum class FloatSums : uint8_t {
-    kNone,    // sums have 16 bits. The plan's float32 sums take no memory.
+    kNone,    // float32 sums take no memory, and gradients are added to the plan's accumulators
     kMaking,  // the memory of the float32 sums is being created
-    kMade,    // the memory is created, and the step still adds to sums of 16 bits
-    kInUse,   // gradients are added to float32 sums
+    kMade,  // the memory of the float32 sums is created, and the step still adds to sums of 16 bits
+    kInUse,  // gradients are added to float32 sums
   };
 
   JobParts& job_;
   const JobLife& life_;
-  std::optional<MemoryPlan> next_plan_;  // plan of the sessions that wait
-  bool has_room_ = false;                // DRAM for next_plan_ is free
+  std::optional<MemoryPlan> next_plan_;  // plan for the sessions that wait for their attach
+  bool has_room_ = false;                // DRAM for next_plan_ is granted
   StepArena arena_ = StepArena::kReady;
   FloatSums float_sums_;
 };

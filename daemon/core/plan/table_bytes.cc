@@ -47,7 +47,7 @@ uint64_t LayoutTableBytes(const protocol::LayoutSpec& spec, uint32_t world_size)
 }
 
 // Returns the bytes of a job's record. If a record is replaced, the next one exists beside it for a moment; its bytes are not
-// counted. Release 0.2.0 counted two smaller records: the jobs that it has left fit within the same limit.
+// counted. Release 0.2.0 counted two smaller records: the jobs that it has stored fit within the same limit.
 uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan,
                      uint64_t block_elems) {
   if (!options.keeps_jobs) return 0;
