@@ -14,10 +14,11 @@ namespace forebay::daemon {
 class Announcement {
  public:
   enum class State : uint8_t {
-    kNone,       // no rank has announced scalars in this attempt
-    kTrusted,    // blocks may be updated early with the scalars
-    kUntrusted,  // blocks are not updated early: ranks have announced different scalars, or the previous decision differed from
-                 // its announcement (clipping or other scalars), so that this one may differ too
+    kNone,     // no rank has announced scalars in this attempt
+    kTrusted,  // blocks may be updated early with the scalars
+    // Blocks are not updated early. Ranks have announced different scalars, or the last announced step was clipped or decided
+    // with other scalars. Then this step may differ from its announcement too.
+    kUntrusted,
   };
 
   explicit Announcement(protocol::Optimizer optimizer) : optimizer_(optimizer) {}
@@ -27,7 +28,8 @@ class Announcement {
   // The call that announced the scalars first. Not in state kNone.
   const StepCall& call() const { return *call_; }
 
-  // Adds a rank's announcement. False if it differs from the first one, so that early updates are dropped.
+  // Adds a rank's announcement. Returns false if its scalars differ from those of the first announcement: early updates are then
+  // dropped.
   bool Add(StepCall call) {
     if (state_ == State::kNone) {
       state_ = previous_was_right_ ? State::kTrusted : State::kUntrusted;
@@ -38,7 +40,8 @@ class Announcement {
     state_ = State::kUntrusted;
     return false;
   }
-  // Compares the announcement with the decided call. True if the step is decided with the announced scalars.
+  // Compares the announcement with the decided call. Returns true if the step is decided with the announced scalars and is not
+  // clipped.
   enum class Clipped : uint8_t { kNo, kYes };
   bool OnDecided(const StepCall& decided, Clipped clipped) {
     if (state_ == State::kNone) return false;
@@ -55,7 +58,7 @@ class Announcement {
   protocol::Optimizer optimizer_;
   State state_ = State::kNone;
   std::optional<StepCall> call_;
-  bool previous_was_right_ = true;  // of the last step that was announced
+  bool previous_was_right_ = true;  // the last announced step was decided as announced
 };
 
 }  // namespace forebay::daemon

@@ -280,7 +280,8 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
     EndAddition(addition, done);
     return;
   }
-  const uint64_t before = addition.widens ? 2 : 1;  // earlier sums are finite
+  // If the task widens the sum, the old sum comes before the contributions. The old sum is finite.
+  const uint64_t before = addition.widens ? 2 : 1;
   FOREBAY_CHECK(done.count >= before);
   Contribution& culprit = contributions_.at(addition.sources.at(done.count - before));
   const uint32_t rank = layout_->WorldRank(culprit.delivery.turn.rank);

@@ -42,7 +42,8 @@ namespace forebay::daemon {
 //
 // States of a cell, which is added at once (GradientTurns::Phase)
 //   kGathering  Contributions are missing or wait. Contributions that have arrived in order are added before the cell is
-//               complete if one of their ranks has fewer than two free pieces in its arena.
+//               complete in two cases: one of them is in an overflow slot, or the arena of one of their ranks has fewer than
+//               two free pieces.
 //   kAdding     A task adds contributions, or squares the sum.
 //   kSummed     Every rank has delivered the cell in the newest pass, or has no more deliveries in that pass, and the sum is
 //               complete. A further contribution changes the state to kGathering.
@@ -51,15 +52,15 @@ namespace forebay::daemon {
 // Invariants
 //   1. The invariants of GradientTurns hold.
 //   2. A contribution that waits in a cell has the turn at which it waits.
-//   3. The cells in which a contribution waits have as many elements as the contribution has left, unless a task adds the
-//      contribution or the attempt has a fault.
+//   3. The cells in which a contribution waits have as many elements as its elems_left, unless a task adds the contribution or
+//      the attempt has a fault.
 //   4. A contribution has a slot in the states kMoving and kOverflow. Each used slot belongs to one contribution.
 //   5. A contribution in the state kOverflow is answered.
 //
 // Example: two ranks and a shared partition of 8192 elements
 //   1. Rank 1 delivers [0, 8192). The cell [0, 8192) waits for rank 0.
 //   2. Rank 0 delivers [4096, 8192), which cuts the cell at 4096. No turn is missing in [4096, 8192): a task adds rank 0 and
-//      then rank 1. Rank 1's contribution has 4096 elements left.
+//      then rank 1. 4096 elements of rank 1's contribution still wait.
 //   3. Rank 0 delivers [0, 4096). A task adds rank 0 and then rank 1. Rank 1's command is answered.
 //   If rank 0 delivers first, the tasks are the same: each adds rank 0 and then rank 1.
 //
@@ -146,8 +147,8 @@ class GradientAccumulator {
   bool empty() const { return turns_.empty(); }
   // True if the rank has delivered some of the range in its pass `turn.pass`.
   bool HasTaken(const Turn& turn, const SumPages::Range& range) const;
-  // True if all ranks have called step (or have ended their delivery with AskNorm()), all contributions are summed, no task
-  // runs, and no norm is pending.
+  // True if every rank has called step or has ended its delivery with AskNorm(), and all contributions are summed. False while
+  // a task runs or a norm is pending.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
   const absl::Status& fault() const { return fault_; }
@@ -159,7 +160,7 @@ class GradientAccumulator {
  private:
   using Range = SumPages::Range;
   using Cell = GradientTurns::Cell;
-  using Entry = GradientTurns::Entry;  // first element of a cell, and the cell
+  using Entry = GradientTurns::Entry;  // a cell, with its first element as the key
   using Phase = GradientTurns::Phase;
   using Sum = GradientTurns::Sum;
   using Ids = std::pmr::vector<ContributionId>;
@@ -179,7 +180,7 @@ class GradientAccumulator {
   struct Addition {
     Range range;
     Ids sources = {};     // in the order of turns
-    bool widens = false;  // the first source is the cell's narrow accumulator
+    bool widens = false;  // the task first adds the cell's sum in the old 16-bit accumulator
     bool completes = false;
   };
 
@@ -220,7 +221,8 @@ class GradientAccumulator {
   uint64_t step_ = 0;
   GradientTurns turns_;
   GradientNorms norms_;
-  std::pmr::map<ContributionId, Contribution> contributions_;  // contributions not completely added
+  // Contributions with elements that are not added yet.
+  std::pmr::map<ContributionId, Contribution> contributions_;
   ContributionId last_id_ = 0;
   std::vector<std::array<bool, kOverflowSlotsPerRank>> overflow_used_;  // by rank
   std::pmr::map<TaskId, ContributionId> moving_;

@@ -49,12 +49,12 @@ class GradientNorms {
   struct Norm {
     CommandId command;
     std::pmr::vector<Range> boxes;
-    std::pmr::vector<Range> ranges;      // parts of the boxes with a sum
+    std::pmr::vector<Range> ranges;      // parts of the boxes that have a sum
     std::pmr::deque<Range> waiting;      // part of `ranges` whose tasks have not begun
     std::pmr::map<TaskId, Range> tasks;  // running tasks
     cpu_adam::SquareSum squares = {};
     bool started = false;
-    bool answered = false;  // answered already, because the session has ended
+    bool answered = false;  // the command is answered, because its session has ended
 
     bool is_read() const { return tasks.empty() && waiting.empty(); }
   };

@@ -46,13 +46,13 @@ class GradientTurns {
     kFinal,      // summed, and the newest contribution is of its rank's last pass
   };
   enum class Sum : uint8_t {
-    kNone,
-    kNarrow,  // in the old 16-bit accumulator
-    kWhole,   // in the accumulator
+    kNone,    // no contribution is added yet
+    kNarrow,  // the sum is in the old 16-bit accumulator
+    kWhole,   // the sum is in the accumulator
   };
   struct Cell {
     uint64_t end = 0;
-    Turn next = {};            // earlier turns are added, being added, or zero
+    Turn next = {};            // earlier turns are added, are being added, or count as zero
     uint32_t newest_pass = 0;  // newest pass of all contributions
     Phase phase = Phase::kGathering;
     Sum sum = Sum::kNone;

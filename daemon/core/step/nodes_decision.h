@@ -31,21 +31,21 @@ class NodesDecision {
   // Sets the summary of a step that the previous daemon prepared. Only that daemon knew which ranks' gradients the sums have.
   void PrepareBefore(std::vector<std::byte> summary);
   const std::vector<std::byte>& prepared_summary() const { return prepared_; }
-  // True once after PrepareBefore().
+  // Returns true at the first call after PrepareBefore().
   bool DrainPreparedBefore() { return std::exchange(is_prepared_before_, false); }
 
   // Errors  E_PROTOCOL  the summary decides nothing on the command's step.
-  //         E_STEP      the step is to be committed, and is not prepared, or with other scalars than `own` has.
+  //         E_STEP      the summary commits a step that is not prepared, or has other scalars than `own`.
   enum class Prepared : uint8_t { kNo, kYes };
   absl::Status Check(const protocol::Command& command, const protocol::StepSummary& summary,
                      Prepared prepared, const StepCall* own) const;
   void Set(protocol::StepSummary decision) { decision_ = std::move(decision); }
   // The decision on the next step; nullopt until a rank has brought it.
   const std::optional<protocol::StepSummary>& decision() const { return decision_; }
-  double squares() const;  // of all nodes' gradients
+  double squares() const;  // sum of the squares of all nodes' gradients
   std::pmr::vector<bool> ParamsWithGradient(std::pmr::memory_resource* memory) const;
 
-  // The decision becomes that of the committed step.
+  // Retains decision() as the decision of the committed step.
   void Commit();
   void Recover(std::span<const std::byte> last);
   // Returns the encoded decision on the committed step. Empty if this node does not know it.

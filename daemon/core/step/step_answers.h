@@ -38,7 +38,8 @@ class StepAnswers {
   enum class Recovered : uint8_t { kPublished, kUpdating };
   void Recover(const KeptMemory& kept, uint64_t step, Recovered recovered);
 
-  // Values that the answers of the decided step carry. `overflowed`: masters that overflowed in the step before, on all nodes.
+  // Values in the answers to calls of the decided step. `overflowed`: number of masters that overflowed in the step before, on
+  // all nodes.
   struct Decided {
     double norm = 0;
     bool clipped = false;
@@ -47,7 +48,7 @@ class StepAnswers {
   void OnDecided(const Decided& decided, uint64_t published_step);
   // Sets the number of masters that overflowed in the published step.
   void OnPublished(uint64_t overflowed, uint64_t step);
-  // The calls of the step that is resumed were answered by the previous daemon.
+  // Records that the previous daemon has answered the calls of the resumed step.
   void OnResumed() { has_answered_early_ = true; }
 
   // Adds a kDecide call, which has brought the decision of the nodes.
@@ -70,9 +71,9 @@ class StepAnswers {
   bool has_waiting() const { return !waiting_.empty(); }
   // OK, or an overflow that no answer has reported.
   const absl::Status& unreported() const { return unreported_; }
-  // Returns the number of masters that overflowed in the published step, 0 if it is reported or there is none.
+  // Returns the number of masters that overflowed in the published step. 0 if no master has, or if an answer has reported them.
   uint64_t unreported_overflow() const { return unreported_.ok() ? 0 : overflowed_; }
-  // Returns the overflowed masters of the step before that the answers of the decided step report.
+  // Returns the overflow of the step before, if answers to calls of the decided step report it: the number of masters.
   uint64_t overflow_to_report() const { return status_.ok() ? 0 : overflowed_; }
   double norm() const { return norm_; }
   bool clipped() const { return clipped_; }
@@ -93,7 +94,8 @@ class StepAnswers {
   bool clipped_ = false;
   absl::Status status_;
   uint64_t overflowed_ = 0;
-  std::pmr::vector<Call> waiting_;       // for the publication or, at level step, for the disk
+  // Calls that wait for the publication or, at level step, for the durable step.
+  std::pmr::vector<Call> waiting_;
   std::pmr::vector<Deciding> deciding_;  // for the commit
   bool has_answered_early_ = false;      // calls of the step were answered before its publication
   absl::Status unreported_;

@@ -60,7 +60,7 @@ class StepAttempts {
   uint64_t newest_ = 0;
   uint64_t recorded_ = 0;
   uint64_t faulty_ = 0;  // the last attempt that ended with a fault
-  absl::Status fault_;   // fault of faulty_; OK if no attempt had one
+  absl::Status fault_;   // fault of attempt faulty_; OK if no attempt had a fault
 };
 
 }  // namespace forebay::daemon

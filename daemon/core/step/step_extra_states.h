@@ -35,7 +35,7 @@ class StepExtraStates {
   bool is_copying() const { return copies_ > 0; }
   void Commit(const StepBarrier::Calls& calls);
 
-  uint32_t slot() const { return slot_; }  // slot of the committed step
+  uint32_t slot() const { return slot_; }  // slot with the committed step's extra_state
   // Returns the committed extra_state of a rank, as a range of the step arena.
   StatePart Part(uint32_t rank) const {
     return {.offset_bytes = spec_.plan.extra_state_slot(rank, slot_), .bytes = bytes_[rank]};
@@ -48,7 +48,7 @@ class StepExtraStates {
   const JobSpec& spec_;
   JobTasks& io_;
   uint32_t slot_ = 0;
-  std::vector<uint64_t> bytes_;  // of the committed step, by rank
+  std::vector<uint64_t> bytes_;  // sizes of the committed step's extra_state, by rank
   uint32_t copies_ = 0;          // running tasks
 };
 
