@@ -25,7 +25,7 @@ namespace forebay::daemon {
 // Invariants (CheckInvariants):
 //
 //   - A block in DRAM has no staging slot, and no slot as its current version.
-//   - No version that counts is newer than the committed step.
+//   - The newest version of a block, and its current version, are not newer than the committed step.
 //   - The placement moves the block that is in Phase::kMoving.
 //   - The job has at least as many slots as the placement needs.
 //
@@ -33,7 +33,7 @@ namespace forebay::daemon {
 class BlockStore {
  public:
   struct Options {
-    const std::vector<nvme::Slot>& swap_slots;  // read by the constructor
+    const std::vector<nvme::Slot>& swap_slots;  // only the constructor reads the slots
     nvme::SlotMap& swap;
     PathTable& path_table;
     StagingPool& pool;

@@ -44,8 +44,8 @@ void DurableSteps::Begin(Published published) {
   if (is_abandoned_) return;
   std::vector<StatePart> extra_states = std::move(published.extra_states);
   next_ = std::make_shared<DurableJob>(ValuesOf(std::move(published)));
-  // A node decides a step only once the previous step is durable on that node, so no node is two durable steps behind. When the
-  // daemon becomes quiescent, the last durable step may be made durable a second time.
+  // No step is decided while a durable step is in progress on the node, so no node is two durable steps behind. When the job
+  // stops, the newest durable step may become durable a second time.
   if (spec_.is_over_nodes()) next_->before = replaces_last() ? last_->before : AsBefore(last_);
   FOREBAY_CHECK(next_->before == nullptr || next_->before->step < next_->step);
   unsaved_ = store_.ledger().BeginDurable();
@@ -139,7 +139,7 @@ void DurableSteps::TryGather() {
 }
 
 void DurableSteps::OnCommitted(const absl::Status& status) {
-  if (!is_gathered_) return;  // the ledger still names the step before
+  if (!is_gathered_) return;  // the ledger does not name this step
   wait_ = status;
   if (!status.ok()) return;
   const auto last =
@@ -172,7 +172,7 @@ void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint
   is_gathered_ = false;
 }
 
-// --------------------------------------------------------------------------------------- the way back
+// -------------------------------------------------------------------------------------------- restore
 
 void DurableSteps::StartRestore() {
   const KeptMemory* const kept = KeptOf(spec_.recovered.get());

@@ -114,7 +114,7 @@ class DurableSteps {
   bool is_gathered_ = false;
   bool is_abandoned_ = false;
   bool is_keeping_ = false;        // extra states of the ranks are being copied
-  std::vector<uint32_t> unsaved_;  // entries of the ledger; the last one is next
+  std::vector<uint32_t> unsaved_;  // entries of the ledger to save, the last one first
   struct Save {
     uint32_t entry = 0;
     uint32_t path = 0;

@@ -43,7 +43,7 @@ void EarlyUpdater::Drop(Transition reason) {
   if (!std::exchange(is_on_, false)) return;
   const std::pmr::set<uint32_t>& early = parts_.store.blocks().early();
   Drop(std::pmr::vector<uint32_t>(early.begin(), early.end(), io_.memory()), reason);
-  parts_.read_ahead.ForgetErrors();  // the blocks that backward was to need first were read ahead
+  parts_.read_ahead.ForgetErrors();  // reads blocks ahead from the first one again
 }
 
 void EarlyUpdater::DropFor(uint32_t block) {
@@ -130,7 +130,7 @@ bool EarlyUpdater::MayRead(uint32_t block) const {
   return parts_.read_ahead.MayRead(block) && gathered_.HasPlace(block);
 }
 
-// True if all that the early update of the block needs is in DRAM, but for the block itself.
+// True if the block waits for its early update, and everything but the block itself is in DRAM.
 bool EarlyUpdater::Waits(uint32_t block) const {
   return gathered_.waiting().contains(parts_.order.position(block)) && gathered_.HasPlace(block) &&
          parts_.sums.IsThere(block);

@@ -69,9 +69,10 @@ class EarlyUpdater {
   void Drop(Transition reason);
   // Drops the early update of one block, which is going to move. No task of that update runs.
   void DropFor(uint32_t block);
-  // Ends the early updates of a step that is decided. Drops the updates that the step cannot accept: updates with other scalars
-  // than the decided ones (`is_as_announced` is false), updates of a parameter that has no gradient in the step, and updates of
-  // weights that a reader has leased.
+  // Ends the early updates of a step that is decided. Drops the updates that the step cannot accept:
+  // - all updates, if the decision has other scalars (`is_as_announced` is false);
+  // - updates of blocks with a parameter that has no gradient in the step;
+  // - updates of blocks whose weights a reader has leased.
   void End(bool is_as_announced, const std::function<bool(uint32_t block)>& is_leased);
   // Reports that the worker of an update no longer reads gradient sums, and that an accepted update has ended.
   void OnUpdated(uint32_t block) { gathered_.OnUpdated(block); }

@@ -41,8 +41,8 @@ class GatheredBlocks {
     return places_[block] == Place::kSlot ? Blocks::NewWeights::kInSlot
                                           : Blocks::NewWeights::kInBlock;
   }
-  // Report that the early update of a block begins, that its worker no longer reads gradient sums, and that the early update
-  // has become part of a step or is dropped. Another early update of the block may then begin.
+  // OnBegun() reports that the early update of a block begins. OnUpdated() reports that its worker no longer reads gradient
+  // sums. OnEnded() reports that the early update is part of a step or is dropped, so that another one may begin.
   void OnBegun(uint32_t block);
   void OnUpdated(uint32_t block);
   void OnEnded(uint32_t block);

@@ -29,7 +29,8 @@ bool ReadAhead::MayRead(uint32_t block) const {
          !failed_.contains(block);
 }
 
-// Backward fetches weights through the same staging slots, for which blocks that were read ahead would be dropped.
+// Leaves staging slots free for weights on swap, which backward fetches. Without free slots, fetches would drop blocks that were
+// read ahead.
 std::optional<uint32_t> ReadAhead::AllocateSlot() {
   return store_.blocks().AllocateFree(plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0);
 }

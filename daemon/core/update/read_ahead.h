@@ -28,7 +28,7 @@ class ReadAhead {
   // BeginBackward() lets PumpBackward() read from the last block on. PumpBackward() reads blocks for which `may_read` is true.
   void BeginBackward() { backward_left_ = store_.map().blocks(); }
   void PumpBackward(const std::function<bool(uint32_t block)>& may_read);
-  // True if the block may be read ahead, if a slot is free.
+  // True if the block may be read ahead as soon as a staging slot is free.
   bool MayRead(uint32_t block) const;
   // Allocates a free slot for a read ahead.
   std::optional<uint32_t> AllocateSlot();
@@ -50,8 +50,8 @@ class ReadAhead {
   const UpdateOrder& order_;
   BlockStore& store_;
   UpdateTasks& tasks_;
-  uint32_t next_ = 0;           // position: earlier swapped blocks are staged or have failed
-  uint32_t backward_left_ = 0;  // positions from it on are read ahead or need no read
+  uint32_t next_ = 0;           // position: blocks on swap before it are staged or have failed
+  uint32_t backward_left_ = 0;  // blocks from this position on are read ahead or need no read
   std::set<uint32_t> failed_;
   absl::Status error_;
 };

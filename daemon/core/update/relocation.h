@@ -17,9 +17,10 @@ namespace forebay::daemon {
 
 // An update moves a block off a marked path, because it writes the block to another path. This class moves blocks that are not
 // being updated: it reads a block, verifies it, writes it unchanged to a path that works, and publishes it. If the read fails,
-// or no working path has room, the block stays until the next step has been published. A block in a slot in doubt
-// (BlockLedger), for which a durable step may wait, goes to any other slot. If that fails, the next ledger names the slot, is
-// refused, and puts the block in doubt again.
+// or no working path has room, the block stays until the next step has been published.
+//
+// A durable step may wait for a block in a slot in doubt (BlockLedger). Such a block moves to any other slot. If that move fails,
+// the next ledger names the slot in doubt. That ledger is refused, and the block is in doubt again.
 //
 // The old slot is freed once no weights are being read from it (WeightsCache). Until then the block has a pending version and
 // in_progress() is true, so that no step is decided and nothing is updated early.
@@ -43,7 +44,7 @@ class Relocation {
   void OnRead(const StepPipeline::ReadOutcome& outcome);
   // Errors  E_CORRUPT  a slot in doubt does not hold the block: the job cannot continue.
   absl::Status OnWritten(const TaskDone& done);
-  // Lets blocks that stayed be tried again, after the publication of a step.
+  // Allows blocks that could not move to be tried again, after the publication of a step.
   void OnPublished();
   // Stops beginning moves, because the job failed.
   void Abandon() { abandoned_ = true; }
@@ -60,8 +61,8 @@ class Relocation {
   BlockStore& store_;
   const WeightsCache& weights_;
   ResidencyCounters& counters_;
-  std::optional<uint32_t> block_;  // the block that moves; its phase says how far
-  uint32_t next_ = 0;              // lower blocks were checked since the mark count `marks_`
+  std::optional<uint32_t> block_;  // the block that moves; its phase is in Blocks
+  uint32_t next_ = 0;  // blocks below it were checked when PathTable::marks() was `marks_`
   uint64_t marks_ = 0;
   std::set<uint32_t> staying_;
   bool abandoned_ = false;

@@ -33,9 +33,9 @@ std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& sw
   return evictions;
 }
 
-// Number of new slots that a block that is being promoted needs to be evicted afterwards. The block holds its swap slots until
-// it is in DRAM. If its move has begun and the job has durable steps, the durable steps retain these slots, so that the block
-// needs other slots.
+// Returns the number of new slots for the eviction of a block that is marked for promotion. Such a block still has its swap
+// slots. If the promotion has begun and the job has durable steps, durable steps retain these slots. The block then needs new
+// slots.
 uint32_t Residency::SlotsToLeaveAgain(uint32_t block) const {
   const bool is_moving = store_.placement().moving() == block;
   return is_moving && store_.ledger().is_durable() ? kSwapSlotsPerBlock : 0;
@@ -77,7 +77,7 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
   const BlockLocation& location = store_.placement().WhereBlock(block);
   if (location.move != BlockMove::kNone || slot_bytes_ == 0) return;
   if (location.tier == Tier::kNvme) {
-    if (store_.map().has_weights(block)) return;  // room in DRAM is for weights first
+    if (store_.map().has_weights(block)) return;  // DRAM is for the weights of other blocks first
     if (location.state.bytes <= free_bytes) store_.placement().Mark(block);
     return;
   }

@@ -91,7 +91,7 @@ void StateAccess::Pump() {
     return;
   }
   Blocks& blocks = store_.blocks();
-  if (blocks.at(block).staging_slot) {  // read ahead for the next step
+  if (blocks.at(block).staging_slot) {  // the block was read ahead for the next step
     if (blocks.phase(block) == Phase::kReady) StartAccess();
     return;
   }
@@ -225,7 +225,7 @@ void StateAccess::OnWritten(const TaskDone& done) {
   BlockLedger& ledger = store_.ledger();
   if (!done.status.ok()) {
     ledger.OnWriteFailed(block);
-    if (!abandoned_) {  // the weights are set already: write the block to another slot
+    if (!abandoned_) {  // the weights are set already, so the write is repeated in another slot
       blocks.Apply(block, Transition::kWriteRepeated);
       store_.slots().AddSpare();
       StartWrite();

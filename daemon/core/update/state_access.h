@@ -57,11 +57,11 @@ class StateAccess {
   // before a step begins to update.
   void Pump();
   void OnRead(const StepPipeline::ReadOutcome& outcome);
-  void OnAccessed(const TaskDone& done);  // ended DecodeState or SetState
-  void OnWritten(const TaskDone& done);   // ended WriteBlock
+  void OnAccessed(const TaskDone& done);  // handles the end of DecodeState or SetState
+  void OnWritten(const TaskDone& done);   // handles the end of WriteBlock
 
-  // Answers the commands of a session with `status`; session 0 stands for all sessions of a failed job. A running task is not
-  // interrupted: its result is ignored, but a block whose masters were set is written.
+  // Answers the commands of a session with `status`. Session 0: the commands of all sessions, because the job has failed. A
+  // running task is not interrupted: its result is ignored, but a block whose masters were set is written.
   void Drop(SessionId session, const absl::Status& status);
 
   // Returns the ranges that were written completely since the last call.
@@ -81,13 +81,13 @@ class StateAccess {
   struct Request {
     CommandId command;
     bool answered = false;
-    uint32_t param = 0;                    // parameter of a read, or of `updates`
-    uint32_t state = 0;                    // index into protocol::StateNames
-    std::optional<Written> write = {};     // range that a write sets
-    std::optional<uint64_t> updates = {};  // value of kWriteUpdates, which has no pieces
+    uint32_t param = 0;                 // parameter that is read, or whose number of updates is set
+    uint32_t state = 0;                 // index into protocol::StateNames
+    std::optional<Written> write = {};  // range that a write sets
+    std::optional<uint64_t> updates = {};               // new number of updates (kWriteUpdates)
     protocol::DType dtype = protocol::DType::kFloat32;  // type of the client's bytes
     uint64_t grad_offset_bytes = 0;                     // offset of the next piece's bytes
-    std::deque<ElementRun> pieces = {};                 // the first piece is in progress
+    std::deque<ElementRun> pieces = {};  // remaining pieces; the first is in progress
   };
   enum class CommandPhase : uint8_t {
     kIdle,         // no command is in progress

@@ -112,7 +112,8 @@ void StepPipeline::BeginPass() {
   for (const uint32_t block : order_.blocks()) {
     const bool needed = terms_.IsNeeded(block);
     if (needed) queue_.Add(block);
-    // The next daemon would repeat an early update that is not written.
+    // An early update has used its sums. But if this daemon is killed, the next one repeats an early update that is not written,
+    // and needs the same sums.
     const bool needs_sums =
         !blocks.is_early(block) || (is_recorded_ && blocks.phase(block) != Phase::kWritten);
     if (needed && needs_sums) from_sums.push_back(block);
@@ -152,8 +153,8 @@ void StepPipeline::EndNormsPass() {
   BeginPass();
 }
 
-// Treats blocks that the previous daemon has written as early updates that the decision has accepted. Blocks that the previous
-// daemon had in staging slots become ready, even if part of their update was done.
+// Treats blocks that the previous daemon has written as early updates, which BeginPass() accepts. Blocks that the previous daemon
+// had in staging slots become ready, even if part of their update was done.
 void StepPipeline::AdoptKept(const KeptUpdate& update) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const KeptUpdate::Block& of = update.blocks[block];
@@ -273,8 +274,8 @@ void StepPipeline::StartInstall(uint32_t block) {
   tasks_.StartInstall(block);
 }
 
-// Returns the number of updates that may run or wait for a worker. The number is small while the step still has swapped blocks,
-// because these are updated first.
+// Returns the number of updates that may run or wait for a worker: one for each worker, so that a block on swap that becomes
+// ready is updated next. If only blocks in DRAM remain, kUpdatesPerWorker for each worker.
 uint32_t StepPipeline::UpdatesMax() const {
   const bool only_resident = queue_.staged().empty() && store_.blocks().staged().empty();
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;

@@ -38,10 +38,12 @@
 namespace forebay::daemon {
 
 // Blocks are updated in the order in which the step before fetched their partitions (UpdateOrder). The next forward may begin
-// before the update ends, and waits least in this order. Before the decision, blocks are read ahead in that order, into free
-// staging slots only (ReadAhead), and may be updated early (EarlyUpdater). After the decision, a worker updates the first ready
-// block on swap, or the next resident block if none is ready. A staged block is read, updated and written; then its slot is free
-// again. The job never updates blocks while it reads states (StateAccess) or moves a block (Residency).
+// before the update ends, and waits least in this order. Before the decision, blocks are read ahead into free staging slots
+// (ReadAhead), and may be updated early (EarlyUpdater).
+//
+// After the decision, a worker updates the first ready block on swap, or the next block in DRAM if none is ready. A block on swap
+// is read, updated and written. Then its staging slot is free again. The job never updates blocks while it reads states
+// (StateAccess) or moves a block (Residency).
 //
 // One event publishes a step when all its blocks are written (BlockLedger). A write that fails is repeated in another slot.
 // While every such write fails, the step waits and its blocks stay in their staging slots. A step is never undone, because
@@ -53,7 +55,7 @@ namespace forebay::daemon {
 class StepPipeline {
  public:
   struct Options {
-    const std::vector<nvme::Slot>& swap_slots;  // read by the constructor, like `sum_slots`
+    const std::vector<nvme::Slot>& swap_slots;  // only the constructor reads it, and `sum_slots`
     const std::vector<nvme::Slot>& sum_slots;
     nvme::SlotMap& swap;
     PathTable& path_table;
@@ -168,8 +170,8 @@ class StepPipeline {
   uint64_t overflowed_masters_ = 0;
   absl::Status swap_wait_;  // newest error of a write that is being repeated
   struct {
-    PipelineCounters at_publication;  // of the newest step
-    uint64_t bytes_at_decision = 0;   // of the running step
+    PipelineCounters at_publication;  // counters at the newest publication
+    uint64_t bytes_at_decision = 0;   // bytes at the decision of the running step
   } before_;
   Statistics statistics_;  // without Statistics::all
 };

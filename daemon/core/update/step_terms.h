@@ -38,7 +38,7 @@ class StepTerms {
   bool sets_masters() const { return pass_ == UpdatePass::kMasters; }
   // True if the optimizer needs the norms of parameters first.
   bool needs_norms() const { return protocol::Info(layout_.spec().optimizer).passes == 2; }
-  // True if a parameter in the block has a gradient in the step, or IsWhole() if all have one.
+  // IsNeeded() is true if any parameter in the block has a gradient in the step, IsWhole() if all parameters in the block have.
   bool IsNeeded(uint32_t block) const;
   bool IsWhole(uint32_t block) const;
   std::pmr::vector<UpdateSegment> SegmentsOf(uint32_t block);
@@ -50,7 +50,7 @@ class StepTerms {
   const std::vector<float>& EndNorms();
 
   // Returns the number of updates that each parameter has had. Publish() raises it for the parameters of the step. SetUpdates()
-  // sets all numbers of a new job, or one number between steps.
+  // sets all numbers of a recovered job, or one number between steps.
   const std::vector<uint64_t>& updates() const { return param_updates_; }
   void SetUpdates(std::vector<uint64_t> updates);
   void SetUpdates(uint32_t param, uint64_t updates);

@@ -75,7 +75,7 @@ void SumPages::FreeFrame(uint32_t page) {
   FOREBAY_CHECK(free_frames_.insert(pages_[page].frame).second);
 }
 
-// Lists the page among pages that can be written to swap to free their frames, if the page is such a page.
+// Adds the page to gathered_ and updated_early_, if the page belongs to them.
 void SumPages::List(uint32_t index) {
   const Page& page = pages_[index];
   if (page.state != State::kResident || page.updates_left > 0) return;
@@ -181,7 +181,7 @@ void SumPages::ForgetGathered() {
 bool SumPages::IsThere(uint32_t block) const {
   if (!is_paged()) return true;
   return std::ranges::all_of(block_pages_[block], [this](uint32_t index) {
-    const Page& page = pages_[index];  // kNone: its parameters have no gradient
+    const Page& page = pages_[index];  // in kNone the parameters of the page have no gradient
     return (page.state == State::kResident && !page.is_forgotten) || page.state == State::kNone;
   });
 }
@@ -358,8 +358,8 @@ absl::Status SumPages::OnLoaded(uint32_t index, const absl::Status& status) {
   return absl::OkStatus();
 }
 
-// True if a task waits to add sums to the page, or if the running update needs the page and no block of the update lacks
-// frames.
+// True if a task waits to add sums to the page. Also true if the running update needs the page, and every block of the update
+// has found frames.
 bool SumPages::StaysResident(const Page& page) const {
   return page.requested != Need::kNone || (page.updates_left > 0 && !short_block_);
 }

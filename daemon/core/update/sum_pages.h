@@ -26,10 +26,11 @@
 namespace forebay::daemon {
 
 // Sums that are not paged are always resident, and this class does nothing. A page of paged sums has a frame of the step arena
-// while sums are added to the page or an update reads it. While sums are gathered, frames of pages whose blocks have been
-// updated early are freed before another page needs a frame. Such a page is needed again only if the decision differs from the
-// announcement. If a frame is needed and none is free, the page that was used longest ago is written to swap. In backward's
-// order the next forward needs that page last.
+// while sums are added to the page or an update reads it.
+//
+// While sums are gathered, frames of pages whose blocks have been updated early are freed before another page needs a frame. Such
+// a page is needed again only if the decision differs from the announcement. If a frame is needed and none is free, the page
+// that was used longest ago is written to swap. In backward's order the next forward needs that page last.
 //
 // After the decision, a page holds the sums of the running step until all blocks of the page are updated. Sums that are
 // gathered for the next step use frames that the update does not need, and no page of the running step.
@@ -50,9 +51,9 @@ class SumPages {
     uint64_t end = 0;
   };
   enum class Room : uint8_t {
-    kThere,
+    kThere,   // each page of the block is resident
     kComing,  // each page has a frame, and some pages are being read
-    kNone,
+    kNone,    // too few frames are free
   };
 
   // The arguments outlive this object. `slots`: swap slots for pages of sums.
@@ -128,11 +129,11 @@ class SumPages {
     State state = State::kNone;
     uint32_t frame = 0;         // frame of the page; not in kNone and kOnSwap
     uint32_t adds = 0;          // running tasks that add sums to the page
-    uint32_t updates = 0;       // running tasks of updates
-    uint32_t updates_left = 0;  // blocks that the running update has not ended yet
-    uint32_t prepared = 0;      // blocks with Prepare() called, update not begun
+    uint32_t updates = 0;       // running updates that read the page
+    uint32_t updates_left = 0;  // blocks of the page that the running update still has to update
+    uint32_t prepared = 0;      // blocks after Prepare() whose update has not begun
     Need requested = Need::kNone;
-    bool has_arrived = false;   // has arrived, not returned by DrainArrived() yet
+    bool has_arrived = false;   // the page has arrived, and DrainArrived() has not returned it yet
     bool is_forgotten = false;  // delete the sums when the page's tasks end
     uint64_t used = 0;          // clock_ at the last use of the page
     uint32_t blocks = 0;
@@ -181,7 +182,7 @@ class SumPages {
   ByUse updated_early_;  // pages of gathered_ whose blocks were all updated early
   std::pmr::vector<uint32_t> requests_;  // pages, oldest first
   std::pmr::vector<uint32_t> arrived_;
-  std::pmr::set<uint32_t> prepared_;     // blocks with Prepare() called, update not begun
+  std::pmr::set<uint32_t> prepared_;     // blocks after Prepare() whose update has not begun
   uint32_t of_update_on_swap_ = 0;       // pages of the running update on swap
   std::optional<uint32_t> short_block_;  // first block of the update that found no frames
   bool abandoned_ = false;

@@ -29,12 +29,12 @@ BlockLedger::Target SwapSlots::Allocate(
   Exchange();
   std::optional<BlockLedger::Target> target = (ledger_.*begin)(entry);
   if (!target && AddNodeSlot()) target = (ledger_.*begin)(entry);
-  FOREBAY_CHECK(target.has_value());  // the job has Placement::slots_needed() slots
+  FOREBAY_CHECK(target.has_value());  // the job has at least Placement::slots_needed() slots
   return *target;
 }
 
-// Takes a slot from the node. With durable steps, a block that has moved or was written between steps needs an additional slot
-// until the next durable step.
+// Takes a slot from the node, in a job with durable steps. A block that has moved or was written between steps needs an additional
+// slot until the next durable step.
 bool SwapSlots::AddNodeSlot(NodeSlot which) {
   if (!ledger_.is_durable()) return false;
   auto slot = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
@@ -71,7 +71,7 @@ bool SwapSlots::AddForVersion(uint32_t block, NodeSlot which) {
   return AddNodeSlot(which);
 }
 
-// Exchanges a free slot of the job for a slot of the node on `path`, if the job and the node each have such a slot.
+// Exchanges a free slot of the job for a slot of the node on `path`, if both have one.
 void SwapSlots::ExchangeOn(uint32_t path) {
   const std::optional<nvme::Slot> slot = swap_.AllocateOn(path, plan_.swap_slot_bytes);
   if (!slot) return;

@@ -130,7 +130,7 @@ void UpdateTasks::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests w
 
 UpdateTasks::Written UpdateTasks::EndWrite(const TaskDone& done) {
   Running write = End(done.task);
-  if (done.status.ok()) {  // the ledger counts whether it has succeeded
+  if (done.status.ok()) {  // BlockLedger counts successes and failures
     store_.path_table().AddTransfer({.path = write.path,
                                      .direction = Direction::kWrite,
                                      .bytes = store_.map().bytes(write.block),

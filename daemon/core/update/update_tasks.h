@@ -42,8 +42,8 @@ class UpdateTasks {
   void StartRead(uint32_t block, uint32_t staging_slot, Transition why);
   // Counts the read of a staged block that is about to be updated.
   void CountUpdate(uint32_t block);
-  // Starts the update of a block in kUpdating, or the write of a block in kWriting or kRewriting. kYes: the next daemon can
-  // continue the update.
+  // StartUpdate() starts the update of a block in kUpdating, StartWrite() the write of a block in kWriting or kRewriting.
+  // Recorded::kYes: the next daemon can continue the update.
   enum class Recorded : uint8_t { kNo, kYes };
   void StartUpdate(uint32_t block, Recorded recorded);
   void StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests);
@@ -76,10 +76,10 @@ class UpdateTasks {
  private:
   struct Running {
     uint32_t block = 0;
-    uint32_t path = 0;        // reads and writes: swap path
-    bool from_disk = false;   // reads: false for zeros that were never written
-    bool reads_sums = false;  // updates
-    uint64_t checksum = 0;    // writes
+    uint32_t path = 0;        // swap path of a read or a write
+    bool from_disk = false;   // false if a read block was never written, and has zeros
+    bool reads_sums = false;  // an update reads gradient sums
+    uint64_t checksum = 0;    // checksum of a written block
     WeightsDigests weights_digests = {};
   };
 

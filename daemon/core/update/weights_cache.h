@@ -23,19 +23,20 @@
 
 namespace forebay::daemon {
 
-// A part of the weights arena, in which partitions have ranges. A fetch of a partition without a copy reads it from its blocks
-// on swap; each page is verified. The copy stays until another partition needs its DRAM. Among copies without a lease, the
-// first to be evicted is the one that is needed last, by the order in which the ranks fetched in the step before. In that
-// order, partitions are read ahead into DRAM that no earlier fetch needs. If a rank's order differs from the step before,
-// nothing is read ahead for it until the next step, and its partitions are evicted by last use. A partition whose read ahead
-// failed is read again when it is fetched, or in the next step.
+// The cache is a part of the weights arena. A fetch of a partition without a copy reads the partition from its blocks on swap,
+// and verifies each page. The copy stays until another partition needs its DRAM. The cache expects that each rank fetches in the
+// order of the step before. The copy without a lease that is needed last in this order is evicted first.
+//
+// Partitions are read ahead in this order, into DRAM that no earlier fetch needs. If a rank's order differs from the step before,
+// nothing is read ahead for the rank until the next step. Its partitions are then evicted by last use. A partition whose read
+// ahead failed is read again when it is fetched, or in the next step.
 //
 // The states of a copy are those of CopyState.
 //
 // Invariants (CheckInvariants())
 // 1. Only partitions with weights on swap have copies.
-// 2. A copy is loading exactly while pieces of its reads have not ended. Nothing else is read.
-// 3. No two copies overlap, and all lie in the cache.
+// 2. A copy is in kLoading while some of its reads have not ended, and in another state otherwise. Each read belongs to a copy.
+// 3. No two copies overlap. All copies are within the cache.
 //
 // No read may be under way (is_loading()) when blocks are about to be overwritten, because a step is decided or masters are set
 // (ForgetUpdated(), ForgetBlock()).
@@ -43,14 +44,9 @@ namespace forebay::daemon {
 // An example. The cache has room for two partitions, and the rank fetched 0, 1, 2, 3 in the step before.
 //
 //   fetch 0           reads 0; reads 1 ahead, as no earlier fetch needs its DRAM
-//   fetch 1           1 has arrived; 0 is leased, so that 2 has no room
+//   fetch 1           1 has arrived. 0 is leased, so that 2 has no room.
 //   release 0         2 takes the place of 0, which is needed last
 //   fetch 3, not 2    the order differs: nothing is read ahead until the next step; 3 replaces the copy used least recently
-//
-// Invariants (CheckInvariants):
-//
-//   - A copy is of a partition on swap, and lies within the cache. No two copies overlap.
-//   - The copies wait for as many reads as are running or have no staging slot yet.
 //
 // Ownership  The arguments of the constructor outlive this object.
 class WeightsCache {
@@ -74,7 +70,7 @@ class WeightsCache {
   // Begins to read the partitions for which Find() returned nullopt, in the order of these calls. If `begins` is false, only
   // continues reads that were begun.
   void EndRound(bool begins);
-  // True if a partition that the last EndRound() was to read has to wait until leases end.
+  // True if a partition that a fetch waits for had no room in the last EndRound(), and waits until leases end.
   bool lacks_room() const { return lacks_room_; }
   // Reads partitions ahead that ranks are expected to fetch next.
   void Prefetch();
@@ -97,7 +93,7 @@ class WeightsCache {
  private:
   enum class CopyState : uint8_t {
     kLoading,  // the weights are being read from swap
-    kCurrent,  // has the weights of the newest step that has updated the partition; may be leased
+    kCurrent,  // the copy has the newest weights of the partition, and may be leased
     kOld,      // the partition has changed; the copy is deleted when its leases have ended
   };
   struct Copy {
@@ -120,7 +116,7 @@ class WeightsCache {
     uint64_t step = 0;
     std::vector<uint32_t> now = {};
     std::vector<uint32_t> before = {};
-    bool is_same = false;  // `now` follows `before` so far
+    bool is_same = false;  // so far the rank has fetched in the order of `before`
   };
 
   bool Make(uint32_t partition, uint64_t needed_in);
@@ -147,7 +143,7 @@ class WeightsCache {
   std::pmr::map<uint32_t, Copy> copies_;     // by partition
   std::map<uint32_t, absl::Status> failed_;  // errors of reads of wanted partitions
   std::set<uint32_t> not_read_ahead_;        // partitions whose read ahead failed in this step
-  std::vector<uint32_t> wanted_;             // partitions, in the order of Find()
+  std::vector<uint32_t> wanted_;  // partitions that fetches wait for, in the order of Find()
   bool lacks_room_ = false;
   std::pmr::deque<LoadWeights> pieces_;  // pieces that have no staging slot yet
   std::pmr::map<TaskId, Load> loads_;
