@@ -13,16 +13,16 @@ struct RecordCounts {
   uint64_t partitions = 0;
   uint64_t ranks = 0;
   uint64_t blocks = 0;
-  uint64_t digests = 0;        // of pages of weights in all blocks
+  uint64_t digests = 0;        // number of digests of weights pages, in all blocks
   uint64_t block_digests = 0;  // largest number of digests of a block
   uint64_t sum_pages = 0;
   uint64_t leases = 0;
-  uint64_t summary_bytes = 0;  // of an encoded StepSummary; 0 if the job is on one node
-  bool has_trust = false;      // the steps have RecordTrust
+  uint64_t summary_bytes = 0;  // bytes of an encoded StepSummary; 0 if the job is on one node
+  bool has_trust = false;      // each step has a RecordTrust
 };
 
-// Bytes of an entry without its lists: of RecordBlock or RecordSums; of RecordDecision, its order, RecordPrepared or RecordTrust;
-// of another kind.
+// Bytes of an entry without its lists. kPlaceEntryBytes is for RecordBlock and RecordSums. kValuesEntryBytes is for RecordDecision,
+// its order, RecordPrepared and RecordTrust. kSmallEntryBytes is for all other kinds.
 inline constexpr uint64_t kPlaceEntryBytes = 104;
 inline constexpr uint64_t kValuesEntryBytes = 176;
 inline constexpr uint64_t kSmallEntryBytes = 64;
@@ -31,9 +31,9 @@ inline constexpr uint64_t kHyperParamsEntryBytes = 80;
 
 // Upper bounds of the bytes of the entries that count.
 struct RecordSizes {
-  uint64_t base_bytes = 0;  // between two steps
-  uint64_t step_bytes = 0;  // in addition, in a step
-  // The largest entry that may replace one that counts. A step is decided once.
+  uint64_t base_bytes = 0;  // entries that count between two steps
+  uint64_t step_bytes = 0;  // entries that count in a step, in addition to base_bytes
+  // The largest entry that may replace an entry that counts. A decision replaces none, because a step is decided once.
   uint64_t entry_bytes = 0;
 
   // A half that begins with the entries that count has room for one more entry at every moment.

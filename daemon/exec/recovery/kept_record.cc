@@ -177,7 +177,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   sizes.file_bytes = bytes;
 
   protocol::UniqueFd fd(::memfd_create("forebay-record", MFD_CLOEXEC));
-  // Memory that cannot be had is an error here, not a signal at a store.
+  // Allocates the memory now. Without memory, a later store would end the process with SIGBUS.
   if (!fd.valid() || ::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0) {
     return MakeError(ErrorId::kLimit,
                      protocol::ErrnoText("a memfd for the record of a job", errno));
@@ -317,7 +317,7 @@ void KeptRecord::Append(const Record& record) {
   tail_ += bytes;
 }
 
-// Adds the entries, which count from one store on.
+// Adds the entries. One store makes all of them count.
 template <typename... Records>
 void KeptRecord::AppendAndPublish(const Records&... records) {
   if (is_dropped()) return;
@@ -326,7 +326,7 @@ void KeptRecord::AppendAndPublish(const Records&... records) {
   Publish();
 }
 
-// The half that Publish() has selected does not change.
+// Copies the entries that count to the other half. Until Publish(), the half that the header selects still counts.
 void KeptRecord::Compact() {
   const std::span<const std::byte> from = half(half_);
   const std::span<std::byte> to = half(1 - half_);
@@ -343,7 +343,7 @@ void KeptRecord::Compact() {
 }
 
 void KeptRecord::Set(const RecordBlock& record) {
-  // An earlier daemon has recorded this step already. A second entry could name weights that were installed since.
+  // An earlier daemon has recorded the block for this step already. A second entry could name weights that were installed since.
   if (record.step != 0 && index_->HasWritten(record.block, record.step)) return;
   AppendAndPublish(record);
 }

@@ -18,7 +18,7 @@
 
 namespace forebay::daemon {
 
-// Hint of errors by which a daemon does not start on retained jobs: how to give the jobs up.
+// Hint in errors of a daemon that does not start because of retained jobs. The hint says how to give the jobs up.
 inline constexpr char kGiveUpHint[] =
     "; to give up what is kept, stop the service before it is started (systemctl stop forebayd)";
 
@@ -29,24 +29,25 @@ class RecordIndex;
 // bytes count. An entry counts once the word includes it, so the record is consistent at every moment, even if the process is
 // killed.
 //
-// A half begins with the entries that counted when it became current. If a published step leaves too little room for the next
-// one, the entries that still count are copied to the other half, in an order that gives the same state, and the word selects that
-// half. The same happens if an entry does not fit, so an entry never fails to fit (RecordSizes::half_bytes).
+// A half begins with the entries that counted when it became current. If the room behind a published step is too small for the
+// next step, the record moves to the other half. The entries that still count are copied to that half, in an order that gives the
+// same state. Then the word selects that half. The record also moves if an entry does not fit. After a move every entry fits
+// (RecordSizes::half_bytes).
 //
-// Example: a half has room for the base and one step. Step 7 is published at 900 of 1000 bytes, and a step may take 400. The 300
-// bytes of entries that count are copied to the other half. The word changes from (half 0, 900) to (half 1, 300).
+// Example: a half has 1000 bytes. After step 7 is published its entries have 900 bytes, and a step may take 400. The entries that
+// count have 300 bytes, and are copied to the other half. The word changes from (half 0, 900) to (half 1, 300).
 //
 // Ownership  Owns the memfd. The destructor drops the record, since arenas of a process that ends by itself lose their
-//            bytes; a process that is killed runs no destructor. The destructor does not drop a record that was adopted
-//            before Own(), nor any record after Leave().
-// Threads    One, in addition to those of the undo log.
+//            bytes; a process that is killed runs no destructor. The destructor drops an adopted record only after Own(),
+//            and no record after Leave().
+// Threads    One thread. Other threads use the undo log.
 // Limits     Set() does not use the heap.
 class KeptRecord {
  public:
   // Makes the record of a job. `nonce`: SwapSpace::nonce() of the swap with the job's slots. `workers`: number of workers that
   // update blocks at once.
   //
-  // Errors  of EncodeKept. E_LIMIT  no memory or descriptor for it.
+  // Errors  E_LIMIT  no memory or descriptor for the record. The errors of EncodeKept().
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce,
                                                           uint64_t workers);
   // Takes over the record of another process.
@@ -82,10 +83,10 @@ class KeptRecord {
   void Set(const RecordUpdates& record);
   void Set(const RecordLease& record);
   void Set(const RecordLeaseEnd& record);
-  // Marks the record: no job can continue from it.
+  // Marks the record as dropped: no job can continue from the record.
   void Drop();
 
-  // Undo log of updates in place, and its memory.
+  // Undo log of updates in place, and the memory of the log.
   UndoLog& undo() { return undo_; }
   std::span<std::byte> undo_bytes() const;
 
@@ -93,8 +94,8 @@ class KeptRecord {
   // no step arena). The record knows neither which state of the job is durable, nor which slots are free: other jobs may have
   // some of the spare_slots by now.
   //
-  // Errors  E_CORRUPT     of DecodeLedger, or the arena is too short.
-  //         E_JOB_FAILED  it was dropped.
+  // Errors  E_CORRUPT     an entry or the job is damaged, or the arena is too short.
+  //         E_JOB_FAILED  the record was dropped.
   absl::StatusOr<DurableJob> Read(int step_arena) const;
 
  private:

@@ -101,7 +101,7 @@ struct RecordEntry {
   # refuses the record (E_CONFIG) and does not drop it.
   union {
     block @0 :BlockEntry;
-    installed @1 :UInt32;   # the block
+    installed @1 :UInt32;   # the block whose new weights are in the weights arena
     staged @2 :StagedEntry;
     sums @3 :SumsEntry;
     attempt @4 :AttemptEntry;
@@ -111,7 +111,7 @@ struct RecordEntry {
     step @8 :StepEntry;
     updates @9 :UpdatesEntry;
     lease @10 :Lease;
-    leaseEnd @11 :Lease;    # `lease` alone is set
+    leaseEnd @11 :Lease;    # only `lease` is set
     order @12 :OrderEntry;  # comes before the decision of its step
   }
 }
@@ -157,7 +157,7 @@ struct Part {
 }
 
 struct PreparedEntry {
-  step @0 :UInt64;    # 0: abandoned
+  step @0 :UInt64;    # 0: the prepared step is abandoned
   attempt @1 :UInt64;
   maxGradNorm @2 :Float64;
   gradScale @3 :Float64;
@@ -190,7 +190,7 @@ struct OrderEntry {
   gradMin @2 :Float32;
   gradMax @3 :Float32;
   hyperParams @4 :List(List(Float64));  # as in PreparedEntry
-  params @5 :List(Bool);                # by parameter: updated
+  params @5 :List(Bool);                # by parameter: true if the step updates it
   floatSums @6 :Part;
 }
 

@@ -77,7 +77,7 @@ struct Header {
   uint64_t summary_bytes;
   uint64_t prepared_offset;
   uint64_t prepared;
-  uint64_t checksum;  // of the job and of the constant fields
+  uint64_t checksum;  // checksum of the job and of the constant fields
 };
 
 struct Version {
@@ -89,7 +89,7 @@ struct Version {
   uint64_t digests;
   uint64_t is_resident;
   uint64_t overflows;
-  uint64_t weights_slot;  // 1 + the slot; 0: installed
+  uint64_t weights_slot;  // 1 + the slot of the new weights; 0: the weights are installed
 };
 
 // `state`: step << 1 | copy. `copy` is current until `step` is published. `staged`: the step, then kStagedBits bits of the slot.
@@ -202,7 +202,7 @@ class Reader {
   const Order& order() const { return At<Order>(at_.order_offset, 1)[0]; }
   const Prepared& prepared() const { return At<Prepared>(at_.prepared_offset, 1)[0]; }
 
-  // Parameter groups that the record has room for: the room behind the last one is smaller than a row.
+  // Returns the number of parameter groups for which the record has room. The room behind the last one is smaller than a row.
   uint64_t group_rows() const {
     const uint64_t bytes =
         at_.sums_offset - at_.order_offset - kAlignment - at_.trusts * sizeof(float) - at_.params;
@@ -229,7 +229,7 @@ class Reader {
     return CheckChanging();
   }
 
-  // Checks the numbers that change, from which counts and entries of the new record follow.
+  // Checks the numbers that change. Counts and entries of the new record follow from these numbers.
   absl::Status CheckChanging() const {
     if (at_.decided != at_.published && at_.decided != at_.published + 1) {
       return CorruptBefore("its steps");

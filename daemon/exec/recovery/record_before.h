@@ -16,8 +16,8 @@ bool IsRecordBefore(const protocol::UniqueFd& fd);
 // Returns a record of this release with the same job and the same undo log. The memfd does not change.
 //
 // Errors  E_CORRUPT     the record is damaged.
-//         E_JOB_FAILED  it was dropped.
-//         of KeptRecord::Make.
+//         E_JOB_FAILED  the record was dropped.
+//         The errors of KeptRecord::Make().
 absl::StatusOr<std::unique_ptr<KeptRecord>> ConvertRecord(const protocol::UniqueFd& fd);
 
 }  // namespace forebay::daemon

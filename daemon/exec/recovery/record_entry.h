@@ -17,7 +17,8 @@
 
 namespace forebay::daemon {
 
-// The order of a decision, an entry of its own: it does not count any more once the step is published.
+// The order of a decision (RecordDecision), which is an entry of its own: once the step is published, the order does not count any
+// more.
 struct RecordOrder {
   const RecordDecision& decision;
 };
@@ -36,7 +37,8 @@ uint64_t EntryBytesMax(const RecordOrder& record);
 uint64_t EntryBytesMax(const RecordTrust& record);
 uint64_t EntryBytesMax(const auto& /*small*/) { return kSmallEntryBytes; }
 
-// Returns how many bytes at the begin of an entry must be zeros before its message is built. A list of bytes is written whole.
+// Returns how many bytes at the beginning of an entry must be zeros before its message is built. The bytes behind them are a list,
+// and every byte of the list is written.
 inline uint64_t ZeroedBytes(const RecordBlock& /*record*/) { return kPlaceEntryBytes; }
 uint64_t ZeroedBytes(const auto& record) { return EntryBytesMax(record); }
 
@@ -62,7 +64,8 @@ uint64_t FinishEntry(capnp::MessageBuilder& message, std::span<std::byte> entry)
 template <typename Record>
 uint64_t WriteEntry(const Record& record, std::span<std::byte> entry) {
   entry = entry.first(EntryBytesMax(record));
-  std::ranges::fill(entry.first(ZeroedBytes(record)), std::byte{0});  // as the builder requires
+  // FlatMessageBuilder requires zeros.
+  std::ranges::fill(entry.first(ZeroedBytes(record)), std::byte{0});
   const std::span<std::byte> words = entry.subspan(sizeof(EntryHead));
   capnp::FlatMessageBuilder message(kj::arrayPtr(reinterpret_cast<capnp::word*>(words.data()),
                                                  words.size() / sizeof(capnp::word)));

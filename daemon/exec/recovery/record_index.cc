@@ -263,7 +263,8 @@ absl::Status RecordIndex::Add(schema::PreparedEntry::Reader entry, uint64_t offs
 
 absl::Status RecordIndex::Add(schema::DecisionEntry::Reader entry, uint64_t offset) {
   RETURN_IF_ERROR(CheckValues(entry));
-  const bool is_first = decision_ == kNone;  // has the values of the published step
+  // The first decision has the values of the published step.
+  const bool is_first = decision_ == kNone;
   const bool is_next = entry.getStep() == published_ + 1 && order_.step == entry.getStep();
   if ((!is_first && !is_next) || entry.getParamUpdates().size() != counts_.params ||
       entry.getTrace().size() > counts_.partitions) {
@@ -313,7 +314,7 @@ void RecordIndex::EndLease(uint64_t lease) {
   std::erase_if(leases_, [lease](const Lease& one) { return one.lease == lease; });
 }
 
-// The values of the published step come first: they tell which blocks' entries are current.
+// The values of the published step come first, because they decide which entries of blocks are current.
 void RecordIndex::Move(absl::FunctionRef<uint64_t(uint64_t)> move) {
   const auto move_if = [&](bool counts, uint64_t& offset) {
     if (counts) offset = move(offset);

@@ -21,9 +21,9 @@ namespace forebay::daemon {
 // Offsets of the newest entry of each block, page, parameter, lease and kind. An entry that has been replaced, or whose step is
 // over, does not count.
 //
-// A block has two entries in a step: `current` is true until the step is published, then `written` becomes the current one.
+// In a step a block may have two entries: `current` counts until the step is published, then `written` becomes the current one.
 //
-// Limits  Allocates in the constructor alone, RecordIndexBytes().
+// Limits  The constructor allocates RecordIndexBytes(). Add() and Move() allocate nothing, except for errors.
 class RecordIndex {
  public:
   explicit RecordIndex(const RecordCounts& counts);
@@ -39,7 +39,7 @@ class RecordIndex {
   void Move(absl::FunctionRef<uint64_t(uint64_t)> move);
 
   uint64_t published() const { return published_; }
-  // False if the entries do not begin with the values of a published step: nothing can be read then.
+  // False if the entries have no values of a published step, so that no job can be read from them.
   bool is_whole() const { return step_ != kNone; }
   // True if a step is prepared or decided, and not published.
   bool is_in_step() const { return is_decided() || is_prepared(); }
@@ -76,7 +76,7 @@ class RecordIndex {
   bool IsOpen(const OfStep& entry) const {
     return entry.offset != kNone && entry.step > published_;
   }
-  // Returns the offset of the block's entry that is true now.
+  // Returns the offset of the block's entry at the published step.
   uint64_t CurrentOf(const Block& block) const;
 
   absl::Status Add(schema::BlockEntry::Reader entry, uint64_t offset);
@@ -112,8 +112,8 @@ class RecordIndex {
   OfStep attempt_;
   OfStep prepared_;
   OfStep trust_;
-  uint64_t updates_set_ = 0;       // number of entries in `updates_`
-  std::vector<uint64_t> updates_;  // by parameter: RecordUpdates since the published step
+  uint64_t updates_set_ = 0;       // number of RecordUpdates since the published step
+  std::vector<uint64_t> updates_;  // by parameter: newest RecordUpdates since the published step
   std::vector<Block> blocks_;
   std::vector<OfStep> sums_;  // by page
   std::vector<Lease> leases_;
