@@ -60,7 +60,7 @@ struct Nodes {
 // Memory of one session.
 struct MemoryOptions {
   // Bytes of the gradient arena. 0 with shared attachment: four pieces of at most 32 MiB. 0 with sharded attachment: two pieces
-  // (the least), on GPUs also the gradients of three layers. 0 for a reader: 1 MiB.
+  // (the least), or on a GPU the gradients of three layers if these have more than 64 MiB. 0 for a reader: 1 MiB.
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // bytes reserved for extra_state of one step
   // Bytes in each rank's arena for the activations of a forward pass (ActivationStore). Ignored for a reader.

@@ -19,18 +19,19 @@
 namespace forebay::client::internal {
 namespace {
 
-// Pieces in the arena. With shared attachment a gradient waits for lower ranks. With sharded attachment no gradient waits: one
-// piece is filled while one is in flight.
+// Number of pieces in the gradient arena. With shared attachment a gradient waits for lower ranks. With sharded attachment no
+// gradient waits: one piece is filled while another is in flight.
 constexpr uint64_t kPiecesInSharedArena = 4;
 constexpr uint64_t kPiecesInShardedArena = 2;
 constexpr uint64_t kGroupsOnTheirWay = 3;
-constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // bytes of a piece of state read
+// Largest piece of a reader's reads of states.
+constexpr uint64_t kReaderArenaBytes = protocol::kMiB;
 
-// Bytes of the gradient arena that keep a GPU busy. The processor asks for room ahead of the GPU: while the GPU computes one
-// layer, the gradients of a second layer are copied and those of a third are added up. The largest group is usually the
-// embedding's, whose gradients come last.
+// Returns the bytes of a gradient arena with room for three layers, so that a GPU does not wait for room. While the GPU computes
+// the gradients of one layer, those of a second layer are copied and those of a third are added. The largest group is usually the
+// embedding, whose gradients come last. So the arena has room for three times the second largest group, or for the largest.
 uint64_t ArenaBytesOnGpu(const protocol::Layout& layout) {
-  std::vector<uint64_t> bytes(layout.groups().size() + 1);  // largest shard of each group
+  std::vector<uint64_t> bytes(layout.groups().size() + 1);  // bytes of each group's largest shard
   for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
     uint64_t& of_group = bytes[layout.partitions()[i].group];
     of_group = std::max(of_group, layout.gradient_bytes(i));

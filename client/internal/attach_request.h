@@ -14,11 +14,12 @@ namespace forebay::client::internal {
 
 // State of a session that a restarted daemon needs to continue it.
 struct SessionBefore {
-  std::span<const uint64_t> held_leases = {};  // empty unless weights are on swap
+  // Leases of the session. Empty unless weights are on swap.
+  std::span<const uint64_t> held_leases = {};
   uint64_t grad_arena_inode = 0;
-  uint64_t newest_tag = 0;                      // newest command that was sent
-  uint64_t exchanges = 0;                       // exchanges whose answers arrived
-  std::span<const std::string> exchanged = {};  // the newest answer
+  uint64_t newest_tag = 0;  // tag of the newest command that was sent
+  uint64_t exchanges = 0;   // number of exchanges between ranks that are answered
+  std::span<const std::string> exchanged = {};  // answer of the newest exchange, by rank
 };
 
 // Makes the attach request from the options, with the defaults in place of zeros. layoutBytes is set when the request is sent.

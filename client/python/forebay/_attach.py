@@ -415,7 +415,7 @@ def _shape_of(parameter: Parameter, dtype: torch.dtype) -> list[int]:
 
 
 def _layout(plan: Plan, optimizer: Optimizer, params: Params) -> Layout:
-    """What the daemon has to know of the model."""
+    """Values that describe the model to the daemon."""
     return {
         "dtype": DTYPE_NAMES[plan.dtype],
         "optimizer": optimizer.name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller calls; can be imported without torch and without a daemon."""
+"""Functions for training scripts. The module can be imported without torch and without a daemon."""
 
 from __future__ import annotations
 
@@ -90,21 +90,23 @@ def attach(
                        rank reads its shards. Their types are the parameters' or narrower ones.
     durability         What the death of the daemon, or a power cut, can undo of the training: "memory",
                        "epoch=N" or "step", or a forebay.Durability, which explains them.
-    memory             A forebay.Memory: sizes of what each rank's session takes, in bytes.
+    memory             A forebay.Memory: memory that each rank's session takes, in bytes.
     sharding           A forebay.Sharding: how mode="sharded" divides the model and when blocks are updated.
-    old                Keywords of 0.2.0 that are parts of `durability`, `memory` and `sharding` now
-                       (forebay.options.MOVED); each warns, and ends with 0.4.
+    old                Keywords of 0.2.0 that are now parts of `durability`, `memory` and `sharding`
+                       (forebay.options.MOVED). Each causes a FutureWarning. 0.4 does not accept them.
 
     On the meta device no rank ever holds a model: the shards of a group of FSDP2 have memory from the
     first module that may set them to the last. A function may set all of them until it was called with
     the model; reset_parameters() those of its module.
 
-    Waits until other jobs have made room, the job's memory is created, the initial parameters are
-    written, a step in progress has ended and an older session of the rank is closed.
+    Waits until other jobs have freed enough memory and the job's memory is created. Then waits until
+    the initial parameters are written, a step in progress has ended, and an older session of the rank
+    is closed.
 
-    A new job begins with rank 0's parameters (sharded attachment: with each rank's shards), for
-    which the other ranks wait. Every later session takes the values of the job's last committed
-    step, and the buffers that its rank has committed with it (rank 0's where it has none).
+    A new job begins with rank 0's parameters, and the other ranks wait for these. With sharded
+    attachment it begins with each rank's shards. Every later session takes the values of the job's last
+    committed step. It also takes the buffers that its rank has committed with that step, or rank 0's
+    if its rank has committed none.
 
     Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was, but
             for a plain one that attach was to shard: fully_shard() stays.
@@ -113,8 +115,8 @@ def attach(
             E_RANK        arguments, process group and RANK and WORLD_SIZE contradict each other, or
                           do not say which rank this is; or another process of the same launch trains
                           this rank.
-            E_OPTION      an argument makes no sense, stands beside the option that it is a part of, or
-                          the job has another durability; names both.
+            E_OPTION      an argument makes no sense, is passed together with the option that it is a
+                          part of, or the job has another durability; names both.
             E_BUSY        processes of another run are attached, or the job is being deleted:
                           attach again once that is over.
 
@@ -205,9 +207,14 @@ def attach_reader(
 
 
 def _refuse_several_nodes(world_size: int, socket: str) -> None:
-    """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: its
-    daemon would wait for the others at every step. One behind a gateway may have those of all nodes. A process of
-    a smaller launch has started ranks itself, of which the launcher's numbers say nothing."""
+    """Refuses a shared job over several nodes.
+
+    Errors  E_UNSUPPORTED  the launcher started fewer ranks on this node than the job has: the daemon would wait for
+                           the others at every step.
+
+    A daemon behind a gateway may have the ranks of all nodes. In a launch with fewer ranks than the job, the script
+    has started ranks itself, and the launcher's numbers do not count these ranks.
+    """
     launched = _launched_with("WORLD_SIZE", "")
     if socket.startswith("ucx://") or (launched.isdigit() and int(launched) < world_size):
         return
@@ -223,7 +230,7 @@ def _refuse_several_nodes(world_size: int, socket: str) -> None:
 
 
 def _launched_with(variable: str, default: str) -> str:
-    """The environment's, else what srun or mpirun say."""
+    """Returns the variable of the environment, or the number that srun or mpirun have set."""
     return {**environment_of(), **os.environ}.get(variable, default)
 
 
@@ -247,7 +254,7 @@ def _socket_path(socket: str | None) -> str:
 
 
 def status(socket: str | None = None) -> dict[str, Any]:
-    """What `forebay status --json` prints, as a dict.
+    """Returns what `forebay status --json` prints, as a dict.
 
     socket  The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
 

@@ -33,25 +33,25 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Name, shape, group, parameter group, trainable.
+// A parameter: name, shape, group, parameter group, trainable.
 using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t, bool>;
-// Parameter, first element, elements of a run, stride, runs.
+// A box: parameter, first element, elements of a run, stride, runs.
 using BoxTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint64_t>;
-// Group, owner, replica, boxes.
+// A partition: group, owner, replica, boxes.
 using PartitionTuple = std::tuple<uint32_t, uint32_t, uint32_t, std::vector<BoxTuple>>;
-// Number of ranks on all nodes; first rank of this node; whether other nodes hold parts that this node holds; a callable that
-// gives every rank the bytes of all ranks.
+// The nodes of a job: world_ranks, first_rank, has_replicas, all_gather. has_replicas is true if other nodes hold parts that this
+// node holds. all_gather is a callable that gives every rank the bytes of all ranks.
 using NodesTuple = std::tuple<uint32_t, uint32_t, bool, nb::callable>;
 
-// The options while they are filled.
+// Options that are being read from the mapping.
 struct Draft {
   client::AttachOptions options = {};
-  std::optional<int> cuda_device = {};  // ordinal; nullopt: host memory
+  std::optional<int> cuda_device = {};  // ordinal of the CUDA device; nullopt: host memory
   std::string cuda_driver = "libcuda.so.1";
   std::shared_ptr<EndedObjects> ended;
 };
 
-// Calls `function`, a callable of Python's, from a thread without the GIL.
+// Returns an AllGather that acquires the GIL and calls `function`, a Python callable.
 client::AllGather AllGatherBy(std::shared_ptr<const void> function) {
   return [function = std::move(function)](
              const std::string& own) -> absl::StatusOr<std::vector<std::string>> {

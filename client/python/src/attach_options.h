@@ -11,10 +11,10 @@
 
 namespace forebay::python {
 
-// Makes the options from a mapping of names to values. A name that is not in the mapping has its default. `ended` gets the
+// Makes the options from a mapping of names to values. An option that is not in the mapping has its default. `ended` gets the
 // callable of "nodes" when the options are destroyed.
 //
-// Errors  Raises E_OPTION, with the name: no such option, or a value of another type. The errors of the values.
+// Errors  Raises E_OPTION with the name if no such option exists, or if the value has another type. The errors of the values.
 client::AttachOptions AttachOptionsFrom(const nanobind::dict& mapping,
                                         const std::shared_ptr<EndedObjects>& ended);
 
