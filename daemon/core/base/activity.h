@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of what excludes what in one job: which activity must not begin while which other activity is under way.
+// The table of activities of a job that exclude each other. It says which activity must not begin while another is under way.
 #pragma once
 
 #include <array>

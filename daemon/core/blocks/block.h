@@ -32,8 +32,8 @@
 //   - A block has a purpose if it is not in kIdle, and no purpose in kIdle.
 //   - A block in kReading, kCancelled, kReady, kWriting, kRewriting or kDropped has a staging slot.
 //   - A block in kIdle, kWritten, kInstalling or kMoving has no staging slot.
-//   - Only a block with an early update has a weights slot. No two blocks have the same one.
-//   - The sets of blocks, and the counts, are those that the phases and purposes of the blocks say.
+//   - Only a block with an early update, or in kDropped, has a weights slot. No two blocks have the same weights slot.
+//   - The sets staged() and early(), and the counts, agree with the states of the blocks.
 #pragma once
 
 #include <array>

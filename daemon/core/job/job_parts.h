@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of one training job: its sessions, its step, its reads and its blocks.
+// The parts of one training job: its sessions, its step, its accesses of states and its blocks.
 #pragma once
 
 #include "daemon/core/plan/job_spec.h"

@@ -27,7 +27,7 @@ std::optional<uint64_t> JobWorld::awaited_bytes() const {
 }
 
 bool JobWorld::TryChange() {
-  if (!has_room_ && job_.members.live_ranks() == 0) next_plan_.reset();  // waiting ranks have ended
+  if (!has_room_ && job_.members.live_ranks() == 0) next_plan_.reset();  // no rank waits any more
   if (!has_room_ || life_.is_ending() || !job_.is_ready() || job_.failed()) return false;
   if (!job_.members.has_only_waiting()) return false;
   if (!MayBegin(Activity::kWorldChange, UnderWay().Without(Activity::kEarlyUpdate))) return false;

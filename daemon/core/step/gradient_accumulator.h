@@ -179,7 +179,7 @@ class GradientAccumulator {
   // A task that adds contributions to a range of a partition, or squares its sums.
   struct Addition {
     Range range;
-    Ids sources = {};     // in the order of turns
+    Ids sources = {};     // contributions, in the order of turns
     bool widens = false;  // the task first adds the cell's sum in the old 16-bit accumulator
     bool completes = false;
   };

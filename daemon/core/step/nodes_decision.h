@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the nodes of a job decide on a step, as far as this node knows it.
+// The decision of all nodes on a step of a job, as far as this node knows the decision.
 #pragma once
 
 #include <cstddef>

@@ -647,7 +647,7 @@ uint64_t Step::unanswered(const Session& session) const {
 void Step::CheckInvariants() const {
   gradients_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
-  // The numbers are those of the list in the header.
+  // The numbers are those of the list of invariants in step.h.
   // 1
   FOREBAY_CHECK(committed_step_ - published_step_ <= 1);
   // 2

@@ -119,9 +119,8 @@ class Step {
   bool is_quiet() const;
   // Drops the gradients that were delivered to the next step, and begins a new attempt.
   void GiveUpAttempt();
-  // Adds the published step's values for the job's record, among them those that answers to calls of the step carry. `is_last`:
-  // the job stops, and nothing follows the record. Otherwise RecordAttempt is emitted before the first gradient is delivered to
-  // the next step.
+  // Adds the values of the published step to the job's record, also the values in answers to calls of the step. `is_last`: the
+  // job stops, and nothing follows the record. Otherwise RecordAttempt is emitted before the first gradient of the next step.
   void Record(KeptMemory& kept, bool is_last);
 
   // True if the rank of the session has delivered gradients of the next step, or has called it.

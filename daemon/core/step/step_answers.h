@@ -73,7 +73,7 @@ class StepAnswers {
   const absl::Status& unreported() const { return unreported_; }
   // Returns the number of masters that overflowed in the published step. 0 if no master has, or if an answer has reported them.
   uint64_t unreported_overflow() const { return unreported_.ok() ? 0 : overflowed_; }
-  // Returns the overflow of the step before, if answers to calls of the decided step report it: the number of masters.
+  // Returns the number of masters that overflowed in the step before. 0 if answers to calls of the decided step report no overflow.
   uint64_t overflow_to_report() const { return status_.ok() ? 0 : overflowed_; }
   double norm() const { return norm_; }
   bool clipped() const { return clipped_; }

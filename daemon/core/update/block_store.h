@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the blocks of a job are, and where their bytes are: the phases, the placement and the ledger, changed together.
+// Phases, placement and ledger of a job's blocks, which change together. They say where the bytes of each block are.
 #pragma once
 
 #include <cstdint>

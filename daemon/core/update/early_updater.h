@@ -47,7 +47,7 @@ class EarlyUpdater {
   bool is_on() const { return is_on_; }
   // Starts the early reads and early updates that can start.
   void Pump();
-  // Reads blocks ahead that backward is going to deliver gradients for.
+  // Reads blocks ahead whose gradients backward is going to deliver.
   void Prefetch();
   // True while early updates are allowed and the job has tasks. Gradients may wait for early updates then.
   bool has_work() const { return is_on_ && !has_failed_ && !io_.idle(); }

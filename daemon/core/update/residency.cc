@@ -77,7 +77,7 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
   const BlockLocation& location = store_.placement().WhereBlock(block);
   if (location.move != BlockMove::kNone || slot_bytes_ == 0) return;
   if (location.tier == Tier::kNvme) {
-    if (store_.map().has_weights(block)) return;  // DRAM is for the weights of other blocks first
+    if (store_.map().has_weights(block)) return;  // a block with weights stays on swap
     if (location.state.bytes <= free_bytes) store_.placement().Mark(block);
     return;
   }

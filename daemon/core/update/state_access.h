@@ -86,7 +86,7 @@ class StateAccess {
     std::optional<Written> write = {};  // range that a write sets
     std::optional<uint64_t> updates = {};               // new number of updates (kWriteUpdates)
     protocol::DType dtype = protocol::DType::kFloat32;  // type of the client's bytes
-    uint64_t grad_offset_bytes = 0;                     // offset of the next piece's bytes
+    uint64_t grad_offset_bytes = 0;      // offset of the next piece in the session's arena
     std::deque<ElementRun> pieces = {};  // remaining pieces; the first is in progress
   };
   enum class CommandPhase : uint8_t {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step computes: its order, the pass over the blocks, and the scalars of each parameter.
+// The terms of a step: its order, the pass over the blocks, and the scalars of each parameter.
 #pragma once
 
 #include <cstdint>

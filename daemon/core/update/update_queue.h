@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocks that a decided step updates, and what is left of the update.
+// The blocks that a decided step updates, and the progress of the update.
 #pragma once
 
 #include <cstdint>
