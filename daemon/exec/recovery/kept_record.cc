@@ -36,7 +36,7 @@ using protocol::MakeError;
 constexpr uint64_t kMagic = 0x6472'6f63'6572'6266;  // "fbrecord"
 constexpr uint64_t kRecordVersion = 8;
 constexpr uint64_t kAlignment = 64;
-constexpr int kHalfBit = 63;  // of Header::current
+constexpr int kHalfBit = 63;  // bit of Header::current that selects the half
 constexpr uint64_t kTailMask = (uint64_t{1} << kHalfBit) - 1;
 
 absl::Status CorruptRecord(const std::string& what) {
@@ -94,8 +94,8 @@ absl::StatusOr<DurableJob> DecodeJob(std::span<const std::byte> bytes) {
 
 }  // namespace
 
-// All fields but `current` are constant. Each version has `magic` and `version` here. A change raises the version if an older daemon
-// would read the file wrongly, or if the halves become larger (RecordSizes).
+// All fields but `current` are constant. Each version has `magic` and `version` in these places. A change raises the version if an
+// older daemon would read the file wrongly, or if the halves become larger (RecordSizes).
 struct KeptRecord::Header {
   uint64_t magic = 0;
   uint64_t version = 0;
@@ -105,7 +105,7 @@ struct KeptRecord::Header {
   uint64_t half_bytes = 0;
   uint64_t sum_pages = 0;
   uint64_t workers = 0;
-  uint64_t checksum = 0;  // of the fields above and the job
+  uint64_t checksum = 0;  // checksum of the fields above and of the job
   // The current half in bit kHalfBit, and the bytes of its entries. 0: the record was dropped.
   std::atomic<uint64_t> current = 0;
 

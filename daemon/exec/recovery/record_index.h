@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which entries of a record (KeptRecord) count, and the job that they describe.
+// Tracks which entries of a record (KeptRecord) count, and reads the job from these entries.
 #pragma once
 
 #include <cstddef>
