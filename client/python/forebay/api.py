@@ -49,45 +49,48 @@ def attach(
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
     model              Any nn.Module on the CPU whose trained parameters have one type: float32, bfloat16
-                       or float16; frozen ones may have another (sharded: the same). From now on they are
-                       read-only views of memory that the daemon owns; where fully_shard() (FSDP2) was
-                       called on it, its shards are fetched from that memory when FSDP2 gathers them. On
-                       the meta device: sharded; see `initial`.
-    optimizer          AdamW(...) or another of forebay.optimizers; or one of torch.optim's AdamW, Adam,
-                       Adagrad and SGD, whose groups it takes over, and whose states, where it has
-                       stepped and the job has not; None: AdamW(). Parameters in it that the model does not
-                       have (a loss's) train too, as "optimizer[GROUP][INDEX]"; mode="sharded" refuses them.
-    job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default"; the
-    world_size         numbers of the process group, else RANK and WORLD_SIZE, else what srun or mpirun
-                       say, else 0 and 1. Beside a process group: those that it, another group of this
-                       process (torch.distributed.new_group) or its node has.
-    socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
-    param_groups       As the optimizer's params.
+                       or float16. Frozen parameters may have another type (sharded: the same). After attach
+                       the parameters are read-only views of memory that the daemon owns. If fully_shard()
+                       (FSDP2) was called on the model, its shards are fetched from that memory when FSDP2
+                       gathers them. A model on the meta device is sharded; see `initial`.
+    optimizer          AdamW(...) or another of forebay.optimizers; or AdamW, Adam, Adagrad or SGD of
+                       torch.optim. Attach takes over the groups of a torch optimizer, and its states if it
+                       has stepped and the job has not. None: AdamW(). Parameters of the optimizer that the
+                       model does not have (a loss's) train too, as "optimizer[GROUP][INDEX]";
+                       mode="sharded" refuses them.
+    job, rank,         The job, and the rank of this process in the job. Default: FOREBAY_JOB or "default";
+    world_size         the numbers of the process group, else RANK and WORLD_SIZE, else the numbers of srun
+                       or mpirun, else 0 and 1. If a process group exists, the numbers must be those of the
+                       process group, of another group of this process (torch.distributed.new_group), or of
+                       its node.
+    socket             Path of the daemon's socket. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
+    param_groups       Parameter groups, as the params of an optimizer of torch.optim.
     timeout            Seconds that this call and each later one may wait; float("inf"): no limit.
     run                The run that this process belongs to: its processes replace each other and
                        continue its job. At most 200 printable ASCII characters without spaces.
                        Default: FOREBAY_RUN, else the run of torchrun, srun or mpirun, else that of the
-                       process group, else this process alone. All ranks of a job need the same: set
-                       FOREBAY_RUN if there is none of these.
+                       process group, else this process alone. All ranks of a job need the same run: set
+                       FOREBAY_RUN if none of these is available.
     resume             Continues a job of another run.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
-                       process group, whose ranks may be on several nodes. None: sharded where fully_shard() was called on the model or it
-                       is on the meta device or a GPU, else shared; opt.mode says which. A plain
-                       model is sharded by fully_shard() on the elements of its outermost ModuleList
-                       or Sequential, and on the model.
-    accumulate         How many backward passes a step has, at most: their gradients are added, in
-                       float32, announced or not. Above 1 the sums of gradients take 4 bytes a
-                       parameter; with float32 gradients, and in mode "shared" with several ranks,
-                       they do anyway. Where gradients (mode "sharded": as they are reduced) have 16
-                       bits and it is 1, sums take 2, and 4 more from the first step on that has a
-                       second pass: E_DRAM_LIMIT where the node has no room for them then.
-    initial            Of a model on the meta device: where the values of a new job come from; of one
-                       that exists it sets no parameter. None: reset_parameters() of each module that
-                       has one. A function of a module, such as a model's _init_weights. Both are
-                       called as model.apply() does after to_empty(), and set the buffers too that the
-                       job does not have. Or the path of a safetensors file, or of a folder of them
-                       (with an index.json or without), with the names of model.state_dict(): each
-                       rank reads its shards. Their types are the parameters' or narrower ones.
+                       process group, whose ranks may be on several nodes. None: sharded if
+                       fully_shard() was called on the model, or if the model is on the meta device or
+                       on a GPU, else shared. opt.mode has the mode. A plain model is sharded by
+                       fully_shard() on the elements of its outermost ModuleList or Sequential, and on
+                       the model.
+    accumulate         Largest number of backward passes of a step. Gradients of several passes are added in
+                       float32, announced or not. With accumulate > 1 the sums of gradients take 4 bytes a
+                       parameter. They also do with float32 gradients, and in mode "shared" with several
+                       ranks. If gradients (mode "sharded": reduced gradients) have 16 bits and accumulate
+                       is 1, sums take 2 bytes, and 4 bytes more from the first step with a second pass
+                       on. That step raises E_DRAM_LIMIT if the node has no room for them.
+    initial            For a model on the meta device: the source of the values of a new job. It sets no
+                       parameter of an existing job. None: reset_parameters() of each module that has one.
+                       A function of a module, such as a model's _init_weights. Both are called as
+                       model.apply() does after to_empty(). They also set the buffers that the job does not
+                       have. Or the path of a safetensors file, or of a folder of such files (with or
+                       without an index.json), with the names of model.state_dict(): each rank reads its
+                       shards. The values have the parameters' types or narrower ones.
     durability         What the death of the daemon, or a power cut, can undo of the training: "memory",
                        "epoch=N" or "step", or a forebay.Durability, which explains them.
     memory             A forebay.Memory: memory that each rank's session takes, in bytes.
@@ -95,9 +98,9 @@ def attach(
     old                Keywords of 0.2.0 that are now parts of `durability`, `memory` and `sharding`
                        (forebay.options.MOVED). Each causes a FutureWarning. 0.4 does not accept them.
 
-    On the meta device no rank ever holds a model: the shards of a group of FSDP2 have memory from the
-    first module that may set them to the last. A function may set all of them until it was called with
-    the model; reset_parameters() those of its module.
+    If the model is on the meta device, no rank ever holds the whole model. The shards of a group of FSDP2
+    have memory from the first module that may set them to the last. A function may set any shard until
+    its call with the model. reset_parameters() may set the shards of its own module.
 
     Waits until other jobs have freed enough memory and the job's memory is created. Then waits until
     the initial parameters are written, a step in progress has ended, and an older session of the rank
@@ -108,8 +111,8 @@ def attach(
     committed step. It also takes the buffers that its rank has committed with that step, or rank 0's
     if its rank has committed none.
 
-    Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was, but
-            for a plain one that attach was to shard: fully_shard() stays.
+    Errors  forebay.ForebayError with .code, .hint and .retryable. The model is then as it was before, but
+            a plain model that attach was to shard may stay sharded by fully_shard().
             E_JOB_EXISTS  another run has created the job (its initial parameters are written):
                           resume=True, another name, or `forebay jobs --delete`.
             E_RANK        arguments, process group and RANK and WORLD_SIZE contradict each other, or
@@ -176,12 +179,12 @@ def attach_reader(
     param_groups: Iterable[Any] | None = None,
     timeout: float = 300.0,
 ) -> Reader:
-    """Attaches to a job that ranks train, without a rank: to evaluate or watch it beside them.
+    """Attaches to a job without a rank, to evaluate or watch the job while its ranks train.
 
     model         Built and typed as the ranks' model. Its parameters stay private to this process;
                   reader.load_weights() copies the job's into them.
-    optimizer     As the ranks gave to attach().
-    job, socket,  As of attach().
+    optimizer     The optimizer that the ranks passed to attach().
+    job, socket,  As in attach().
     param_groups,
     timeout
 
@@ -256,9 +259,9 @@ def _socket_path(socket: str | None) -> str:
 def status(socket: str | None = None) -> dict[str, Any]:
     """Returns what `forebay status --json` prints, as a dict.
 
-    socket  The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
+    socket  Path of the daemon's socket. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
 
-    Errors  E_NO_DAEMON  nobody listens there.
+    Errors  E_NO_DAEMON  no daemon listens on the socket.
 
     >>> memory = forebay.status()["memory"]
     >>> memory["used_bytes"] <= memory["limit_bytes"]
@@ -271,13 +274,14 @@ def status(socket: str | None = None) -> dict[str, Any]:
 
 def trace(job: str | None = None, socket: str | None = None) -> list[dict[str, Any]]:
     """The timed events of the job's newest step, as `forebay trace` shows them: dicts with process
-    ("forebayd", "rank 0"), lane, name, start_ns, end_ns (CLOCK_MONOTONIC) and bytes. Of the ranks that
-    are attached. `forebay trace JOB --perfetto` writes them for https://ui.perfetto.dev.
+    ("forebayd", "rank 0"), lane, name, start_ns, end_ns (CLOCK_MONOTONIC) and bytes. The events are
+    those of the daemon and of attached ranks. `forebay trace JOB --perfetto` writes the events for
+    https://ui.perfetto.dev.
 
     job     Default: FOREBAY_JOB or "default".
-    socket  The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
+    socket  Path of the daemon's socket. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
 
-    Errors  E_NO_DAEMON  nobody listens there.
+    Errors  E_NO_DAEMON  no daemon listens on the socket.
 
     >>> opt = forebay.attach(model)
     >>> model(inputs).sum().backward()
