@@ -21,8 +21,8 @@ namespace forebay::daemon {
 // every event of the job, and after every other event while the job waits for a staging slot.
 //
 // States      JobLife has the state of the job, and Step the phase of its step. JobWorld has the states of the step arena and of
-//             the float32 sums, JobStop the state of the planned stop. A failed job is in JobLife::kActive, and its step is in
-//             Step::Phase::kFailed.
+//             the float32 sums, JobStop the state of the planned stop. A job that fails in JobLife::kActive remains in this
+//             state, and its step is in Step::Phase::kFailed.
 // Invariants  1. Two activities that exclude each other (activity.h) are never both under way.
 //             2. JobLife::has_begun() is false in kQueued, and true in kCreating, kRestoring and kActive.
 //             3. DRAM is granted for a next plan only if a next plan exists. Float32 sums are in use only if the plan has them.
