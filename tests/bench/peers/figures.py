@@ -57,7 +57,7 @@ def shares(loop, seconds):
 
 
 def kernel_rows(result):
-    """One run of kernels.py: a row a side, a row a limit, a row a comparison."""
+    """One run of peer_kernels.py: a row a side, a row a limit, a row a comparison."""
     samples, shape, threads = result["samples"], result["shape"], result["threads"]
     if not samples["limit-fp32"]:
         return []

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions that tests/bench/peers/run calls through ctypes: the daemon's update of its blocks, and the limit loops on the
-// buffers that the peers use. They have no header: kernels.py declares them for Python.
+// buffers that the peers use. They have no header: peer_kernels.py declares them for Python.
 
 #include <algorithm>
 #include <atomic>
