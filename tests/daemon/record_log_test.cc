@@ -363,26 +363,26 @@ TEST_P(RecordLogTest, AnEntryOfANewerDaemonIsRefusedAndNotDropped) {
 }
 
 TEST_P(RecordLogTest, CompactionAtAnyEntryChangesNothing) {
-  constexpr int kEntries = 120;
+  constexpr size_t kEntries = 120;
   for (uint64_t seed = 0; seed < 4; ++seed) {
     Actions actions(job_, seed);
     std::vector<AnyRecord> all;
     std::vector<std::string> states;
     Log plain(job_, step_arena_.get());
     plain.Begin(job_);
-    for (int i = 0; i < kEntries; ++i) {
+    for (size_t i = 0; i < kEntries; ++i) {
       plain.Set(all.emplace_back(actions.Next()));
       states.push_back(plain.State());
     }
-    for (int at = 0; at < kEntries; ++at) {
+    for (size_t at = 0; at < kEntries; ++at) {
       Log log(job_, step_arena_.get());
       log.Begin(job_);
-      for (int i = 0; i <= at; ++i) log.Set(all[i]);
+      for (size_t i = 0; i <= at; ++i) log.Set(all[i]);
       log.Compact();
       ASSERT_EQ(log.State(), states[at]) << "seed " << seed << ", entry " << at;
       log.ReadAgain();
       ASSERT_EQ(log.State(), states[at]) << "seed " << seed << ", entry " << at;
-      for (int i = at + 1; i < std::min(at + 30, kEntries); ++i) {
+      for (size_t i = at + 1; i < std::min(at + 30, kEntries); ++i) {
         log.Set(all[i]);
         if (i % 7 != 0) continue;
         ASSERT_EQ(log.State(), states[i]) << "seed " << seed << ", entry " << i;
