@@ -490,7 +490,7 @@ def test_folders_may_have_any_name(folders, name):
 
 def test_health_names_a_swap_path_whose_reads_failed(folders):
     environment, _, swap = folders
-    settings = "--set swap.life=kept --set update.block_elems=4096 --set update.workers=2 --set dram.limit=7480KiB"
+    settings = "--set swap.life=kept --set update.block_elems=4096 --set update.workers=2 --set dram.limit=7600KiB"
     train = f'"{FOREBAY.parent.parent}/tests/held_client" "$FOREBAY_SOCKET" 0 1 step {os.geteuid()}'
     views = f'"{FOREBAY}" swap; "{FOREBAY}" jobs'
     script = f'{train} one; {train} two; {views}; echo ===; truncate -s 0 "{swap}"/*/forebay.swap; {train} two; {views}'

@@ -18,6 +18,10 @@ using protocol::kPageBytes;
 using protocol::Layout;
 using protocol::RoundUp;
 
+// Number of records of a job that exist at once: the current record (KeptRecord), and the next record while it is being
+// created.
+constexpr uint64_t kRecords = 2;
+
 // extra_state_bytes of a rank whose attach names no size, with what the client adds for itself.
 constexpr uint64_t kExtraStateUncounted = 64 * protocol::kKiB + kPageBytes;
 
@@ -46,8 +50,7 @@ uint64_t LayoutTableBytes(const protocol::LayoutSpec& spec, uint32_t world_size)
   return RoundUp(bytes, kPageBytes);
 }
 
-// Returns the bytes of a job's record. If a record is replaced, the next one exists beside it for a moment; its bytes are not
-// counted. Release 0.2.0 counted two smaller records: the jobs that it has stored fit within the same limit.
+// Returns the bytes of a job's records (kRecords).
 uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan,
                      uint64_t block_elems) {
   if (!options.keeps_jobs) return 0;
@@ -74,7 +77,7 @@ uint64_t RecordBytes(const Layout& layout, const NodeOptions& options, const Mem
   const uint64_t counted = plan.session.extra_state_bytes -
                            std::min(plan.session.extra_state_bytes, kExtraStateUncounted);
   const uint64_t extra_states = plan.has_durable_steps() ? 0 : plan.session.world_size * counted;
-  return RoundUp(extra_states, kPageBytes) + RoundUp(bytes, kPageBytes) +
+  return RoundUp(extra_states, kPageBytes) + kRecords * RoundUp(bytes, kPageBytes) +
          (is_on_swap ? RecordSwapBytes(layout, options, plan.session.world_size) : 0);
 }
 
@@ -102,7 +105,7 @@ uint64_t RecordSwapBytes(const Layout& layout, const NodeOptions& options, uint3
   const RecordCounts counts{.leases = LeasesRecordedMax(layout, world_size)};
   const uint64_t leases = counts.leases * 2 * kSmallEntryBytes + RecordIndexBytes(counts);
   // Each half of a record has room for the digests in two versions, as DigestBytes() has.
-  return 2 * DigestBytes(layout) + RoundUp(leases, kPageBytes);
+  return kRecords * (2 * DigestBytes(layout) + RoundUp(leases, kPageBytes));
 }
 
 uint64_t DigestBytes(const Layout& layout) {
