@@ -260,13 +260,29 @@ class Agent final : private kj::TaskSet::ErrorHandler {
                      absl::StrCat("the gateway at ucx://", options.address, ": ", how));
   }
 
+  // Waits for the answer to a ping, for this many looks.
+  kj::Promise<void> AwaitAnswer(kj::Promise<void> answer, int looks) {
+    auto shared = kj::heap(answer.fork());
+    auto is_here = shared->addBranch().then([] { return true; });
+    auto is_late = io.provider->getTimer()
+                       .afterDelay(keepalive.count() * kj::MILLISECONDS / kLooksPerKeepalive)
+                       .then([] { return false; });
+    return is_here.exclusiveJoin(kj::mv(is_late))
+        .then(
+            [this, looks, shared = kj::mv(shared)](bool is_answered) mutable -> kj::Promise<void> {
+              if (is_answered) return kj::READY_NOW;
+              if (looks > 1) return AwaitAnswer(shared->addBranch(), looks - 1);
+              return KJ_EXCEPTION(OVERLOADED, "no answer");
+            });
+  }
+
   kj::Promise<void> Ping() {
     kj::Timer& timer = io.provider->getTimer();
     const kj::Duration limit = keepalive.count() * kj::MILLISECONDS;
-    return timer.afterDelay(limit / 4)
-        .then([this, &timer, limit] {
-          return timer.timeoutAfter(limit, KJ_ASSERT_NONNULL(node).pingRequest().send())
-              .ignoreResult();
+    return timer.afterDelay(limit / kLooksPerKeepalive)
+        .then([this] {
+          return AwaitAnswer(KJ_ASSERT_NONNULL(node).pingRequest().send().ignoreResult(),
+                             kLooksPerKeepalive);
         })
         .then([this] { return Ping(); },
               [this](kj::Exception&&) {

@@ -225,6 +225,10 @@ class Connection {
     return network.onDisconnect().exclusiveJoin(kj::mv(failed.promise)).exclusiveJoin(Watch());
   }
 
+  void OnHeard() {
+    heard = gateway.timer.now();
+    silent_looks = 0;
+  }
   void OnConnected() {
     is_connected = true;
     --gateway.handshakes;
@@ -236,6 +240,7 @@ class Connection {
   kj::Maybe<Principal> principal;
   bool is_connected = false;
   kj::TimePoint heard;
+  int silent_looks = 0;  // number of times that Watch() has looked since `heard`
   kj::Own<DaemonLink> daemon;
   kj::Own<kj::PromiseFulfiller<void>> fail;
   std::vector<std::byte> layout;
@@ -247,12 +252,14 @@ class Connection {
   kj::Promise<void> Watch() {
     const kj::Duration limit =
         is_connected ? gateway.config.keepalive.count() * kj::MILLISECONDS : kHandshakeLimit;
-    return gateway.timer.afterDelay(limit / 4).then([this, limit]() -> kj::Promise<void> {
-      const kj::Duration silent = gateway.timer.now() - heard;
-      if (silent <= limit) return Watch();
-      spdlog::warn("{}: nothing came over TLS for {} ms", peer, silent / kj::MILLISECONDS);
-      return kj::READY_NOW;
-    });
+    return gateway.timer.afterDelay(limit / kLooksPerKeepalive)
+        .then([this, limit]() -> kj::Promise<void> {
+          const kj::Duration silent = gateway.timer.now() - heard;
+          ++silent_looks;
+          if (silent <= limit || silent_looks < kLooksPerKeepalive) return Watch();
+          spdlog::warn("{}: nothing came over TLS for {} ms", peer, silent / kj::MILLISECONDS);
+          return kj::READY_NOW;
+        });
   }
 
  public:
@@ -269,7 +276,7 @@ class NodeServer final : public schema::RemoteNode::Server {
       : connection_(connection), gateway_(connection.gateway), principal_(principal) {}
 
   kj::Promise<void> ping(PingContext) override {
-    connection_.heard = gateway_.timer.now();
+    connection_.OnHeard();
     return kj::READY_NOW;
   }
 
@@ -471,7 +478,7 @@ class GatewayServer final : public schema::Gateway::Server {
           if (is_there.expired()) return kj::Promise<void>(kj::READY_NOW);
           if (!status.ok()) return Refuse(context, status);
           connection_.OnConnected();
-          connection_.heard = connection_.gateway.timer.now();
+          connection_.OnHeard();
           spdlog::info("{} is {} (uid {})", connection_.peer, principal.name, principal.uid);
           ended_ = connection_.daemon->OnDisconnect()
                        .then([this] { connection_.fail->fulfill(); })

@@ -70,7 +70,8 @@ void RemoteLink::Get(std::span<std::byte> to, uint64_t remote_address,
 
 void RemoteLink::OnTick(Clock::time_point now) {
   if (has_ended_) return;
-  if (now - heard_ > options_.keepalive) {
+  ++silent_ticks_;
+  if (now - heard_ > options_.keepalive && silent_ticks_ >= kLooksPerKeepalive) {
     const std::chrono::duration<double> silent = now - heard_;
     End(MakeError(ErrorId::kRemote,
                   absl::StrCat("nothing came from ", options_.peer, " over UCX for ",

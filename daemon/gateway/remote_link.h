@@ -20,6 +20,10 @@
 
 namespace forebay::gateway {
 
+// Number of times in a keepalive that a process looks whether its peer was heard. A peer is lost after so many looks without a
+// message. So the time in which this process did not run itself does not count.
+inline constexpr int kLooksPerKeepalive = 4;
+
 struct RemoteLinkOptions {
   SessionKey key;
   std::vector<std::byte> peer_address;
@@ -45,8 +49,11 @@ class RemoteLink {
   void Get(std::span<std::byte> to, uint64_t remote_address, std::shared_ptr<const void> owner,
            std::function<void()> on_done);
 
-  void OnHeard() { heard_ = Clock::now(); }
-  // Sends a ping. Ends the link if no message arrived during the keepalive.
+  void OnHeard() {
+    heard_ = Clock::now();
+    silent_ticks_ = 0;
+  }
+  // Sends a ping. Ends the link if no message arrived during the keepalive, and kLooksPerKeepalive ticks passed.
   void OnTick(Clock::time_point now);
 
   // Ends the link with a reason. Only the first call has an effect.
@@ -62,6 +69,7 @@ class RemoteLink {
   RemoteLinkOptions options_;
   std::unique_ptr<protocol::UcxEndpoint> endpoint_;
   Clock::time_point heard_;
+  int silent_ticks_ = 0;  // number of ticks since `heard_`
   bool has_ended_ = false;
   // True while the link exists: callbacks that outlive the link hold a weak pointer to it.
   std::shared_ptr<const bool> alive_ = std::make_shared<const bool>(true);

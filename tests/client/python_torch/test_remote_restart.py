@@ -225,6 +225,24 @@ def test_an_attach_waits_for_its_gateway(kept_place, mode):
     rank.kill()
 
 
+# The time in which a process did not run itself is not its peer's silence. Both stand still for longer than the keepalive, as on
+# a machine that is suspended or overloaded.
+def test_a_gateway_and_an_agent_that_stood_still_lose_no_link(kept_place):
+    rank = Asked(kept_place, "shared", "stood.still")
+    rank.answer("attached", 0)
+    stopped = [kept_place.gateway.process.pid, *agents_of(kept_place)]
+    before = kept_place.service.log().count("the connection is lost")
+    for process in stopped:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(3 * AWAY_S)  # house: allow sleep: longer than the keepalive
+    for process in stopped:
+        os.kill(process, signal.SIGCONT)
+    rank.ask("step")
+    rank.answer("step", 1)
+    assert kept_place.service.log().count("the connection is lost") == before
+    rank.kill()
+
+
 @pytest.mark.parametrize("what", ["kill_agent", "kill_gateway"])
 def test_a_detach_right_behind_a_lost_connection_is_heard(kept_place, what):
     rank = Asked(kept_place, "shared", f"detached.{what}")
