@@ -20,6 +20,12 @@ cd "$old"
 cmake --preset default -DFOREBAY_TESTS=OFF -DFOREBAY_PYTHON=ON "-DPython_EXECUTABLE=$python" --log-level=WARNING >/dev/null
 cmake --build --preset default --target forebayd _core
 
+# Tests of that release read records. This build's daemon writes records of another version.
+tests=$old/tests/client/python_torch
+git show "HEAD:tests/client/python_torch/kept_record.py" >"$tests/kept_record_before.py"
+cp "$root/tests/client/python_torch/kept_record.py" "$tests/kept_record_now.py"
+cp "$root/tests/tools/kept_record_of_both.py" "$tests/kept_record.py"
+
 # The service manager's stand-in gives a daemon that takes over LISTEN_FDS.
 mkdir -p "$old/build/upgraded"
 cat >"$old/build/upgraded/forebayd" <<SCRIPT
@@ -27,6 +33,8 @@ cat >"$old/build/upgraded/forebayd" <<SCRIPT
 bin=$old/build/bin
 if [ -n "\$LISTEN_FDS" ]; then
   bin=$root/build/bin
+  # The tests set the share of a job to what that release counts. This build counts larger records for a job that is new.
+  case " \$* " in *" dram.job_percent=1 "*) set -- "\$@" --set dram.job_percent=2 ;; esac
 fi
 exec "\$bin/forebayd" "\$@"
 SCRIPT
