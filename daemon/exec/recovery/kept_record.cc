@@ -39,10 +39,6 @@ constexpr uint64_t kAlignment = 64;
 constexpr int kHalfBit = 63;  // bit of Header::current that selects the half
 constexpr uint64_t kTailMask = (uint64_t{1} << kHalfBit) - 1;
 
-absl::Status CorruptRecord(const std::string& what) {
-  return MakeError(ErrorId::kCorrupt, absl::StrCat("the record of a job: ", what));
-}
-
 absl::Status NewerRecord(uint64_t version) {
   return MakeError(
       ErrorId::kConfig,

@@ -70,6 +70,11 @@ void SetValues(const auto& from, auto to) {
 
 }  // namespace
 
+absl::Status CorruptRecord(const std::string& what) {
+  return protocol::MakeError(protocol::ErrorId::kCorrupt,
+                             absl::StrCat("the record of a job: ", what));
+}
+
 uint64_t EntryBytesMax(const RecordBlock& record) {
   const uint64_t digests = record.weights_digests ? record.weights_digests->size() : 0;
   return kPlaceEntryBytes + digests * sizeof(uint64_t);
@@ -223,18 +228,14 @@ uint64_t FinishEntry(capnp::MessageBuilder& message, std::span<std::byte> entry)
 
 absl::StatusOr<uint64_t> CheckEntry(std::span<const std::byte> bytes) {
   EntryHead head;
-  const auto corrupt = [](const char* what) {
-    return protocol::MakeError(protocol::ErrorId::kCorrupt,
-                               absl::StrCat("the record of a job: an entry ", what));
-  };
-  if (bytes.size() < sizeof(head)) return corrupt("that is cut short");
+  if (bytes.size() < sizeof(head)) return CorruptRecord("an entry that is cut short");
   std::memcpy(&head, bytes.data(), sizeof(head));
   if (head.message_bytes == 0 || head.message_bytes % sizeof(capnp::word) != 0 ||
       head.message_bytes > bytes.size() - sizeof(head)) {
-    return corrupt("of a wrong size");
+    return CorruptRecord("an entry of a wrong size");
   }
   if (nvme::Checksum({}, bytes.subspan(sizeof(head), head.message_bytes)) != head.checksum) {
-    return corrupt("that is damaged");
+    return CorruptRecord("an entry that is damaged");
   }
   return sizeof(head) + head.message_bytes;
 }

@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/base/record_actions.h"
 #include "daemon/core/blocks/record_sizes.h"
@@ -22,6 +24,9 @@ namespace forebay::daemon {
 struct RecordOrder {
   const RecordDecision& decision;
 };
+
+// Returns E_CORRUPT for a record with this damage.
+absl::Status CorruptRecord(const std::string& what);
 
 struct EntryHead {
   uint64_t message_bytes = 0;

@@ -30,10 +30,6 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::Status CorruptEntry(const std::string& what) {
-  return MakeError(ErrorId::kCorrupt, absl::StrCat("the record of a job: ", what));
-}
-
 // True if the fields of an entry name no slot or a slot that a volume can have. `path`: 1 + the path, or 0.
 bool IsSlotOrNone(uint32_t path, uint64_t offset_bytes) {
   return path <= nvme::Volume::kPathsMax && offset_bytes % protocol::kPageBytes == 0 &&
@@ -76,14 +72,14 @@ absl::StatusOr<ExtraStates> ReadStates(auto parts, int step_arena) {
     const StatePart part = PartOf(from);
     if (part.bytes > 0 &&
         (part.bytes > arena_bytes || part.offset_bytes > arena_bytes - part.bytes)) {
-      return CorruptEntry("its step arena is cut short");
+      return CorruptRecord("its step arena is cut short");
     }
     std::vector<std::byte>& bytes = read.emplace_back(part.bytes);
     if (part.bytes == 0) continue;
     const ssize_t got =
         ::pread(step_arena, bytes.data(), part.bytes, static_cast<off_t>(part.offset_bytes));
     if (got != static_cast<ssize_t>(part.bytes))
-      return CorruptEntry("its step arena cannot be read");
+      return CorruptRecord("its step arena cannot be read");
   }
   return std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(read));
 }
@@ -113,7 +109,7 @@ absl::Status CheckPlaces(const KeptUpdate& update, const KeptMemory& kept) {
         weights.insert(*block.weights_slot).second) {
       continue;
     }
-    return CorruptEntry("the new weights of a block");
+    return CorruptRecord("the new weights of a block");
   }
   std::set<uint32_t> frames;
   std::set<nvme::Slot> slots;
@@ -121,7 +117,7 @@ absl::Status CheckPlaces(const KeptUpdate& update, const KeptMemory& kept) {
     const bool has_frame =
         !sums.frame || (*sums.frame < kept.sum_frames && frames.insert(*sums.frame).second);
     if (!has_frame || (sums.slot && !slots.insert(*sums.slot).second)) {
-      return CorruptEntry("the place of gradient sums");
+      return CorruptRecord("the place of gradient sums");
     }
   }
   return absl::OkStatus();
@@ -169,7 +165,7 @@ absl::Status RecordIndex::Add(schema::RecordEntry::Reader entry, uint64_t offset
       return Add(entry.getDecision(), offset);
     case Kind::TRUST:
       if (!counts_.has_trust || entry.getTrust().getTrust().size() != counts_.params) {
-        return CorruptEntry("trust ratios");
+        return CorruptRecord("trust ratios");
       }
       trust_ = {.offset = offset, .step = entry.getTrust().getStep()};
       return absl::OkStatus();
@@ -197,7 +193,7 @@ absl::Status RecordIndex::Add(schema::BlockEntry::Reader entry, uint64_t offset)
       entry.getDigests().size() > counts_.block_digests * sizeof(uint64_t) ||
       entry.getDigests().size() % sizeof(uint64_t) != 0 ||
       !IsSlotOrNone(entry.getPath(), entry.getOffsetBytes())) {
-    return CorruptEntry("the place of a block");
+    return CorruptRecord("the place of a block");
   }
   Block& block = blocks_[entry.getBlock()];
   block.current = CurrentOf(block);
@@ -212,13 +208,13 @@ absl::Status RecordIndex::Add(schema::BlockEntry::Reader entry, uint64_t offset)
 }
 
 absl::Status RecordIndex::AddInstalled(uint32_t block, uint64_t offset) {
-  if (block >= counts_.blocks) return CorruptEntry("the weights of a block");
+  if (block >= counts_.blocks) return CorruptRecord("the weights of a block");
   if (IsOpen(blocks_[block].written)) blocks_[block].installed = offset;
   return absl::OkStatus();
 }
 
 absl::Status RecordIndex::Add(schema::StagedEntry::Reader entry, uint64_t offset) {
-  if (entry.getBlock() >= counts_.blocks) return CorruptEntry("the staging slot of a block");
+  if (entry.getBlock() >= counts_.blocks) return CorruptRecord("the staging slot of a block");
   blocks_[entry.getBlock()].staged = {.offset = offset, .step = entry.getStep()};
   return absl::OkStatus();
 }
@@ -226,7 +222,7 @@ absl::Status RecordIndex::Add(schema::StagedEntry::Reader entry, uint64_t offset
 absl::Status RecordIndex::Add(schema::SumsEntry::Reader entry, uint64_t offset) {
   if (entry.getPage() >= counts_.sum_pages ||
       !IsSlotOrNone(entry.getPath(), entry.getOffsetBytes())) {
-    return CorruptEntry("a page of gradient sums");
+    return CorruptRecord("a page of gradient sums");
   }
   const bool is_needed = entry.getFrame() > 0 || entry.getPath() > 0;
   sums_[entry.getPage()] = {.offset = is_needed ? offset : kNone, .step = entry.getStep()};
@@ -237,10 +233,10 @@ absl::Status RecordIndex::Add(schema::SumsEntry::Reader entry, uint64_t offset) 
 absl::Status RecordIndex::CheckValues(auto entry) const {
   if (entry.getSummary().size() > counts_.summary_bytes ||
       entry.getExtraStates().size() > counts_.ranks) {
-    return CorruptEntry("the values of a step");
+    return CorruptRecord("the values of a step");
   }
   for (const schema::Part::Reader part : entry.getExtraStates()) {
-    if (part.getBytes() > protocol::kExtraStateBytesMax) return CorruptEntry("extra_state");
+    if (part.getBytes() > protocol::kExtraStateBytesMax) return CorruptRecord("extra_state");
   }
   return absl::OkStatus();
 }
@@ -255,7 +251,7 @@ absl::Status RecordIndex::Add(schema::PreparedEntry::Reader entry, uint64_t offs
       entry.getHyperParams().size() > counts_.param_group_rows ||
       entry.getExtraStates().size() != counts_.ranks ||
       entry.getSummary().size() != counts_.summary_bytes || counts_.summary_bytes == 0) {
-    return CorruptEntry("the step that is prepared");
+    return CorruptRecord("the step that is prepared");
   }
   prepared_ = {.offset = offset, .step = entry.getStep()};
   return absl::OkStatus();
@@ -268,10 +264,10 @@ absl::Status RecordIndex::Add(schema::DecisionEntry::Reader entry, uint64_t offs
   const bool is_next = entry.getStep() == published_ + 1 && order_.step == entry.getStep();
   if ((!is_first && !is_next) || entry.getParamUpdates().size() != counts_.params ||
       entry.getTrace().size() > counts_.partitions) {
-    return CorruptEntry("the decision of a step");
+    return CorruptRecord("the decision of a step");
   }
   for (const uint32_t partition : entry.getTrace()) {
-    if (partition >= counts_.partitions) return CorruptEntry("its trace");
+    if (partition >= counts_.partitions) return CorruptRecord("its trace");
   }
   decided_ = entry.getStep();
   decision_ = offset;
@@ -281,14 +277,14 @@ absl::Status RecordIndex::Add(schema::DecisionEntry::Reader entry, uint64_t offs
 absl::Status RecordIndex::Add(schema::OrderEntry::Reader entry, uint64_t offset) {
   if (entry.getStep() != published_ + 1 || entry.getParams().size() != counts_.params ||
       entry.getHyperParams().size() > counts_.param_group_rows) {
-    return CorruptEntry("the order of an update");
+    return CorruptRecord("the order of an update");
   }
   order_ = {.offset = offset, .step = entry.getStep()};
   return absl::OkStatus();
 }
 
 absl::Status RecordIndex::Add(schema::StepEntry::Reader entry, uint64_t offset) {
-  if (decision_ == kNone || entry.getStep() != decided_) return CorruptEntry("its steps");
+  if (decision_ == kNone || entry.getStep() != decided_) return CorruptRecord("its steps");
   published_ = decided_;
   values_ = decision_;
   step_ = offset;
@@ -298,14 +294,14 @@ absl::Status RecordIndex::Add(schema::StepEntry::Reader entry, uint64_t offset) 
 
 absl::Status RecordIndex::Add(schema::UpdatesEntry::Reader entry, uint64_t offset) {
   if (is_decided() || entry.getParam() >= counts_.params)
-    return CorruptEntry("updates of a parameter");
+    return CorruptRecord("updates of a parameter");
   updates_[entry.getParam()] = offset;
   ++updates_set_;
   return absl::OkStatus();
 }
 
 absl::Status RecordIndex::Add(schema::Lease::Reader entry, uint64_t offset) {
-  if (leases_.size() >= counts_.leases) return CorruptEntry("too many leases");
+  if (leases_.size() >= counts_.leases) return CorruptRecord("too many leases");
   leases_.push_back({.lease = entry.getLease(), .offset = offset});
   return absl::OkStatus();
 }
