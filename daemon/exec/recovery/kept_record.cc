@@ -118,11 +118,18 @@ struct KeptRecord::Header {
   }
 };
 
-KeptRecord::KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes, const DurableJob& job)
+// The job as it was recorded, and how much its record holds.
+struct KeptRecord::Fixed {
+  DurableJob job;
+  RecordCounts counts;
+};
+
+KeptRecord::KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes, const DurableJob& job,
+                       const RecordCounts& counts)
     : fd_(std::move(fd)),
       bytes_(bytes),
-      sizes_(SizesOf(CountsOf(job, header().sum_pages))),
-      index_(std::make_unique<RecordIndex>(CountsOf(job, header().sum_pages))),
+      sizes_(SizesOf(counts)),
+      index_(std::make_unique<RecordIndex>(counts)),
       undo_(undo_bytes(), job.blocks.size(), job.block_elems, header().workers,
             UndoAreaBytes(job.layout->spec())) {}
 
@@ -161,11 +168,12 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   const auto recorded = std::make_shared<const DurableJob>(RecordedForm(job));
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
                    EncodeKept({.last_job = job.id, .last_lease = 0, .jobs = {recorded}}, nonce));
+  const RecordCounts counts = CountsOf(job, record.sum_pages);
   Header sizes{.magic = kMagic,
                .version = kRecordVersion,
                .nonce = nonce,
                .job_bytes = encoded.size(),
-               .half_bytes = SizesOf(CountsOf(job, record.sum_pages)).half_bytes(),
+               .half_bytes = SizesOf(counts).half_bytes(),
                .sum_pages = record.sum_pages,
                .workers = workers};
   const uint64_t bytes = sizes.undo_offset() +
@@ -188,7 +196,7 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Make(const RecordJob& re
   auto& header = *reinterpret_cast<Header*>(begin);
   std::memcpy(begin + Aligned(sizeof(Header)), encoded.data(), encoded.size());
   header.checksum = header.Checksum();
-  std::unique_ptr<KeptRecord> made(new KeptRecord(std::move(fd), {begin, bytes}, job));
+  std::unique_ptr<KeptRecord> made(new KeptRecord(std::move(fd), {begin, bytes}, job, counts));
   made->AppendBase(record);
   made->Publish();
   made->Own();
@@ -229,18 +237,19 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), /*offset=*/0);
   if (mapped == MAP_FAILED) return CorruptRecord(protocol::ErrnoText("mmap", errno));
   const std::span all(static_cast<std::byte*>(mapped), bytes);
-  absl::StatusOr<DurableJob> job = CheckFixed(all);
-  if (!job.ok()) {
+  const absl::StatusOr<Fixed> fixed = CheckFixed(all);
+  if (!fixed.ok()) {
     ::munmap(mapped, bytes);  // the daemon that wrote the record may still read it
-    return job.status();
+    return fixed.status();
   }
-  std::unique_ptr<KeptRecord> adopted(new KeptRecord(std::move(fd), all, *job));
+  std::unique_ptr<KeptRecord> adopted(
+      new KeptRecord(std::move(fd), all, fixed->job, fixed->counts));
   RETURN_IF_ERROR(adopted->ReadEntries());
   return adopted;
 }
 
-// Checks all of the record but its entries. Returns the job as it was recorded.
-absl::StatusOr<DurableJob> KeptRecord::CheckFixed(std::span<const std::byte> bytes) {
+// Checks all of the record but its entries.
+absl::StatusOr<KeptRecord::Fixed> KeptRecord::CheckFixed(std::span<const std::byte> bytes) {
   const auto& at = *reinterpret_cast<const Header*>(bytes.data());
   if (at.magic == kMagic && at.version > kRecordVersion) return NewerRecord(at.version);
   if (at.magic != kMagic || at.version != kRecordVersion) {
@@ -255,11 +264,13 @@ absl::StatusOr<DurableJob> KeptRecord::CheckFixed(std::span<const std::byte> byt
         absl::StrCat("it is damaged, or cut: ", bytes.size(), " bytes of ", at.file_bytes));
   }
   ASSIGN_OR_RETURN(DurableJob job, DecodeJob(at.job()));
-  const uint64_t half_bytes = SizesOf(CountsOf(job, at.sum_pages)).half_bytes();
+  const RecordCounts counts = CountsOf(job, at.sum_pages);
   const uint64_t undo_bytes =
       UndoBytes(job.layout->spec(), job.blocks.size(), job.block_elems, at.workers);
-  if (at.half_bytes >= half_bytes && at.undo_offset() + undo_bytes == bytes.size()) return job;
-  return CorruptRecord("other sizes");
+  const bool fits = at.half_bytes >= SizesOf(counts).half_bytes() &&
+                    at.undo_offset() + undo_bytes == bytes.size();
+  if (!fits) return CorruptRecord("other sizes");
+  return Fixed{.job = std::move(job), .counts = counts};
 }
 
 absl::Status KeptRecord::ReadEntries() {

@@ -101,12 +101,14 @@ class KeptRecord {
  private:
   struct Header;
 
-  KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes, const DurableJob& job);
+  KeptRecord(protocol::UniqueFd fd, std::span<std::byte> bytes, const DurableJob& job,
+             const RecordCounts& counts);
 
   Header& header() const;
   std::span<std::byte> half(uint64_t index) const;
   bool is_dropped() const;
-  static absl::StatusOr<DurableJob> CheckFixed(std::span<const std::byte> bytes);
+  struct Fixed;
+  static absl::StatusOr<Fixed> CheckFixed(std::span<const std::byte> bytes);
   absl::Status ReadEntries();
   void AppendBase(const RecordJob& record);
   template <typename Record>
