@@ -530,14 +530,18 @@ void Step::Advance(bool may_update_early) {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
   if (const absl::Status lost = pipeline_.sums().DrainError(); !lost.ok()) gradients_.Fail(lost);
   if (phase_ == Phase::kOpen) DropFaulty();
-  if (phase_ != Phase::kFailed)
-    pipeline_.sums().Pump(pipeline_.early().has_work() && gradients_.norms().empty());
+  if (phase_ != Phase::kFailed) PumpSums();
   PumpGradients();
   if (phase_ != Phase::kFailed) FollowSums();
   if (may_update_early) UpdateEarly();
   if (phase_ == Phase::kReducing) DecideWhenReduced();
   AdvanceUpdate();
   if (pipeline_.sums().has_arrived()) PumpGradients();
+}
+
+// Moves pages of gradient sums. Early updates may free frames, unless a norm waits for the sums.
+void Step::PumpSums() {
+  pipeline_.sums().Pump(pipeline_.early().has_work() && gradients_.norms().empty());
 }
 
 void Step::PumpGradients() {
@@ -547,7 +551,7 @@ void Step::PumpGradients() {
 void Step::AdvanceUpdate() {
   if (phase_ == Phase::kFailed) return;
   pipeline_.Pump();
-  pipeline_.sums().Pump(pipeline_.early().has_work() && gradients_.norms().empty());
+  PumpSums();
   if (!pipeline_.done()) return;
   if (phase_ == Phase::kMasters) {
     EndMasters();

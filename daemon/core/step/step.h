@@ -187,6 +187,7 @@ class Step {
   // Number of ranks whose gradients are summed. 1 for reduced gradients, which are the mean already.
   uint32_t addends() const { return spec_.layout->is_shared() ? members_.world_size() : 1; }
   void FollowSums();
+  void PumpSums();
   void PumpGradients();
   void UpdateEarly();
   void DropGradients(const absl::Status& status);
