@@ -41,6 +41,17 @@ struct ElementRun {
   bool operator==(const ElementRun&) const = default;
 };
 
+// Elements [begin, end) of a partition.
+struct PartitionRange {
+  uint32_t partition = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+
+  bool Overlaps(const PartitionRange& other) const {
+    return partition == other.partition && begin < other.end && other.begin < end;
+  }
+};
+
 // The blocks of a job. The states of each owner, concatenated in the order of the layout, are cut into blocks of `block_elems`.
 // The last block of an owner may be short. If the weights of any partition in a block are on swap, the block has a plane of
 // weights behind the planes of states, with the elements in the same order. Blocks are numbered in the order in which they are

@@ -97,7 +97,7 @@ void Job::Advance() {
     return;
   }
   // Handles initial parameters first, because no step begins before they are complete.
-  for (const StateAccess::Written& written : parts_.access.DrainWritten()) {
+  for (const PartitionRange& written : parts_.access.DrainWritten()) {
     parts_.initial.SetMasters(written, true);
   }
   if (auto done = parts_.initial.DrainDone(); !done.empty()) {

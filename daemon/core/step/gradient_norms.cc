@@ -60,7 +60,7 @@ bool GradientNorms::IsSummed(const Range& box) const {
 bool GradientNorms::Reads(const Range& range) const {
   return std::ranges::any_of(norms_, [&range](const Norm& norm) {
     return !norm.is_read() && std::ranges::any_of(norm.ranges, [&range](const Range& part) {
-      return part.partition == range.partition && part.begin < range.end && range.begin < part.end;
+      return part.Overlaps(range);
     });
   });
 }

@@ -35,9 +35,9 @@ bool InitialParameters::Writes(uint32_t rank, uint32_t partition) const {
   return spec_.layout->is_shared() || spec_.layout->partitions()[partition].owner == rank;
 }
 
-void InitialParameters::SetWritten(uint32_t partition, uint64_t begin, uint64_t end, bool written) {
-  for (uint64_t elem = begin; elem < end; elem += kGradUnitElems) {
-    written_[partition][elem / kGradUnitElems] = written;
+void InitialParameters::SetWritten(const PartitionRange& range, bool written) {
+  for (uint64_t elem = range.begin; elem < range.end; elem += kGradUnitElems) {
+    written_[range.partition][elem / kGradUnitElems] = written;
   }
 }
 
@@ -64,20 +64,16 @@ absl::Status InitialParameters::CheckKind(const protocol::Command& words) {
   return absl::OkStatus();
 }
 
-void InitialParameters::SetMasters(const StateAccess::Written& range, bool written) {
-  if (!ready_) SetWritten(range.partition, range.begin, range.end, written);
+void InitialParameters::SetMasters(const PartitionRange& range, bool written) {
+  if (!ready_) SetWritten(range, written);
 }
 
 void InitialParameters::Write(const CommandId& command, const protocol::Command& words) {
   const uint64_t width = protocol::SizeBytes(spec_.layout->spec().dtype);
-  const Running range{.command = command,
-                      .partition = words.partition,
-                      .begin = words.element_offset,
-                      .end = words.element_offset + words.length_bytes / width};
-  const auto overlaps = [&range](const auto& entry) {
-    const Running& other = entry.second;
-    return other.partition == range.partition && other.begin < range.end && range.begin < other.end;
-  };
+  const PartitionRange range{.partition = words.partition,
+                             .begin = words.element_offset,
+                             .end = words.element_offset + words.length_bytes / width};
+  const auto overlaps = [&range](const auto& entry) { return entry.second.range.Overlaps(range); };
   if (std::any_of(running_.begin(), running_.end(), overlaps)) {
     io_.Answer(command,
                MakeError(ErrorId::kProtocol,
@@ -85,7 +81,7 @@ void InitialParameters::Write(const CommandId& command, const protocol::Command&
                                       words.partition, " are being written already")));
     return;
   }
-  SetWritten(range.partition, range.begin, range.end, false);
+  SetWritten(range, false);
   const uint64_t trainable = spec_.layout->partitions()[range.partition].gradient_elems;
   const uint64_t checked = std::clamp(trainable, range.begin, range.end) - range.begin;
   const TaskId task = io_.Start(
@@ -98,7 +94,7 @@ void InitialParameters::Write(const CommandId& command, const protocol::Command&
                   .bytes = words.length_bytes,
                   .checked_bytes = checked * width,
                   .dtype = spec_.layout->spec().dtype});
-  running_.emplace(task, range);
+  running_.emplace(task, Running{.command = command, .range = range});
 }
 
 void InitialParameters::OnCopied(const TaskDone& done) {
@@ -108,13 +104,13 @@ void InitialParameters::OnCopied(const TaskDone& done) {
   running_.erase(it);
   absl::Status status = done.status;
   if (status.ok() && done.count > 0) {
-    status = MakeError(
-        ErrorId::kNonfinite,
-        absl::StrCat("the initial parameters of ", spec_.layout->DescribePartition(copy.partition),
-                     " hold NaN or infinity"),
-        "check the initialisation or the loaded checkpoint");
+    status = MakeError(ErrorId::kNonfinite,
+                       absl::StrCat("the initial parameters of ",
+                                    spec_.layout->DescribePartition(copy.range.partition),
+                                    " hold NaN or infinity"),
+                       "check the initialisation or the loaded checkpoint");
   }
-  SetWritten(copy.partition, copy.begin, copy.end, status.ok());
+  SetWritten(copy.range, status.ok());
   io_.Answer(copy.command, status);
   TryDone();
 }

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
+#include "daemon/core/blocks/block_map.h"
 #include "daemon/core/plan/job_spec.h"
 #include "daemon/core/update/state_access.h"
 #include "protocol/wire.h"
@@ -48,7 +49,7 @@ class InitialParameters {
   absl::Status CheckKind(const protocol::Command& words);
   // Marks the range as not written when StateAccess receives a kWriteState (`written` false), and as written when it has
   // carried the command out.
-  void SetMasters(const StateAccess::Written& range, bool written);
+  void SetMasters(const PartitionRange& range, bool written);
   bool has_masters() const { return has_masters_.value_or(false); }
 
   // Handles kInitialDone of a writer. The job is ready() when every writer has sent it and all writes are done. Until then the
@@ -75,15 +76,13 @@ class InitialParameters {
   };
   struct Running {
     CommandId command;
-    uint32_t partition = 0;
-    uint64_t begin = 0;
-    uint64_t end = 0;
+    PartitionRange range;
   };
 
   void TryDone();
   void CheckComplete(Writer& writer);
   bool Writes(uint32_t rank, uint32_t partition) const;
-  void SetWritten(uint32_t partition, uint64_t begin, uint64_t end, bool written);
+  void SetWritten(const PartitionRange& range, bool written);
 
   const JobSpec& spec_;
   JobTasks& io_;

@@ -103,10 +103,10 @@ std::pmr::vector<GatheredBlocks::Range> GatheredBlocks::RangesOf(uint32_t block)
 
 bool GatheredBlocks::ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const {
   if (partition_readers_[partition] == 0) return false;
+  const Range asked{.partition = partition, .begin = begin, .end = end};
   return std::ranges::any_of(readers_, [&](const auto& entry) {
-    return std::ranges::any_of(entry.second, [&](const Range& range) {
-      return range.partition == partition && range.begin < end && begin < range.end;
-    });
+    return std::ranges::any_of(entry.second,
+                               [&](const Range& range) { return range.Overlaps(asked); });
   });
 }
 

@@ -52,11 +52,7 @@ class GatheredBlocks {
  private:
   // Place of a block's new weights: none, behind its new states, or a slot of the step arena.
   enum class Place : uint8_t { kNone, kBehindStates, kSlot };
-  struct Range {
-    uint32_t partition = 0;
-    uint64_t begin = 0;
-    uint64_t end = 0;
-  };
+  using Range = PartitionRange;
 
   std::pmr::vector<Range> RangesOf(uint32_t block) const;
 

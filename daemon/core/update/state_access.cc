@@ -39,8 +39,7 @@ void StateAccess::AddRead(const CommandId& command, const protocol::Command& wor
                     .pieces = {runs.begin(), runs.end()}});
 }
 
-StateAccess::Written StateAccess::AddWrite(const CommandId& command,
-                                           const protocol::Command& words) {
+PartitionRange StateAccess::AddWrite(const CommandId& command, const protocol::Command& words) {
   const auto op = static_cast<protocol::Op>(words.op);
   if (op == protocol::Op::kWriteUpdates) {
     queue_.push_back({.command = command, .param = words.partition, .updates = words.step});
@@ -48,9 +47,9 @@ StateAccess::Written StateAccess::AddWrite(const CommandId& command,
   }
   const bool is_weights = op == protocol::Op::kWriteInitial;
   const protocol::DType dtype = is_weights ? layout_->spec().dtype : protocol::DType::kFloat32;
-  const Written range{.partition = words.partition,
-                      .begin = words.element_offset,
-                      .end = words.element_offset + words.length_bytes / SizeBytes(dtype)};
+  const PartitionRange range{.partition = words.partition,
+                             .begin = words.element_offset,
+                             .end = words.element_offset + words.length_bytes / SizeBytes(dtype)};
   const std::pmr::vector<ElementRun> runs =
       store_.map().LocateInPartition(range.partition, range.begin, range.end);
   queue_.push_back({.command = command,

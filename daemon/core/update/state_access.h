@@ -25,13 +25,6 @@ namespace forebay::daemon {
 // leases that are granted on its partition. While the write runs, no lease on the partition is granted.
 class StateAccess {
  public:
-  // Elements whose masters, or a moment, were set.
-  struct Written {
-    uint32_t partition = 0;
-    uint64_t begin = 0;
-    uint64_t end = 0;
-  };
-
   StateAccess(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, StepPipeline& pipeline,
               WeightsCache& weights, const LeaseTable& leases)
       : io_(io),
@@ -47,7 +40,7 @@ class StateAccess {
   // Errors  E_NONFINITE  a value is not finite, rounds to infinity or is a square below 0: a part of the
   //                      range may have been written.
   void AddRead(const CommandId& command, const protocol::Command& words);
-  Written AddWrite(const CommandId& command, const protocol::Command& words);
+  PartitionRange AddWrite(const CommandId& command, const protocol::Command& words);
   // True if a write changes blocks, or will change them as soon as no task reads them. The write no longer waits for a lease.
   bool is_writing() const {
     return in_progress() && current_.write && !leases_.IsLeased(current_.write->partition);
@@ -65,7 +58,7 @@ class StateAccess {
   void Drop(SessionId session, const absl::Status& status);
 
   // Returns the ranges that were written completely since the last call.
-  std::vector<Written> DrainWritten() { return std::exchange(written_, {}); }
+  std::vector<PartitionRange> DrainWritten() { return std::exchange(written_, {}); }
 
   bool in_progress() const { return phase_ != CommandPhase::kIdle; }
   bool has_requests() const { return in_progress() || !queue_.empty(); }
@@ -81,9 +74,9 @@ class StateAccess {
   struct Request {
     CommandId command;
     bool answered = false;
-    uint32_t param = 0;                 // parameter that is read, or whose number of updates is set
-    uint32_t state = 0;                 // index into protocol::StateNames
-    std::optional<Written> write = {};  // range that a write sets
+    uint32_t param = 0;  // parameter that is read, or whose number of updates is set
+    uint32_t state = 0;  // index into protocol::StateNames
+    std::optional<PartitionRange> write = {};           // range that a write sets
     std::optional<uint64_t> updates = {};               // new number of updates (kWriteUpdates)
     protocol::DType dtype = protocol::DType::kFloat32;  // type of the client's bytes
     uint64_t grad_offset_bytes = 0;      // offset of the next piece in the session's arena
@@ -115,7 +108,7 @@ class StateAccess {
   CommandPhase phase_ = CommandPhase::kIdle;
   Request current_;
   std::deque<Request> queue_;
-  std::vector<Written> written_;
+  std::vector<PartitionRange> written_;
   std::vector<uint64_t> weights_writes_;  // by partition
   // Checksum and digests of the block that is being written.
   uint64_t checksum_ = 0;

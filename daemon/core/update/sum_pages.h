@@ -44,12 +44,7 @@ namespace forebay::daemon {
 //   5. of_update_on_swap_ is the number of pages in the state kOnSwap with blocks of the running update.
 class SumPages {
  public:
-  // Elements [begin, end) of a partition.
-  struct Range {
-    uint32_t partition = 0;
-    uint64_t begin = 0;
-    uint64_t end = 0;
-  };
+  using Range = PartitionRange;
   enum class Room : uint8_t {
     kThere,   // each page of the block is resident
     kComing,  // each page has a frame, and some pages are being read
