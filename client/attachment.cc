@@ -1,27 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstddef>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
-#include "client/environment.h"
-#include "client/internal/attach_request.h"
 #include "client/internal/attachment_state.h"
-#include "client/internal/control.h"
 #include "client/internal/deadline.h"
 #include "client/internal/mapping.h"
+#include "client/internal/session_parts.h"
 #include "client/internal/stopwatch.h"
 #include "client/window_registry.h"
-#include "gpu/host_device.h"
-#include "gpu/nvtx_range.h"
 #include "protocol/error.h"
-#include "protocol/layout_codec.h"
-#include "protocol/os/memfd.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -29,7 +20,6 @@
 namespace forebay::client {
 namespace {
 
-using internal::Control;
 using internal::DaemonGoneError;
 using internal::Deadline;
 using internal::MapAccess;
@@ -39,111 +29,8 @@ using internal::Stopwatch;
 using internal::WaitLimits;
 using protocol::ErrorId;
 using protocol::MakeError;
-using protocol::UniqueFd;
 
-// Longest pause between attempts to attach to another node's daemon. Each attempt starts a process.
-constexpr std::chrono::milliseconds kAgentPauseMax{1000};
 constexpr Timeout kLastCopiesTimeout = std::chrono::seconds(10);
-
-absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_bytes) {
-  std::vector<std::byte> bytes(size_bytes);
-  const int64_t got = protocol::ReadFromStart(fd, bytes);
-  if (got == static_cast<int64_t>(size_bytes)) return bytes;
-  return MakeError(ErrorId::kProtocol, absl::StrCat("the daemon sent ", got, " of the ", size_bytes,
-                                                    " bytes of extra_state"));
-}
-
-// Returns true if the arena has room for the trace behind its other parts.
-bool HasRoomForTrace(const SessionParts& parts) {
-  if (parts.trace_bytes == 0) return true;
-  const uint64_t before_bytes =
-      parts.step_region_offset + parts.step_region_bytes + parts.activation_bytes;
-  return parts.trace_bytes >= sizeof(protocol::TraceMemory) &&
-         parts.trace_bytes % protocol::kPageBytes == 0 &&
-         parts.trace_bytes <= parts.grad->bytes().size() - before_bytes;
-}
-
-// Maps the arenas, and reads the committed extra_state.
-absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limits,
-                       SessionParts& parts) {
-  const schema::AttachReply::Reader& reply = *granted.reply;
-  Control& control = *granted.connection->control;
-  const uint64_t own_bytes = reply.getExtraStateBytes();
-  const uint64_t rank0_bytes = reply.getRank0ExtraStateBytes();
-  if (std::max(own_bytes, rank0_bytes) > protocol::kExtraStateBytesMax) {
-    return MakeError(
-        ErrorId::kProtocol,
-        absl::StrCat("the daemon names ", own_bytes, " bytes of extra_state of this rank and ",
-                     rank0_bytes, " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
-  }
-  parts.extra_state.clear();  // may hold the bytes of an earlier attempt
-  parts.rank0_extra_state.clear();
-  if (own_bytes + rank0_bytes > 0) {
-    ASSIGN_OR_RETURN(const UniqueFd extra_fd,
-                     control.Descriptor(schema::Session::Kind::EXTRA_STATE, limits));
-    ASSIGN_OR_RETURN(parts.extra_state, ReadExtraState(extra_fd.get(), own_bytes + rank0_bytes));
-    const auto own_end = parts.extra_state.begin() + static_cast<ptrdiff_t>(own_bytes);
-    parts.rank0_extra_state.assign(own_end, parts.extra_state.end());
-    parts.extra_state.erase(own_end, parts.extra_state.end());
-  }
-  ASSIGN_OR_RETURN(
-      parts.weights,
-      Mapping::MapFile(granted.weights.get(), granted.terms.weights_bytes, parts.weights_access));
-  ASSIGN_OR_RETURN(parts.grad,
-                   Mapping::MapFile(granted.grad_arena.get(), granted.terms.grad_arena_bytes,
-                                    MapAccess::kReadWrite));
-  if (parts.layout->is_shared() && !parts.reader) {
-    parts.weights_file = protocol::DuplicateFd(granted.weights.get());
-    if (!parts.weights_file.valid()) {
-      return MakeError(ErrorId::kLimit,
-                       protocol::ErrnoText("another descriptor of the weights", errno),
-                       "raise ulimit -n");
-    }
-  }
-  return control.Mapped(limits);
-}
-
-// Returns the function by which a rank attaches again after a restart of the daemon. The function encodes the layout on each
-// call: that costs less than to retain the encoded layout. `arenas`: the local arenas if the daemon is on another node, else
-// null.
-internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachRequest request,
-                                      std::shared_ptr<const protocol::Layout> layout,
-                                      std::shared_ptr<const internal::RemoteArenas> arenas) {
-  return [socket = std::move(socket), request = std::move(request), layout = std::move(layout),
-          arenas = std::move(arenas)](
-             const internal::SessionBefore& before,
-             const WaitLimits& limits) -> absl::StatusOr<internal::GrantedSession> {
-    ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout->spec()));
-    return internal::ConnectAndAttach(socket, internal::MakeReattachRequest(request, before),
-                                      encoded, limits, arenas.get());
-  };
-}
-
-// A daemon that is being started again does not answer meanwhile. `parts`: gets the arenas.
-absl::StatusOr<internal::GrantedSession> ConnectWithin(Timeout wait, const std::string& socket,
-                                                       const internal::AttachRequest& request,
-                                                       const WaitLimits& limits,
-                                                       SessionParts& parts) {
-  ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
-                   protocol::EncodeLayout(parts.layout->spec()));
-  constexpr std::chrono::milliseconds kPause(50);
-  for (const Deadline until = Deadline::After(wait);;) {
-    absl::StatusOr<internal::GrantedSession> granted =
-        internal::ConnectAndAttach(socket, request, encoded, limits);
-    if (granted.ok()) {
-      const absl::Status mapped = MapArenas(*granted, limits, parts);
-      if (!mapped.ok()) granted = mapped;
-    }
-    const ErrorId id = protocol::IdOf(granted.status());
-    const bool is_passing =
-        id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone || id == ErrorId::kRemote;
-    if (!is_passing || until.Expired() || limits.deadline.Expired()) return granted;
-    if (limits.Interrupted()) {
-      return MakeError(ErrorId::kInterrupted, "attach was interrupted while no daemon answered");
-    }
-    std::this_thread::sleep_for(kPause);
-  }
-}
 
 }  // namespace
 
@@ -160,84 +47,12 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
 }
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachHere(AttachOptions options) {
-  gpu::AttachNvtxTool(NvtxTool());
-  if (options.device == nullptr) options.device = std::make_shared<gpu::HostDevice>();
-  options.is_on_gpu = !options.device->is_host();
-  const WaitLimits limits{.deadline = Deadline::After(options.timeout),
-                          .interrupt_check = &options.interrupt_check};
-  ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(options.layout));
-  ASSIGN_OR_RETURN(const Timeout daemon_wait, DaemonWait(options.durability.daemon_wait));
-  SessionParts parts{.job = options.job,
-                     .layout = std::make_shared<const protocol::Layout>(std::move(layout)),
-                     .reader = options.reader,
-                     .rank = options.rank,
-                     .nodes = options.nodes,
-                     .daemon_wait = daemon_wait,
-                     .gauge = std::make_shared<internal::SessionGauge>(),
-                     .timeout = options.timeout,
-                     .interrupt_check = options.interrupt_check,
-                     .device = options.device};
-  const internal::AttachRequest request = internal::MakeAttachRequest(options, *parts.layout);
-  if (request->getWritableWeights()) parts.weights_access = MapAccess::kReadWrite;
-  parts.grad_bytes_max = request->getGradArenaBytes();
-  parts.extra_state_bytes = request->getExtraStateBytes();
-  parts.activation_bytes = request->getActivationBytes();
-  const std::string socket = SocketPath(options.socket);
-  ASSIGN_OR_RETURN(const Timeout first_wait, FirstDaemonWait(options.durability.daemon_wait));
-  ASSIGN_OR_RETURN(internal::GrantedSession granted,
-                   ConnectWithin(first_wait, socket, request, limits, parts));
-  const schema::AttachReply::Reader& reply = *granted.reply;
-  parts.writes_initial = reply.getWritesInitial();
-  parts.weights_on_swap = granted.terms.weights_on_swap;
-  if (options.drain.value_or(!parts.layout->is_shared())) {
-    parts.step_answered_when = protocol::StepAnswer::kCommitted;
-  }
-  for (const uint32_t partition : reply.getTrace()) parts.trace.push_back(partition);
-  parts.attempt = reply.getAttempt();
-  parts.prepared_step = reply.getPreparedStep();
-  parts.durable_step = reply.getDurableStep();
-  parts.durable_before = reply.getDurableBefore();
-  const auto summary = reply.getSummary();
-  const auto* const summary_begin = reinterpret_cast<const std::byte*>(summary.begin());
-  parts.summary.assign(summary_begin, summary_begin + summary.size());
-  parts.gauge->committed_step = granted.terms.committed_step;
-  parts.step_region_offset = granted.terms.step_region_offset;
-  parts.step_region_bytes = granted.terms.step_region_bytes;
-  parts.trace_bytes = granted.terms.trace_bytes;
-  if (options.rank == 0) parts.rank0_extra_state = parts.extra_state;
-  parts.gauge->rpc_calls = granted.connection->control->thread().calls();
-  parts.terms = granted.terms;
-  parts.connection = std::move(granted.connection);
-  parts.port = std::move(granted.port);
-  if (!parts.reader) {
-    std::shared_ptr<internal::RemoteArenas> arenas;
-    if (internal::RemoteAddress(socket)) {
-      arenas = std::make_shared<internal::RemoteArenas>(internal::RemoteArenas{
-          .weights = std::move(granted.weights), .grad_arena = std::move(granted.grad_arena)});
-      parts.attach_pause_max = kAgentPauseMax;
-    }
-    parts.attach_again = MakeAttachAgain(socket, request, parts.layout, std::move(arenas));
-  }
+  ASSIGN_OR_RETURN(SessionParts parts, SessionParts::Create(std::move(options)));
   return Assemble(std::move(parts));
 }
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts parts) {
-  const uint64_t grad_bytes_min =
-      parts.reader ? protocol::kPageBytes : internal::PieceBytes(*parts.layout);
-  const uint64_t weights_bytes = parts.weights->bytes().size();
-  const uint64_t grad_bytes = parts.grad->bytes().size();
-  const uint64_t weights_bytes_min = parts.weights_on_swap ? 0 : parts.layout->weights_bytes();
-  if (weights_bytes < weights_bytes_min || parts.step_region_offset < grad_bytes_min ||
-      parts.step_region_offset > grad_bytes ||
-      parts.step_region_bytes > grad_bytes - parts.step_region_offset ||
-      parts.activation_bytes > grad_bytes - parts.step_region_offset - parts.step_region_bytes ||
-      !HasRoomForTrace(parts)) {
-    return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("the daemon's arenas do not fit the layout: weights ",
-                                  weights_bytes, " bytes, gradients ", parts.step_region_offset,
-                                  " of ", grad_bytes, ", step region ", parts.step_region_bytes,
-                                  ", activations ", parts.activation_bytes));
-  }
+  RETURN_IF_ERROR(parts.CheckArenas());
   auto state = std::make_unique<State>(std::move(parts));
   const SessionParts& own = state->parts;
   if (own.trace_bytes > 0) {
@@ -300,7 +115,7 @@ absl::Status Attachment::Detach() {
   const WaitLimits limits{.deadline = Deadline::After(s.parts.timeout)};
   const bool is_back = s.ReattachOnce(limits);
   bool has_daemon = !s.EndIfRestarting() && is_back;
-  RETURN_IF_ERROR(s.WaitForCopies([&] { return !s.HasCopies(); }, s.Limits(s.parts.timeout)));
+  RETURN_IF_ERROR(s.WaitForCopies([&] { return !s.HasCopies(); }, s.parts.Limits(s.parts.timeout)));
   has_daemon = has_daemon && !s.EndIfRestarting();
   s.detached = true;
   s.open.clear();
@@ -332,7 +147,7 @@ absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string&
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
-  RETURN_IF_ERROR(s.CheckHasRank());
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
   RETURN_IF_ERROR(s.device_error);
   if (s.parts.connection == nullptr) {
     return MakeError(ErrorId::kUnsupported, "an exchange without a daemon");
@@ -343,7 +158,7 @@ absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string&
                                   protocol::kExchangeBytesMax));
   }
   if (s.parts.nodes.world_ranks > 0) return s.parts.nodes.all_gather(bytes);
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   while (true) {
     RETURN_IF_ERROR(s.ReattachIfRestarting(limits));
     auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, limits);
@@ -364,7 +179,8 @@ absl::Status Attachment::CheckSession(Timeout timeout) {
   if (lock.gave_up()) return absl::OkStatus();  // the call that runs finds out by itself
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   RETURN_IF_ERROR(s.device_error);
-  return s.Call(internal::MakeCommand(protocol::Op::kCheck), nullptr, s.Limits(timeout)).status();
+  return s.Call(internal::MakeCommand(protocol::Op::kCheck), nullptr, s.parts.Limits(timeout))
+      .status();
 }
 
 uint32_t Attachment::rank() const { return state_->parts.rank; }
@@ -373,7 +189,7 @@ uint64_t Attachment::gradient_room_bytes() const { return state_->slots.capacity
 bool Attachment::weights_on_swap() const { return state_->parts.weights_on_swap; }
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }
 uint64_t Attachment::went_back_from() const { return state_->parts.went_back_from; }
-uint64_t Attachment::committed_step() const { return state_->committed_step(); }
+uint64_t Attachment::committed_step() const { return state_->parts.committed_step(); }
 std::span<const std::byte> Attachment::extra_state() const { return state_->parts.extra_state; }
 std::span<const std::byte> Attachment::rank0_extra_state() const {
   return state_->parts.rank0_extra_state;
@@ -392,7 +208,7 @@ std::string Attachment::device_access() const {
       s.grad_registration == nullptr ? "; it cannot reach the gradients' memory by itself" : "");
 }
 absl::Status Attachment::CheckPartition(uint32_t partition) const {
-  return state_->CheckPartition(partition);
+  return state_->parts.CheckPartition(partition);
 }
 std::span<const std::byte> Attachment::weights() const { return state_->parts.weights->bytes(); }
 

@@ -82,8 +82,8 @@ absl::Status Attachment::WriteInitial(uint32_t partition, std::span<const std::b
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
-  RETURN_IF_ERROR(s.CheckHasRank());
-  RETURN_IF_ERROR(s.CheckOwn(partition));
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
+  RETURN_IF_ERROR(s.parts.CheckOwn(partition));
   const uint64_t partition_bytes = s.parts.layout->partition_bytes(partition);
   if (bytes.size() != partition_bytes) {
     return MakeError(ErrorId::kRange,
@@ -91,7 +91,7 @@ absl::Status Attachment::WriteInitial(uint32_t partition, std::span<const std::b
                                   " has ", partition_bytes, " bytes, not ", bytes.size()));
   }
   return s.SendElements(MakeCommand(Op::kWriteInitial, partition), bytes,
-                        SizeBytes(s.parts.layout->spec().dtype), s.Limits(timeout));
+                        SizeBytes(s.parts.layout->spec().dtype), s.parts.Limits(timeout));
 }
 
 absl::Status Attachment::InitialDone(Timeout timeout) {
@@ -99,7 +99,7 @@ absl::Status Attachment::InitialDone(Timeout timeout) {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
-  return s.Call(MakeCommand(Op::kInitialDone), nullptr, s.Limits(timeout)).status();
+  return s.Call(MakeCommand(Op::kInitialDone), nullptr, s.parts.Limits(timeout)).status();
 }
 
 absl::StatusOr<Lease> Attachment::State::LeaseOf(uint32_t partition, const Completion& completion) {
@@ -128,11 +128,11 @@ absl::StatusOr<FetchTicket> Attachment::StartFetch(uint32_t partition) {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
-  RETURN_IF_ERROR(s.CheckPartition(partition));
+  RETURN_IF_ERROR(s.parts.CheckPartition(partition));
   RETURN_IF_ERROR(s.port.Poll());  // a daemon that is being restarted is waited for by FinishFetch
   RETURN_IF_ERROR(s.KeptReleaseError());
   ASSIGN_OR_RETURN(std::shared_ptr<State::Answer> answer,
-                   s.Start(MakeCommand(Op::kFetch, partition), s.Limits(s.parts.timeout)));
+                   s.Start(MakeCommand(Op::kFetch, partition), s.parts.Limits(s.parts.timeout)));
   s.fetches.emplace(++s.last_ticket, std::move(answer));
   return FetchTicket{.id = s.last_ticket, .partition = partition};
 }
@@ -141,7 +141,7 @@ absl::StatusOr<bool> Attachment::IsFetchDone(const FetchTicket& ticket) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
-  RETURN_IF_ERROR(s.waiter.PollAlive(s.Limits(s.parts.timeout)));
+  RETURN_IF_ERROR(s.waiter.PollAlive(s.parts.Limits(s.parts.timeout)));
   const auto fetch = s.fetches.find(ticket.id);
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
   return fetch->second->arrived;
@@ -155,14 +155,14 @@ absl::StatusOr<Lease> Attachment::FinishFetch(const FetchTicket& ticket, Timeout
   const auto fetch = s.fetches.find(ticket.id);
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
   const std::shared_ptr<State::Answer> answer = fetch->second;
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.WaitFor(*answer, limits));
   s.fetches.erase(fetch);
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   RETURN_IF_ERROR(answer->status);
   ASSIGN_OR_RETURN(Lease lease, s.LeaseOf(ticket.partition, answer->completion));
   s.Note({.lane = protocol::ClientLane::kFetch,
-          .name = s.GroupName(ticket.partition),
+          .name = s.parts.GroupName(ticket.partition),
           .start_ns = stopwatch.begin_ns(),
           .bytes = lease.bytes.size()});
   return lease;
@@ -176,7 +176,7 @@ absl::Status Attachment::CancelFetch(const FetchTicket& ticket) {
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
   s.Abandon(*fetch->second);
   s.fetches.erase(fetch);
-  return s.ReleaseOrphans(s.Limits(s.parts.timeout));
+  return s.ReleaseOrphans(s.parts.Limits(s.parts.timeout));
 }
 
 absl::StatusOr<Lease> Attachment::Fetch(uint32_t partition, Timeout timeout) {
@@ -196,7 +196,7 @@ absl::Status Attachment::Release(const Lease& lease) {
   RETURN_IF_ERROR(s.port.Poll());
   Command command = MakeCommand(Op::kRelease, lease.partition);
   command.lease_id = lease.id;
-  RETURN_IF_ERROR(s.Post(command, s.Limits(s.parts.timeout)));
+  RETURN_IF_ERROR(s.Post(command, s.parts.Limits(s.parts.timeout)));
   return s.KeptReleaseError();
 }
 
@@ -211,7 +211,7 @@ absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::spa
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   ASSIGN_OR_RETURN(const StateIndex index, IndexOf(*s.parts.layout, range, out.size()));
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   const uint64_t piece_elems_max =
       std::min(s.slots.largest_bytes() / sizeof(float), kReadPieceElemsMax);
   uint64_t updates = 0;

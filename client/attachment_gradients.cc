@@ -32,9 +32,9 @@ absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t partition, Gr
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckHasRank());
-  RETURN_IF_ERROR(s.CheckOwn(partition));
-  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
+  RETURN_IF_ERROR(s.parts.CheckOwn(partition));
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.waiter.PollAlive(limits));
   RETURN_IF_ERROR(s.KeptErrors(limits));
   const auto found = s.open.find(partition);
@@ -87,8 +87,8 @@ absl::Status Attachment::GradReady(uint32_t partition) {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckOwn(partition));
-  const WaitLimits limits = s.Limits(s.parts.timeout);
+  RETURN_IF_ERROR(s.parts.CheckOwn(partition));
+  const WaitLimits limits = s.parts.Limits(s.parts.timeout);
   RETURN_IF_ERROR(s.KeptErrors(limits));
   const auto found = s.open.find(partition);
   if (found == s.open.end()) {
@@ -107,7 +107,7 @@ absl::Status Attachment::GradReady(uint32_t partition) {
   s.ZeroAbsent(partition, 0, elems, slot.bytes);  // zeros in place of frozen parameters
   const absl::Status delivered = s.DeliverSlot(partition, 0, elems, slot, limits);
   s.Note({.lane = protocol::ClientLane::kGradient,
-          .name = s.GroupName(partition),
+          .name = s.parts.GroupName(partition),
           .start_ns = stopwatch.begin_ns(),
           .bytes = slot.bytes.size()});
   return delivered;
@@ -121,13 +121,14 @@ absl::Status Attachment::State::DeliverSlot(uint32_t partition, uint64_t begin, 
                         limits);
   }
   RETURN_IF_ERROR(WaitForCopies([&] { return HasEnded(slot.copied); }, limits));
-  const uint64_t width = grad_width();
+  const uint64_t width = parts.grad_width();
   for (uint64_t at = begin; at < end; at += piece_elems) {
     const uint64_t elems = std::min(piece_elems, end - at);
     absl::StatusOr<BusyRange> range = WaitForRange(elems * width, limits);
     absl::Status status = range.status();
     if (status.ok()) {
-      CopyToArena(range->offset_bytes(), slot.bytes.subspan((at - begin) * width, elems * width));
+      parts.CopyToArena(range->offset_bytes(),
+                        slot.bytes.subspan((at - begin) * width, elems * width));
       status = SendGradient(partition, at, at + elems, *std::move(range), nullptr, limits);
     }
     if (status.ok()) continue;
@@ -143,11 +144,11 @@ absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin,
                                              const WaitLimits& limits) {
   Command command = MakeCommand(Op::kGradReady, partition);
   command.kind = static_cast<uint16_t>(pass);
-  command.step = committed_step() + 1;
+  command.step = parts.committed_step() + 1;
   command.attempt = attempt;
   command.arena_offset_bytes = range.offset_bytes();
   command.element_offset = begin;
-  command.length_bytes = (end - begin) * grad_width();
+  command.length_bytes = (end - begin) * parts.grad_width();
   if (HasEnded(copied)) {
     const absl::Status sent = waiter.Send(command, limits, OnGradientDone(range.offset_bytes()));
     if (!sent.ok()) {
@@ -188,7 +189,7 @@ absl::Status Attachment::BeginPass() {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  const WaitLimits limits = s.Limits(s.parts.timeout);
+  const WaitLimits limits = s.parts.Limits(s.parts.timeout);
   RETURN_IF_ERROR(s.KeptErrors(limits));
   RETURN_IF_ERROR(s.CheckAskedNoNorm("another backward pass"));
   if (s.pass + 1 == protocol::kGradPassesMax) {
@@ -209,8 +210,8 @@ absl::StatusOr<double> Attachment::GradNorm(std::optional<uint32_t> param, Timeo
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckHasRank());
-  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.KeptErrors(limits));
   RETURN_IF_ERROR(s.DeliverAllPieces(limits));
   Command command = MakeCommand(Op::kGradNorm, param.value_or(protocol::kAllParams));
@@ -224,7 +225,7 @@ absl::Status Attachment::DropGradients() {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
-  const WaitLimits limits = s.Limits(s.parts.timeout);
+  const WaitLimits limits = s.parts.Limits(s.parts.timeout);
   const absl::Status polled = s.waiter.PollAlive(limits);
   // Copies still in flight would write into slots of the next attempt.
   RETURN_IF_ERROR(s.WaitForCopies([&] { return s.gradient_copies.empty(); }, limits));

@@ -165,7 +165,7 @@ absl::Status Attachment::State::DecideOverNodes(const WaitLimits& limits) {
 
 // Does this rank's part of the outcome that all ranks have agreed on.
 absl::Status Attachment::State::Follow(const AttachOutcome& outcome) {
-  const WaitLimits limits = Limits(parts.timeout);
+  const WaitLimits limits = parts.Limits(parts.timeout);
   if (outcome.todo == AttachOutcome::Todo::kGoBack) {
     Command command = MakeCommand(Op::kGoBack);
     command.step = outcome.step;
@@ -205,7 +205,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachWhenBack(
 NodeMessage Attachment::State::MessageOfAttach() const {
   return {.kind = NodeMessage::Kind::kAttached,
           .first_rank = parts.layout->spec().first_rank,
-          .state = {.committed_step = committed_step(),
+          .state = {.committed_step = parts.committed_step(),
                     .prepared_step = parts.prepared_step,
                     .durable_step = parts.durable_step,
                     .durable_before = parts.durable_before,
@@ -237,7 +237,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::AttachOverNodes(
     const bool goes_back = outcome->todo == AttachOutcome::Todo::kGoBack;
     if (goes_back) went_back_from = outcome->from_step;
     const bool is_elsewhere =
-        state.committed_step() != outcome->step || state.parts.prepared_step > 0;
+        state.parts.committed_step() != outcome->step || state.parts.prepared_step > 0;
     if (goes_back && !is_elsewhere) continue;
     const absl::Status followed = state.Follow(*outcome);
     if (!followed.ok()) {

@@ -56,7 +56,7 @@ Attachment::State::Coverage Attachment::State::CoverageOf(uint32_t partition, ui
 // `bytes` hold elements [begin, end): those without a gradient become zero.
 void Attachment::State::ZeroAbsent(uint32_t partition, uint64_t begin, uint64_t end,
                                    std::span<std::byte> bytes) const {
-  const uint64_t width = grad_width();
+  const uint64_t width = parts.grad_width();
   uint64_t done = begin;
   const auto zero_until = [&](uint64_t elem) {
     if (elem <= done) return;
@@ -101,7 +101,7 @@ absl::StatusOr<Attachment::State::Pieces::iterator> Attachment::State::PieceAt(
                                                           " were delivered in this step already"));
     }
   }
-  const uint64_t width = grad_width();
+  const uint64_t width = parts.grad_width();
   ASSIGN_OR_RETURN(OpenSlot slot, MakeSlot((end - begin) * width, limits));
   return pieces.emplace(ElemPlace{partition, begin}, OpenPiece{.end = end, .slot = std::move(slot)})
       .first;
@@ -118,7 +118,7 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
                                                 std::span<const std::byte> bytes,
                                                 const std::shared_ptr<const void>& keep,
                                                 const WaitLimits& limits) {
-  const uint64_t width = grad_width();
+  const uint64_t width = parts.grad_width();
   const uint64_t end = place.partition_elem + place.box.elems();
   for (uint64_t at = place.partition_elem; at < end;) {
     ASSIGN_OR_RETURN(const Pieces::iterator piece, PieceAt(place.partition, at, limits));
@@ -130,7 +130,7 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
         stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size()))));
     device_trace->End(*stream, std::move(begun),
                       {.lane = protocol::ClientLane::kGradientsFromDevice,
-                       .name = ParamName(place.box.param),
+                       .name = parts.ParamName(place.box.param),
                        .bytes = to.size()});
     absl::StatusOr<std::shared_ptr<const gpu::Event>> copied = stream->Record();
     if (!copied.ok()) {
@@ -151,15 +151,16 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
 absl::Status Attachment::State::CheckAskedNoNorm(std::string_view what,
                                                  std::string_view name) const {
   if (!has_asked_norm) return absl::OkStatus();
-  return MakeError(ErrorId::kStep,
-                   absl::StrCat(std::string(what), std::string(name), " in step ",
-                                committed_step() + 1, " after this rank has asked for a norm"),
-                   "ask for norms after the last backward of a step, or drop the gradients");
+  return MakeError(
+      ErrorId::kStep,
+      absl::StrCat(std::string(what), std::string(name), " in step ", parts.committed_step() + 1,
+                   " after this rank has asked for a norm"),
+      "ask for norms after the last backward of a step, or drop the gradients");
 }
 
 absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const std::byte> bytes,
                                               const WaitLimits& limits) {
-  RETURN_IF_ERROR(CheckHasRank());
+  RETURN_IF_ERROR(parts.CheckHasRank());
   const protocol::Layout& layout = *parts.layout;
   if (param >= layout.params().size()) {
     return MakeError(ErrorId::kRange,
@@ -175,7 +176,7 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
   }
   uint64_t want = 0;
   for (const uint32_t index : own_boxes[param]) {
-    want += layout.boxes()[index].box.elems() * grad_width();
+    want += layout.boxes()[index].box.elems() * parts.grad_width();
   }
   if (bytes.size() != want) {
     return MakeError(ErrorId::kRange, absl::StrCat("the gradient of parameter ", name, " has ",
@@ -193,10 +194,10 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
     return open.contains(layout.boxes()[index].partition);
   };
   if (HasGradient(param) || std::ranges::any_of(own_boxes[param], is_open)) {
-    return MakeError(
-        ErrorId::kGradRepeat,
-        absl::StrCat("a second gradient of parameter ", name, " in step ", committed_step() + 1),
-        "call BeginPass before the gradients of a further backward pass");
+    return MakeError(ErrorId::kGradRepeat,
+                     absl::StrCat("a second gradient of parameter ", name, " in step ",
+                                  parts.committed_step() + 1),
+                     "call BeginPass before the gradients of a further backward pass");
   }
   return absl::OkStatus();
 }
@@ -204,16 +205,16 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
 absl::Status Attachment::State::AddGradient(uint32_t param, std::span<const std::byte> bytes,
                                             const std::shared_ptr<const void>& keep,
                                             const WaitLimits& limits) {
-  const gpu::NvtxRange range("forebay.gradient", ParamName(param));
+  const gpu::NvtxRange range("forebay.gradient", parts.ParamName(param));
   const protocol::ClientEvent event{.lane = protocol::ClientLane::kGradient,
-                                    .name = ParamName(param),
+                                    .name = parts.ParamName(param),
                                     .start_ns = protocol::MonotonicNs(),
                                     .bytes = bytes.size()};
   SetGradient(param);
   absl::Status status;
   for (const uint32_t index : own_boxes[param]) {
     const BoxPlace& place = parts.layout->boxes()[index];
-    const uint64_t size_bytes = place.box.elems() * grad_width();
+    const uint64_t size_bytes = place.box.elems() * parts.grad_width();
     if (status.ok()) status = CopyBoxToPieces(place, bytes.first(size_bytes), keep, limits);
     bytes = bytes.subspan(size_bytes);
   }
@@ -228,7 +229,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes, limits));
   const absl::Status status = s.AddGradient(param, bytes, nullptr, limits);
   // `bytes` are the caller's again
@@ -243,9 +244,9 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes, limits));
-  RETURN_IF_ERROR(s.CheckReach(bytes, s.grad_width()));
+  RETURN_IF_ERROR(s.CheckReach(bytes, s.parts.grad_width()));
   const absl::StatusOr<std::shared_ptr<const gpu::Event>> computed = ready.Record();
   RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));
@@ -259,7 +260,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
 absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits& limits) {
   const auto [place, piece] = *at;
   const uint32_t partition = place.partition;
-  const uint64_t width = grad_width();
+  const uint64_t width = parts.grad_width();
   pieces.erase(at);
   struct Run {
     uint64_t begin = 0;
@@ -348,8 +349,8 @@ absl::Status Attachment::FlushGradients(std::optional<uint32_t> partition) {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  if (partition.has_value()) RETURN_IF_ERROR(s.CheckPartition(*partition));
-  const WaitLimits limits = s.Limits(s.parts.timeout);
+  if (partition.has_value()) RETURN_IF_ERROR(s.parts.CheckPartition(*partition));
+  const WaitLimits limits = s.parts.Limits(s.parts.timeout);
   RETURN_IF_ERROR(s.waiter.PollAlive(limits));
   RETURN_IF_ERROR(s.KeptErrors(limits));
   return s.Flush(partition, limits);

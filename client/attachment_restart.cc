@@ -177,7 +177,7 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
 absl::Status Attachment::State::GoOnWith(GrantedSession granted, uint64_t leases,
                                          const WaitLimits& limits) {
   internal::SessionTerms expected = parts.terms;
-  expected.committed_step = committed_step();
+  expected.committed_step = parts.committed_step();
   // A daemon that was killed may have published the step before it answered.
   const bool is_one_more = granted.terms.committed_step == expected.committed_step + 1;
   const bool may_be_decided =

@@ -92,8 +92,8 @@ absl::Status Attachment::AnnounceStep(uint64_t t,
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
-  RETURN_IF_ERROR(s.CheckHasRank());
-  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.KeptErrors(limits));
   if (s.step.has_value()) {
     return MakeError(ErrorId::kStep, absl::StrCat("step ", s.step->t, " is still under way"),
@@ -102,7 +102,7 @@ absl::Status Attachment::AnnounceStep(uint64_t t,
   const std::pmr::vector<uint64_t> none(s.presence.size(), 0, &s.memory);
   ASSIGN_OR_RETURN(const std::pmr::vector<std::byte> request,
                    s.EncodeStep(ScalarsOf(t, 0, edit), hyper_params, 0, none));
-  s.CopyToArena(s.parts.step_region_offset, request);
+  s.parts.CopyToArena(s.parts.step_region_offset, request);
   Command command = MakeCommand(Op::kAnnounceStep);
   command.step = t;
   command.attempt = s.attempt;
@@ -120,8 +120,8 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_step);
   const gpu::NvtxRange range("forebay.step");
-  RETURN_IF_ERROR(s.CheckHasRank());
-  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
+  const WaitLimits limits = s.parts.Limits(timeout);
   const absl::Status kept = s.KeptErrors(limits);
   // The daemon knows of non-finite gradients too; its answer lets every rank repeat the step.
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
@@ -188,7 +188,7 @@ absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte
     sent = sent.subspan(part.size());
   }
   protocol::CopyChanged(extra_state.own, sent);
-  CopyToArena(parts.step_region_offset, request);
+  parts.CopyToArena(parts.step_region_offset, request);
   protocol::CopyChanged(sent_extra_state,
                         parts.grad->bytes().subspan(parts.step_region_offset + request.size()));
   Command command = MakeCommand(Op::kStep);

@@ -28,7 +28,7 @@ absl::Status Attachment::State::CheckCopies(std::span<const WeightsCopy> wanted)
   const protocol::Layout& layout = *parts.layout;
   const uint64_t width = SizeBytes(layout.spec().dtype);
   for (const WeightsCopy& copy : wanted) {
-    RETURN_IF_ERROR(CheckPartition(copy.partition));
+    RETURN_IF_ERROR(parts.CheckPartition(copy.partition));
     const uint64_t elems = layout.partitions()[copy.partition].elems;
     const bool fits = copy.first_elem <= elems && copy.to.size() / width <= elems - copy.first_elem;
     if (fits && copy.to.size() % width == 0) {
@@ -102,7 +102,7 @@ absl::Status Attachment::State::LeaseAndCopy(std::span<const WeightsCopy> wanted
     bytes += from.size();
   }
   const std::string_view first_group =
-      wanted.empty() ? std::string_view() : GroupName(wanted[0].partition);
+      wanted.empty() ? std::string_view() : parts.GroupName(wanted[0].partition);
   device_trace->End(
       behind, std::move(begun),
       {.lane = protocol::ClientLane::kWeightsToDevice, .name = first_group, .bytes = bytes});
@@ -133,9 +133,9 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   RETURN_IF_ERROR(s.CheckCopies(copies));
   const std::string_view first_group =
-      copies.empty() ? std::string_view() : s.GroupName(copies[0].partition);
+      copies.empty() ? std::string_view() : s.parts.GroupName(copies[0].partition);
   const gpu::NvtxRange range("forebay.copy_weights", first_group);
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.waiter.Poll(limits));
   RETURN_IF_ERROR(s.KeptReleaseError());
   if (!s.parts.weights_on_swap) return s.LeaseAndCopy(copies, stream, limits);
@@ -157,13 +157,13 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
 }
 
 absl::Status Attachment::State::CheckReadsInPlace(std::span<const uint32_t> partitions) const {
-  RETURN_IF_ERROR(CheckHasRank());
+  RETURN_IF_ERROR(parts.CheckHasRank());
   if (parts.weights_on_swap) {
     return MakeError(ErrorId::kUnsupported,
                      "weights of this job are on swap: in DRAM they have no place that lasts",
                      "copy them with CopyWeights, or lease them with Fetch");
   }
-  for (const uint32_t partition : partitions) RETURN_IF_ERROR(CheckPartition(partition));
+  for (const uint32_t partition : partitions) RETURN_IF_ERROR(parts.CheckPartition(partition));
   return absl::OkStatus();
 }
 
@@ -178,7 +178,7 @@ absl::Status Attachment::LocateAhead(std::span<const uint32_t> partitions, Timeo
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   RETURN_IF_ERROR(s.CheckReadsInPlace(partitions));
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.waiter.Poll(limits));
   RETURN_IF_ERROR(s.KeptReleaseError());
   for (const uint32_t partition : partitions) {
@@ -198,7 +198,7 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   std::map<uint32_t, std::span<const std::byte>> found;  // a partition may be asked for twice
   for (const uint32_t partition : partitions) {
     const auto asked = s.located_ahead.extract(partition);
@@ -225,8 +225,8 @@ absl::Status Attachment::WriteState(uint32_t partition, uint64_t first_elem, std
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
-  RETURN_IF_ERROR(s.CheckHasRank());
-  RETURN_IF_ERROR(s.CheckOwn(partition));
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
+  RETURN_IF_ERROR(s.parts.CheckOwn(partition));
   const protocol::Layout& layout = *s.parts.layout;
   ASSIGN_OR_RETURN(const uint16_t kind, internal::StateNumber(layout, state));
   const uint64_t elems = layout.partitions()[partition].elems;
@@ -252,7 +252,7 @@ absl::Status Attachment::WriteState(uint32_t partition, uint64_t first_elem, std
                                : "not finite in its format, or a square below 0"),
         "check the values that are written");
   }
-  const WaitLimits limits = s.Limits(timeout);
+  const WaitLimits limits = s.parts.Limits(timeout);
   s.ForgetLocatedAhead();
   RETURN_IF_ERROR(s.EndWeightCopies(limits));
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
@@ -267,10 +267,10 @@ absl::Status Attachment::WriteUpdates(uint32_t param, uint64_t updates, Timeout 
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
-  RETURN_IF_ERROR(s.CheckHasRank());
+  RETURN_IF_ERROR(s.parts.CheckHasRank());
   protocol::Command command = internal::MakeCommand(Op::kWriteUpdates, param);
   command.step = updates;
-  return s.Call(command, nullptr, s.Limits(timeout)).status();
+  return s.Call(command, nullptr, s.parts.Limits(timeout)).status();
 }
 
 absl::Status Attachment::AllowWeightWrites() {

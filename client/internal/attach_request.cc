@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "client/environment.h"
-#include "client/internal/attachment_state.h"
+#include "client/internal/session_parts.h"
 #include "protocol/durability.h"
 #include "protocol/forebay.capnp.h"
 #include "protocol/units.h"

@@ -22,10 +22,6 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
-uint64_t internal::PieceBytes(const protocol::Layout& layout) {
-  return std::min(layout.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
-}
-
 namespace {
 
 internal::GradSlots::Options SlotOptions(const internal::SessionParts& parts) {
@@ -70,7 +66,7 @@ Attachment::State::State(internal::SessionParts session_parts)
           },
           [this](const WaitLimits& limits) { return Reattach(limits); }),
       slots(SlotOptions(parts), &memory),
-      piece_elems(protocol::kGradPieceBytesMax / grad_width()),
+      piece_elems(protocol::kGradPieceBytesMax / parts.grad_width()),
       own_boxes(OwnBoxes(parts)),
       pass_presence(protocol::PresenceWords(parts.layout->params().size()), 0),
       presence(protocol::PresenceWords(parts.layout->params().size()), 0),
@@ -78,36 +74,6 @@ Attachment::State::State(internal::SessionParts session_parts)
       copy_watch(mutex, [this] { return !detached && LookAtCopies(); }) {}
 
 bool Attachment::State::InChild() const { return ::getpid() != pid; }
-
-WaitLimits Attachment::State::Limits(Timeout timeout) const {
-  return {.deadline = internal::Deadline::After(timeout),
-          .interrupt_check = &parts.interrupt_check};
-}
-
-absl::Status Attachment::State::CheckPartition(uint32_t partition) const {
-  const size_t partitions = parts.layout->partitions().size();
-  if (partition < partitions) return absl::OkStatus();
-  const char* const what = parts.layout->is_shared() ? "group" : "partition";
-  return MakeError(ErrorId::kRange, absl::StrCat("there is no ", what, " ", partition,
-                                                 ": the job has ", partitions, " ", what, "s"));
-}
-
-absl::Status Attachment::State::CheckOwn(uint32_t partition) const {
-  RETURN_IF_ERROR(CheckPartition(partition));
-  const uint32_t owner = parts.layout->partitions()[partition].owner;
-  if (parts.layout->is_shared() || owner == parts.rank) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kRank,
-      absl::StrCat("partition ", partition, " (", parts.layout->PartitionName(partition),
-                   ") is rank ", owner, "'s; this is rank ", parts.rank),
-      "each rank writes the parameters and gradients of its own partitions");
-}
-
-absl::Status Attachment::State::CheckHasRank() const {
-  if (!parts.reader) return absl::OkStatus();
-  return MakeError(ErrorId::kRank, "this session is a reader: it has no rank",
-                   "attach with a rank to write parameters, deliver gradients or call step");
-}
 
 absl::Status Attachment::State::KeptReleaseError() {
   RETURN_IF_ERROR(device_error);
@@ -124,7 +90,7 @@ absl::Status Attachment::State::KeptErrors(const WaitLimits& limits) {
 // ---------------------------------------- commands
 
 void Attachment::State::UpdateCommittedStep(const Completion& completion) {
-  if (completion.committed_step > committed_step()) {
+  if (completion.committed_step > parts.committed_step()) {
     gauge.committed_step = completion.committed_step;
     BeginAttempt(0);
   }
@@ -221,10 +187,6 @@ absl::StatusOr<BusyRange> Attachment::State::WaitForRange(uint64_t size_bytes,
   return BusyRange(slots, *offset);
 }
 
-void Attachment::State::CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes) {
-  std::copy(bytes.begin(), bytes.end(), parts.grad->bytes().subspan(arena_offset).begin());
-}
-
 absl::Status Attachment::State::SendElements(protocol::Command command,
                                              std::span<const std::byte> bytes, uint64_t width,
                                              const WaitLimits& limits) {
@@ -235,7 +197,7 @@ absl::Status Attachment::State::SendElements(protocol::Command command,
   for (uint64_t begin = 0; begin < bytes.size(); begin += piece_bytes_max) {
     const auto piece = bytes.subspan(begin, std::min(piece_bytes_max, bytes.size() - begin));
     ASSIGN_OR_RETURN(BusyRange range, WaitForRange(piece.size(), limits));
-    CopyToArena(range.offset_bytes(), piece);
+    parts.CopyToArena(range.offset_bytes(), piece);
     command.arena_offset_bytes = range.offset_bytes();
     command.length_bytes = piece.size();
     command.element_offset = first_elem + begin / width;
@@ -273,21 +235,6 @@ Attachment::CallLock::~CallLock() {
   if (state_.LookAtCopies()) state_.copy_watch.Begin();
   if (!state_.device_error.ok()) state_.EndAfterDeviceError();
   state_.UpdateCalls();
-}
-
-Counters internal::SessionGauge::Snapshot() const {
-  return {.rpc_calls = rpc_calls,
-          .commands = commands,
-          .sleeps = sleeps,
-          .wait_ns_fetch = wait_ns_fetch,
-          .wait_ns_grad = wait_ns_grad,
-          .wait_ns_step = wait_ns_step,
-          .wait_ns_other = wait_ns_other,
-          .fetched_bytes = fetched_bytes,
-          .copied_bytes = copied_bytes,
-          .grad_bytes = grad_bytes,
-          .private_slots = private_slots,
-          .reattaches = reattaches};
 }
 
 }  // namespace forebay::client

@@ -30,6 +30,7 @@
 #include "client/internal/grad_slots.h"
 #include "client/internal/mapping.h"
 #include "client/internal/node_agreement.h"
+#include "client/internal/session_parts.h"
 #include "client/internal/stopwatch.h"
 #include "client/internal/waiter.h"
 #include "client/window_registry.h"
@@ -41,82 +42,6 @@
 #include "protocol/wire.h"
 
 namespace forebay::client::internal {
-
-// Numbers that any thread may read while a call waits.
-struct SessionGauge {
-  std::atomic<uint64_t> committed_step{0};
-  std::atomic<uint64_t> rpc_calls{0};
-  std::atomic<uint64_t> commands{0};
-  std::atomic<uint64_t> sleeps{0};
-  std::atomic<uint64_t> wait_ns_fetch{0};
-  std::atomic<uint64_t> wait_ns_grad{0};
-  std::atomic<uint64_t> wait_ns_step{0};
-  std::atomic<uint64_t> wait_ns_other{0};
-  std::atomic<uint64_t> fetched_bytes{0};
-  std::atomic<uint64_t> copied_bytes{0};
-  std::atomic<uint64_t> grad_bytes{0};
-  std::atomic<uint64_t> private_slots{0};
-  std::atomic<uint64_t> reattaches{0};
-
-  Counters Snapshot() const;
-};
-
-// A session that the daemon has granted.
-struct SessionParts {
-  std::string job = {};
-  std::shared_ptr<const protocol::Layout> layout = {};
-  bool reader = false;
-  uint32_t rank = 0;
-  bool writes_initial = false;
-  Nodes nodes = {};
-  // Fields of the daemon's AttachReply.
-  uint64_t prepared_step = 0;
-  uint64_t durable_step = 0;
-  uint64_t durable_before = 0;
-  uint64_t went_back_from = 0;  // see Attachment
-  std::vector<std::byte> summary = {};
-  std::vector<std::byte> extra_state = {};
-  std::vector<std::byte> rank0_extra_state = {};
-  std::vector<uint32_t> trace = {};
-  uint64_t attempt = 0;
-  // Empty in tests that play the daemon themselves.
-  std::unique_ptr<Connection> connection = {};
-  CommandPort::Options port = {};
-  // Terms that the daemon granted. The daemon must grant them again after a restart.
-  SessionTerms terms = {};
-  // Empty for a reader: the session then ends if its daemon is restarted.
-  AttachAgain attach_again = {};
-  // The longest pause between two attempts to attach again.
-  std::chrono::milliseconds attach_pause_max = kInterruptPeriod;
-  // Time limit for a restarted daemon to grant the session again.
-  Timeout daemon_wait{};
-  std::shared_ptr<Mapping> weights = {};
-  // The memory that `weights` maps, if this is a rank with shared attachment.
-  protocol::UniqueFd weights_file = {};
-  // True if some partitions' weights are on swap. The weights arena is then a cache.
-  bool weights_on_swap = false;
-  protocol::StepAnswer step_answered_when = protocol::StepAnswer::kPublished;
-  // Writable until the device knows them.
-  MapAccess weights_access = MapAccess::kRead;
-  // Mapping of the arena that holds gradients, the step region, activations and the trace.
-  std::shared_ptr<Mapping> grad = {};
-  uint64_t step_region_offset = 0;
-  uint64_t step_region_bytes = 0;
-  // Sizes that the client requested. The arena may be larger.
-  uint64_t grad_bytes_max = UINT64_MAX;
-  uint64_t extra_state_bytes = 0;
-  uint64_t activation_bytes = 0;
-  uint64_t trace_bytes = 0;
-  // Counters, with committed_step set.
-  std::shared_ptr<SessionGauge> gauge = {};
-  // Time limit of calls that take no timeout.
-  Timeout timeout{};
-  InterruptCheck interrupt_check;
-  std::shared_ptr<gpu::Device> device;
-};
-
-// Bytes of the largest range of a partition that one command carries.
-uint64_t PieceBytes(const protocol::Layout& layout);
 
 // Returns the wire's number of an optimizer state. E_RANGE lists the names of the optimizer's states.
 absl::StatusOr<uint16_t> StateNumber(const protocol::Layout& layout, std::string_view state);
@@ -218,11 +143,6 @@ struct Attachment::State {
   // Asks the running daemon once to grant the session again. Errors of AttachAgain and GoOnWith.
   absl::Status TryReattach(const internal::WaitLimits& limits);
   void UpdateCalls();
-  uint64_t committed_step() const { return gauge.committed_step; }
-  internal::WaitLimits Limits(Timeout timeout) const;
-  absl::Status CheckPartition(uint32_t partition) const;
-  absl::Status CheckOwn(uint32_t partition) const;  // E_RANGE, E_RANK for another rank's
-  absl::Status CheckHasRank() const;                // E_RANK for a reader
 
   // Returns the release error once; then the gradient error for as long as it is retained.
   absl::Status KeptErrors(const internal::WaitLimits& limits);
@@ -247,7 +167,6 @@ struct Attachment::State {
 
   absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
                                                    const internal::WaitLimits& limits);
-  void CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
   // Sends a partition's elements of `width` bytes from `element_offset` on, one command a piece. A piece is a whole
   // number of units, because the daemon records written initial parameters by unit.
   absl::Status SendElements(protocol::Command command, std::span<const std::byte> bytes,
@@ -333,13 +252,6 @@ struct Attachment::State {
                   std::span<std::byte> bytes) const;
   // Adds an event to the trace of this rank, with the present time as its end.
   void Note(protocol::ClientEvent event);
-  std::string_view GroupName(uint32_t partition) const {
-    return parts.layout->spec().group_names[parts.layout->partitions()[partition].group];
-  }
-  std::string_view ParamName(uint32_t param) const {
-    return parts.layout->spec().params[param].name;
-  }
-  uint64_t grad_width() const { return SizeBytes(parts.layout->grad_dtype()); }
   void BeginAttempt(uint64_t number);
   absl::StatusOr<std::pmr::vector<std::byte>> EncodeStep(
       const protocol::StepRequest& scalars, std::span<const protocol::HyperParams> hyper_params,

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/internal/attachment_state.h"
+#include "client/internal/session_parts.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "protocol/channel.h"

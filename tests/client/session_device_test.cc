@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "client/internal/attachment_state.h"
+#include "client/internal/session_parts.h"
 #include "gmock/gmock.h"
 #include "gpu/cuda_device.h"
 #include "gtest/gtest.h"

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <thread>
 
-#include "client/internal/attachment_state.h"
+#include "client/internal/session_parts.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "client/internal/attachment_state.h"
+#include "client/internal/session_parts.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"

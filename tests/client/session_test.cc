@@ -13,7 +13,7 @@
 #include <string_view>
 #include <thread>
 
-#include "client/internal/attachment_state.h"
+#include "client/internal/session_parts.h"
 #include "gmock/gmock.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
