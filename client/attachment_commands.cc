@@ -158,7 +158,6 @@ absl::StatusOr<Lease> Attachment::FinishFetch(const FetchTicket& ticket, Timeout
   const WaitLimits limits = s.parts.Limits(timeout);
   RETURN_IF_ERROR(s.WaitFor(*answer, limits));
   s.fetches.erase(fetch);
-  RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   RETURN_IF_ERROR(answer->status);
   ASSIGN_OR_RETURN(Lease lease, s.LeaseOf(ticket.partition, answer->completion));
   s.Note({.lane = protocol::ClientLane::kFetch,
@@ -176,7 +175,7 @@ absl::Status Attachment::CancelFetch(const FetchTicket& ticket) {
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
   s.Abandon(*fetch->second);
   s.fetches.erase(fetch);
-  return s.ReleaseOrphans(s.parts.Limits(s.parts.timeout));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Lease> Attachment::Fetch(uint32_t partition, Timeout timeout) {

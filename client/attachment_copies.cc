@@ -107,6 +107,13 @@ bool Attachment::State::LookAtCopies() {
     command.lease_id = lease;
     return send(command, OnPosted(), kept_release_error);
   };
+  while (!late_leases.empty()) {
+    const uint64_t lease = late_leases.back();
+    late_leases.pop_back();  // before it is sent: sending may handle answers, which add leases
+    if (give_back(lease).value_or(true)) continue;
+    late_leases.push_back(lease);
+    break;
+  }
   copies.remove_if([&](CopiesInFlight& copy) {
     std::pmr::vector<uint64_t>& leases = copy.leases;
     if (!HasEnded(*copy.done)) return false;
@@ -165,7 +172,7 @@ absl::Status Attachment::State::WaitForCopies(absl::FunctionRef<bool()> ended,
 }
 
 absl::Status Attachment::State::EndWeightCopies(const WaitLimits& limits) {
-  RETURN_IF_ERROR(WaitForCopies([this] { return copies.empty(); }, limits));
+  RETURN_IF_ERROR(WaitForCopies([this] { return !HasWeightCopies(); }, limits));
   return KeptReleaseError();
 }
 

@@ -180,7 +180,6 @@ absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte
   ForgetLocatedAhead();  // places in the committed step
   // A step with leases is refused.
   RETURN_IF_ERROR(EndWeightCopies(limits));
-  RETURN_IF_ERROR(ReleaseOrphans(limits));
   sent_extra_state.resize(extra_state.size());
   std::span<std::byte> sent(sent_extra_state);
   for (const ExtraState::Bytes part : extra_state.front) {

@@ -69,20 +69,13 @@ absl::StatusOr<Attachment::State::Leases> Attachment::State::LeaseAll(
     if (!status.ok()) Abandon(answer);
   }
   if (status.ok()) return leases;
-  for (const Lease& lease : leases) orphan_leases.push_back(lease.id);
-  ReleaseOrphans(limits).IgnoreError();  // the first error says more
+  for (const Lease& lease : leases) late_leases.push_back(lease.id);
   return status;
 }
 
 const Lease& Attachment::State::LeaseIn(const Leases& leases, uint32_t partition) {
   return *std::find_if(leases.begin(), leases.end(),
                        [&](const Lease& lease) { return lease.partition == partition; });
-}
-
-absl::Status Attachment::State::GiveBack(uint64_t lease, const WaitLimits& limits) {
-  protocol::Command command = MakeCommand(Op::kRelease);
-  command.lease_id = lease;
-  return Post(command, limits);
 }
 
 // Leases all partitions of the copies, and begins to copy.
@@ -118,10 +111,9 @@ absl::Status Attachment::State::LeaseAndCopy(std::span<const WeightsCopy> wanted
   if (done.ok()) {
     copies.push_back({.leases = std::move(ids), .done = *std::move(done)});
   } else {
-    orphan_leases.insert(orphan_leases.end(), ids.begin(), ids.end());
+    late_leases.insert(late_leases.end(), ids.begin(), ids.end());
   }
   LookAtCopies();
-  status.Update(ReleaseOrphans(limits));
   return KeepDeviceError(std::move(status));
 }
 
@@ -147,7 +139,6 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
     absl::Status status = s.LeaseAndCopy(rest.first(count), stream, limits);
     if (protocol::IdOf(status) == ErrorId::kLimit) {  // leases of copies in flight fill the cache
       RETURN_IF_ERROR(s.EndWeightCopies(limits));
-      RETURN_IF_ERROR(s.ReleaseOrphans(limits));
       status = s.LeaseAndCopy(rest.first(count), stream, limits);
     }
     RETURN_IF_ERROR(status);
@@ -255,7 +246,6 @@ absl::Status Attachment::WriteState(uint32_t partition, uint64_t first_elem, std
   const WaitLimits limits = s.parts.Limits(timeout);
   s.ForgetLocatedAhead();
   RETURN_IF_ERROR(s.EndWeightCopies(limits));
-  RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   protocol::Command command = internal::MakeCommand(Op::kWriteState, partition);
   command.kind = kind;
   command.element_offset = first_elem;

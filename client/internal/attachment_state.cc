@@ -110,7 +110,7 @@ void Attachment::State::Abandon(Answer& answer) {
   if (!answer.arrived) return;
   if (answer.range.has_value()) slots.Free(*std::exchange(answer.range, std::nullopt));
   if (answer.status.ok() && answer.completion.lease_id != 0) {
-    orphan_leases.push_back(answer.completion.lease_id);
+    late_leases.push_back(answer.completion.lease_id);
   }
 }
 
@@ -148,7 +148,6 @@ absl::StatusOr<Completion> Attachment::State::Call(const Command& command, BusyR
     Abandon(*answer);
     return waited;
   }
-  RETURN_IF_ERROR(ReleaseOrphans(limits));
   RETURN_IF_ERROR(answer->status);
   return answer->completion;
 }
@@ -164,14 +163,6 @@ internal::CommandPort::OnDone Attachment::State::OnPosted() {
     UpdateCommittedStep(completion);
     KeepError(completion, status);
   };
-}
-
-absl::Status Attachment::State::ReleaseOrphans(const WaitLimits& limits) {
-  while (!orphan_leases.empty()) {
-    RETURN_IF_ERROR(GiveBack(orphan_leases.back(), limits));
-    orphan_leases.pop_back();
-  }
-  return absl::OkStatus();
 }
 
 absl::StatusOr<BusyRange> Attachment::State::WaitForRange(uint64_t size_bytes,

@@ -161,7 +161,6 @@ struct Attachment::State {
   internal::CommandPort::OnDone OnPosted();
   void KeepError(const protocol::Completion& completion, const absl::Status& status);
   void Abandon(Answer& answer);
-  absl::Status ReleaseOrphans(const internal::WaitLimits& limits);
   void OnAnswer(const protocol::Completion& completion, const absl::Status& status, Answer& answer);
   void UpdateCommittedStep(const protocol::Completion& completion);
 
@@ -181,7 +180,6 @@ struct Attachment::State {
   absl::StatusOr<Leases> LeaseAll(std::pmr::vector<uint32_t> partitions,
                                   const internal::WaitLimits& limits);
   static const Lease& LeaseIn(const Leases& leases, uint32_t partition);
-  absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
   // Registers the arenas with the device. If the device cannot reach the weights, creates a ring to copy them through.
   absl::Status RegisterArenas();
   // Checks that the device's streams can copy from or to `bytes`, which are elements of `width` bytes.
@@ -199,9 +197,12 @@ struct Attachment::State {
   bool HasEnded(const std::shared_ptr<const gpu::Event>& copied) {
     return copied == nullptr || HasEnded(*copied);
   }
-  bool HasCopies() const { return !copies.empty() || !gradient_copies.empty() || !unsent.empty(); }
-  // Handles copies that have ended: releases their leases, sends their gradients, drops references to their sources. Errors are
-  // retained. Never blocks. Returns HasCopies().
+  bool HasWeightCopies() const { return !copies.empty() || !late_leases.empty(); }
+  bool HasCopies() const {
+    return HasWeightCopies() || !gradient_copies.empty() || !unsent.empty();
+  }
+  // Releases late leases. Handles copies that have ended: releases their leases, sends their gradients, drops references to their
+  // sources. Errors are retained. Never blocks. Returns HasCopies().
   bool LookAtCopies();
   // Calls LookAtCopies until `ended()` is true. E_TIMEOUT, E_INTERRUPTED.
   absl::Status WaitForCopies(absl::FunctionRef<bool()> ended, const internal::WaitLimits& limits);
@@ -313,7 +314,7 @@ struct Attachment::State {
   std::vector<std::string> exchanged;                                 // result of the last exchange
   std::pmr::map<uint64_t, std::shared_ptr<Answer>> fetches{&memory};  // keyed by FetchTicket::id
   uint64_t last_ticket = 0;
-  std::vector<uint64_t> orphan_leases;  // leases granted to fetches whose callers gave up
+  std::vector<uint64_t> late_leases;  // leases that nobody reads: their callers gave up
   std::pmr::map<uint32_t, std::shared_ptr<Answer>> located_ahead{
       &memory};                                           // by partition; without leases
   std::pmr::list<CopiesInFlight> copies{&memory};         // copies of weights
