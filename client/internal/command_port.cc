@@ -34,8 +34,8 @@ absl::Status DaemonGoneError() {
   return MakeError(ErrorId::kDaemonGone, "the daemon died or closed the connection");
 }
 
-CommandPort::CommandPort(Options options, std::pmr::memory_resource* memory)
-    : options_(std::move(options)), pending_(memory), held_(memory) {}
+CommandPort::CommandPort(Options options, const Counts& counts, std::pmr::memory_resource* memory)
+    : options_(std::move(options)), counts_(counts), pending_(memory), held_(memory) {}
 
 bool CommandPort::IsStaleRelease(const protocol::Command& command) const {
   if (command.op != static_cast<uint16_t>(Op::kRelease) || command.lease_id == 0) return false;
@@ -58,7 +58,7 @@ absl::StatusOr<bool> CommandPort::SendOrKeep(const protocol::Command& command) {
     broken_ = sent.status();
     return broken_;
   }
-  if (*sent) ++commands_;
+  if (*sent) ++counts_.commands;
   return sent;
 }
 
@@ -143,7 +143,7 @@ absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(std::chrono::milliseconds 
       pollfd{.fd = options_.gone_fd, .events = POLLIN, .revents = 0}};
   const auto bounded = std::min(limit, std::chrono::milliseconds(INT_MAX));
   const int woken = ::poll(entries.data(), entries.size(), static_cast<int>(bounded.count()));
-  ++sleeps_;
+  ++counts_.sleeps;
   options_.channel->EndSleep();
   return woken > 0 ? Pause::kWoken : Pause::kUndisturbed;
 }

@@ -3,6 +3,7 @@
 // for an answer.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -47,8 +48,14 @@ class CommandPort {
     kUndisturbed,  // nothing arrived until the time was up or a signal came
   };
 
+  // Counters to which the port adds. They outlive the port.
+  struct Counts {
+    std::atomic<uint64_t>& commands;
+    std::atomic<uint64_t>& sleeps;
+  };
+
   // Allocates the records of commands from `memory`, which must outlive the port.
-  CommandPort(Options options, std::pmr::memory_resource* memory);
+  CommandPort(Options options, const Counts& counts, std::pmr::memory_resource* memory);
 
   // Sends the command under a new tag, and moves from `on_done`, which is called once unless the session ends first. While the
   // daemon is restarted, the command is retained for Resume(). Returns false, and does nothing, while kRingEntries commands are
@@ -84,8 +91,6 @@ class CommandPort {
   void Close(const absl::Status& reason);
 
   uint64_t newest_tag() const { return next_tag_ - 1; }
-  uint64_t commands() const { return commands_; }
-  uint64_t sleeps() const { return sleeps_; }
 
  private:
   struct Pending {
@@ -105,6 +110,7 @@ class CommandPort {
   void GiveBackStale(const protocol::Command& command, OnDone& on_done);
 
   Options options_;
+  const Counts counts_;
   std::pmr::map<uint64_t, Pending> pending_;  // keyed by tag; at most kRingEntries
   bool is_restarting_ = false;
   uint64_t newest_lease_ = 0;
@@ -112,8 +118,6 @@ class CommandPort {
   std::pmr::set<uint64_t> held_;     // leases
   std::vector<uint64_t> held_then_;  // value of held_ when the newest restart was noticed
   uint64_t next_tag_ = 1;
-  uint64_t commands_ = 0;
-  uint64_t sleeps_ = 0;
   absl::Status broken_;
 };
 

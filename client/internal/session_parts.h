@@ -56,6 +56,8 @@ struct SessionParts {
   WaitLimits Limits(Timeout call_timeout) const;
   uint64_t committed_step() const { return gauge->committed_step; }
   uint64_t grad_width() const { return SizeBytes(layout->grad_dtype()); }
+  // Elements of a whole piece of a partition's gradient, a multiple of kGradUnitElems.
+  uint64_t piece_elems() const { return protocol::kGradPieceBytesMax / grad_width(); }
   std::string_view GroupName(uint32_t partition) const {
     return layout->spec().group_names[layout->partitions()[partition].group];
   }

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstdint>
 
-#include "protocol/os/clock.h"
 #include "protocol/wire.h"
 
 namespace forebay::client::internal {
@@ -21,8 +20,6 @@ class Stopwatch {
     const auto spent = std::chrono::steady_clock::now() - begin_;
     total_ns_ += static_cast<uint64_t>(std::chrono::nanoseconds(spent).count());
   }
-
-  uint64_t begin_ns() const { return protocol::Nanoseconds(begin_); }
 
  private:
   std::atomic<uint64_t>& total_ns_;

@@ -13,7 +13,6 @@ MEMBERS_MAX = 20
 # Classes above a limit, each with the reason why it is one class.
 EXCEPTED = {
     "Attachment": "the client's interface: each method is a call that a training loop makes",
-    "Attachment::State": "the calls of Attachment share the session, its link, its leases and its gradients, and lock one mutex",
     "BlockLedger": "the versions of a block change together: each method is one change of them, or a view",
     "Executor": "runs each action of the state machine; its sessions, arenas and records end in an order that it keeps",
     "GatewaySession": "the queues of one session, whose order is the protocol between rank and daemon",
