@@ -22,6 +22,8 @@ using protocol::MakeError;
 namespace {
 
 constexpr std::chrono::seconds kQuestionPeriod{1};
+constexpr std::chrono::microseconds kSpin{50};
+constexpr std::chrono::milliseconds kLookPeriod{1};
 constexpr std::chrono::milliseconds kPauseMin{20};
 constexpr std::chrono::seconds kLastAttempt{1};
 // The control plane may hear of an end before the data plane.
@@ -79,13 +81,6 @@ SessionLink::SessionLink(SessionParts& parts, Hooks hooks, std::pmr::memory_reso
       memory_(memory),
       connection_(std::move(parts.connection)),
       port_(std::move(parts.port), {parts.gauge->commands, parts.gauge->sleeps}, memory),
-      waiter_(
-          port_,
-          [this] {
-            AskWhetherItContinues();
-            return hooks_.look();
-          },
-          [this](const WaitLimits& limits) { return Reattach(limits); }),
       slots_(SlotOptions(parts), memory) {}
 
 // ---------------------------------------- calls of the user
@@ -154,7 +149,7 @@ absl::StatusOr<std::shared_ptr<SessionLink::Answer>> SessionLink::Start(const Co
 }
 
 absl::Status SessionLink::WaitFor(const Answer& answer, const WaitLimits& limits) {
-  return waiter_.Wait([&answer] { return answer.arrived; }, limits);
+  return Wait([&answer] { return answer.arrived; }, limits);
 }
 
 absl::StatusOr<Completion> SessionLink::Call(const Command& command, BusyRange* range,
@@ -170,6 +165,69 @@ absl::StatusOr<Completion> SessionLink::Call(const Command& command, BusyRange* 
   return answer->completion;
 }
 
+// ---------------------------------------- waits
+
+absl::Status SessionLink::Poll(const WaitLimits& limits) {
+  RETURN_IF_ERROR(port_.Poll());
+  return port_.is_restarting() ? Reattach(limits) : absl::OkStatus();
+}
+
+absl::Status SessionLink::PollAlive(const WaitLimits& limits) {
+  RETURN_IF_ERROR(port_.PollAlive());
+  return port_.is_restarting() ? Reattach(limits) : absl::OkStatus();
+}
+
+absl::Status SessionLink::Wait(absl::FunctionRef<bool()> done, const WaitLimits& limits) {
+  RETURN_IF_ERROR(port_.Poll());
+  if (done()) return absl::OkStatus();
+  if (idle_core_.Any() && !port_.is_restarting()) {
+    const auto spin_end = std::chrono::steady_clock::now() + kSpin;
+    while (std::chrono::steady_clock::now() < spin_end) {
+      RETURN_IF_ERROR(port_.Poll());
+      if (done()) return absl::OkStatus();
+    }
+  }
+  CommandPort::Pause pause = CommandPort::Pause::kWoken;
+  while (true) {
+    AskWhetherItContinues();
+    const bool is_under_way = hooks_.look();  // handles completions too: before done()
+    const absl::Status alive = port_.PollAlive();
+    if (done()) return absl::OkStatus();
+    RETURN_IF_ERROR(alive);
+    if (port_.is_restarting()) {
+      RETURN_IF_ERROR(Reattach(limits));
+      continue;
+    }
+    // The check runs only after a pause or a signal, because in Python it waits for the interpreter's lock.
+    if (pause == CommandPort::Pause::kUndisturbed && limits.Interrupted()) {
+      return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");
+    }
+    if (limits.deadline.Expired()) {
+      return MakeError(ErrorId::kTimeout,
+                       "the call's time ran out before the daemon answered; its outcome is unknown",
+                       "another rank may not have come this far: see `forebay status`");
+    }
+    auto limit = limits.deadline.Remaining();
+    const bool asks = limits.interrupt_check != nullptr && *limits.interrupt_check;
+    if (asks) limit = std::min(limit, kInterruptPeriod);
+    if (is_under_way) limit = std::min(limit, kLookPeriod);
+    ASSIGN_OR_RETURN(pause, port_.Sleep(limit));
+  }
+}
+
+absl::Status SessionLink::Send(const protocol::Command& command, const WaitLimits& limits,
+                               CommandPort::OnDone on_done) {
+  absl::StatusOr<bool> sent = port_.TrySend(command, on_done);
+  if (sent.ok() && !*sent) {
+    const auto try_again = [&] {
+      sent = port_.TrySend(command, on_done);
+      return !sent.ok() || *sent;
+    };
+    RETURN_IF_ERROR(Wait(try_again, limits));
+  }
+  return sent.status();
+}
+
 absl::StatusOr<uint64_t> SessionLink::WaitForOffset(
     absl::FunctionRef<std::optional<uint64_t>()> allocate, const WaitLimits& limits) {
   std::optional<uint64_t> offset;
@@ -177,7 +235,7 @@ absl::StatusOr<uint64_t> SessionLink::WaitForOffset(
     if (!offset.has_value()) offset = allocate();
     return offset.has_value() || !over_.ok();
   };
-  RETURN_IF_ERROR(waiter_.Wait(done, limits));
+  RETURN_IF_ERROR(Wait(done, limits));
   if (!offset.has_value()) return over_;
   return *offset;
 }

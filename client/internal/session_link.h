@@ -7,13 +7,12 @@
 #include <memory_resource>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "client/internal/grad_slots.h"
 #include "client/internal/session_parts.h"
-#include "client/internal/waiter.h"
+#include "protocol/os/idle_core.h"
 
 namespace forebay::client::internal {
 
@@ -74,9 +73,9 @@ class SessionLink {
   // Returns a stored error: the release error once, the gradient error as long as it is stored.
   absl::Status CheckStored(const WaitLimits& limits);
 
-  // Waiter::Poll and PollAlive: handle answers.
-  absl::Status Poll(const WaitLimits& limits) { return waiter_.Poll(limits); }
-  absl::Status PollAlive(const WaitLimits& limits) { return waiter_.PollAlive(limits); }
+  // CommandPort::Poll and PollAlive. If the daemon is being restarted, wait for the next one.
+  absl::Status Poll(const WaitLimits& limits);
+  absl::Status PollAlive(const WaitLimits& limits);
   // Handles answers. Does not wait for the next daemon if the daemon is being restarted.
   absl::Status PollWithoutWait() { return port_.Poll(); }
 
@@ -88,11 +87,9 @@ class SessionLink {
   absl::StatusOr<protocol::Completion> Call(const protocol::Command& command, BusyRange* range,
                                             const WaitLimits& limits);
   void Abandon(Answer& answer);
-  // Waiter::Send and CommandPort::TrySend, for commands without an Answer. `on_done` calls UpdateCommittedStep.
+  // CommandPort::TrySend, for commands without an Answer; Send waits while the ring is full. `on_done` calls UpdateCommittedStep.
   absl::Status Send(const protocol::Command& command, const WaitLimits& limits,
-                    CommandPort::OnDone on_done) {
-    return waiter_.Send(command, limits, std::move(on_done));
-  }
+                    CommandPort::OnDone on_done);
   absl::StatusOr<bool> TrySend(const protocol::Command& command, CommandPort::OnDone& on_done) {
     return port_.TrySend(command, on_done);
   }
@@ -122,6 +119,10 @@ class SessionLink {
     kDetached,
   };
 
+  // Handles answers until `done()` is true. Errors are looked at only while it is not. Spins, then sleeps.
+  //
+  // Errors  Those of CommandPort::Poll; E_TIMEOUT; E_INTERRUPTED.
+  absl::Status Wait(absl::FunctionRef<bool()> done, const WaitLimits& limits);
   void OnAnswer(const protocol::Completion& completion, const absl::Status& status, Answer& answer);
   // Asks the daemon every second whether the session continues, while a call waits without an answer of the daemon to wait for.
   void AskWhetherItContinues();
@@ -152,7 +153,7 @@ class SessionLink {
   std::pmr::memory_resource* const memory_;
   std::unique_ptr<Connection> connection_;  // null in tests that play the daemon themselves
   CommandPort port_;
-  Waiter waiter_;
+  protocol::IdleCore idle_core_;
   GradSlots slots_;
   StoredErrors errors_;
   Phase phase_ = Phase::kAttached;
