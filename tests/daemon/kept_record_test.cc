@@ -20,6 +20,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
 #include "tests/support/durable_jobs.h"
 #include "tests/support/status_test.h"
@@ -84,11 +85,10 @@ class KeptRecordTest : public ::testing::Test {
   // Reads the record through a duplicate of its descriptor, as another process does.
   absl::StatusOr<DurableJob> Found() {
     UniqueFd fd(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0));
-    auto adopted = KeptRecord::Adopt(std::move(fd));
-    if (!adopted.ok()) return adopted.status();
-    EXPECT_EQ((*adopted)->nonce(), kNonce);
-    absl::StatusOr<DurableJob> job = (*adopted)->Read(step_arena_.get());
-    return job;
+    ASSIGN_OR_RETURN(KeptRecord::Adopted adopted,
+                     KeptRecord::Adopt(std::move(fd), step_arena_.get()));
+    EXPECT_EQ(adopted.record->nonce(), kNonce);
+    return std::move(adopted.job);
   }
   std::string ExtraStateOf(const DurableJob& job, size_t rank) {
     const std::vector<std::byte>& bytes = job.extra_states->at(rank);
@@ -348,10 +348,10 @@ TEST_F(KeptRecordTest, OneThatWasDroppedSaysNothing) {
 // arenas are owned ends it.
 TEST_F(KeptRecordTest, TheEndOfItsOwnerDropsIt) {
   for (const bool is_owned : {false, true}) {
-    ASSERT_OK_AND_ASSIGN(auto adopted,
-                         KeptRecord::Adopt(UniqueFd(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0))));
-    if (is_owned) adopted->Own();
-    adopted.reset();
+    UniqueFd fd(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0));
+    ASSERT_OK_AND_ASSIGN(auto adopted, KeptRecord::Adopt(std::move(fd), step_arena_.get()));
+    if (is_owned) adopted.record->Own();
+    adopted.record.reset();
     EXPECT_EQ(Found().ok(), !is_owned);
   }
 }
@@ -389,11 +389,11 @@ TEST_F(KeptRecordTest, OtherBytesAreNoRecord) {
   for (const off_t bytes : {0, 100, 100000}) {
     UniqueFd fd(::memfd_create("other", MFD_CLOEXEC));
     ASSERT_EQ(::ftruncate(fd.get(), bytes), 0);
-    EXPECT_THAT(KeptRecord::Adopt(std::move(fd)), HasError(ErrorId::kCorrupt));
+    EXPECT_THAT(KeptRecord::Adopt(std::move(fd), -1), HasError(ErrorId::kCorrupt));
   }
   ASSERT_EQ(::ftruncate(record_->fd(), 2048), 0);
   UniqueFd cut(::fcntl(record_->fd(), F_DUPFD_CLOEXEC, 0));
-  EXPECT_THAT(KeptRecord::Adopt(std::move(cut)), HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(KeptRecord::Adopt(std::move(cut), -1), HasError(ErrorId::kCorrupt));
 }
 
 }  // namespace

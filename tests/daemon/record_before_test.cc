@@ -24,6 +24,7 @@
 #include "daemon/exec/recovery/kept_record.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
 #include "tests/support/random_records.h"
 #include "tests/support/status_test.h"
@@ -64,9 +65,9 @@ UniqueFd StepArena() {
 
 // Reads the record as another process does.
 absl::StatusOr<DurableJob> Found(const KeptRecord& record, int step_arena) {
-  auto adopted = KeptRecord::Adopt(UniqueFd(::fcntl(record.fd(), F_DUPFD_CLOEXEC, 0)));
-  if (!adopted.ok()) return adopted.status();
-  return (*adopted)->Read(step_arena);
+  UniqueFd fd(::fcntl(record.fd(), F_DUPFD_CLOEXEC, 0));
+  ASSIGN_OR_RETURN(KeptRecord::Adopted adopted, KeptRecord::Adopt(std::move(fd), step_arena));
+  return std::move(adopted.job);
 }
 
 TEST(RecordBefore, IsConverted) {
@@ -87,14 +88,16 @@ TEST(RecordBefore, IsConverted) {
     const UniqueFd file = FileOf(bytes);
     EXPECT_TRUE(IsRecordBefore(file));
     EXPECT_FALSE(IsRecordBefore(UniqueFd(::fcntl(record->fd(), F_DUPFD_CLOEXEC, 0))));
-    EXPECT_THAT(KeptRecord::Adopt(UniqueFd(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0))),
+    EXPECT_THAT(KeptRecord::Adopt(UniqueFd(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0)), -1),
                 HasError(ErrorId::kCorrupt));
-    ASSERT_OK_AND_ASSIGN(const auto converted, ConvertRecord(file));
+    ASSERT_OK_AND_ASSIGN(UniqueFd made, ConvertRecord(file));
+    ASSERT_OK_AND_ASSIGN(const KeptRecord::Adopted adopted,
+                         KeptRecord::Adopt(std::move(made), step_arena.get()));
+    const std::unique_ptr<KeptRecord>& converted = adopted.record;
     EXPECT_EQ(converted->nonce(), kNonce);
     EXPECT_EQ(converted->is_in_step(), record->is_in_step());
     ASSERT_OK_AND_ASSIGN(const DurableJob wanted, Found(*record, step_arena.get()));
-    ASSERT_OK_AND_ASSIGN(const DurableJob found, Found(*converted, step_arena.get()));
-    EXPECT_EQ(Describe(found), Describe(wanted)) << "seed " << of.seed;
+    EXPECT_EQ(Describe(adopted.job), Describe(wanted)) << "seed " << of.seed;
     const auto undo = converted->undo_bytes().last(mark.size());
     EXPECT_EQ(std::memcmp(undo.data(), mark.data(), mark.size()), 0);
     // The converted record continues. Slots that blocks had when it was converted are spare then.
@@ -129,9 +132,9 @@ TEST(RecordBefore, DamageCrashesNothing) {
       const uint64_t word = random() >> random() % 64;
       const size_t at = 8 * (2 + random() % (round % 2 == 0 ? 40 : bytes.size() / 8 - 2));
       damaged.replace(at, 8, reinterpret_cast<const char*>(&word), 8);
-      const auto converted = ConvertRecord(FileOf(damaged));
+      auto converted = ConvertRecord(FileOf(damaged));
       if (!converted.ok()) ++refused;
-      if (converted.ok()) (void)Found(**converted, step_arena.get());
+      if (converted.ok()) (void)KeptRecord::Adopt(*std::move(converted), step_arena.get());
     }
   }
   EXPECT_GT(refused, 2000U);

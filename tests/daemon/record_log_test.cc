@@ -84,9 +84,9 @@ class RecordLogTest : public ::testing::TestWithParam<Kind> {
     return Describe(job);
   }
   absl::StatusOr<DurableJob> FoundJob(int fd) const {
-    auto adopted = KeptRecord::Adopt(Duplicate(fd));
-    if (!adopted.ok()) return adopted.status();
-    return (*adopted)->Read(step_arena_.get());
+    ASSIGN_OR_RETURN(KeptRecord::Adopted adopted,
+                     KeptRecord::Adopt(Duplicate(fd), step_arena_.get()));
+    return std::move(adopted.job);
   }
 
   // A record's file.
@@ -410,7 +410,9 @@ TEST_P(RecordLogTest, AlternatingHalvesAndAdoptionChangeNothing) {
       ASSERT_EQ(found, log.State()) << "seed " << seed << ", action " << i;
       if (i % 100 != 50) continue;
       record_->Leave();
-      ASSERT_OK_AND_ASSIGN(record_, KeptRecord::Adopt(Duplicate(record_->fd())));
+      ASSERT_OK_AND_ASSIGN(auto adopted,
+                           KeptRecord::Adopt(Duplicate(record_->fd()), step_arena_.get()));
+      record_ = std::move(adopted.record);
     }
     EXPECT_GT(halves, 10U);
   }

@@ -58,11 +58,10 @@ void KeptRecords::Execute(const Action& action) {
 std::vector<DurableJob> KeptRecords::Read() const {
   std::vector<DurableJob> jobs;
   for (const auto& [id, record] : records_) {
-    auto adopted = KeptRecord::Adopt(protocol::UniqueFd(::dup(record->fd())));
-    FOREBAY_CHECK(adopted.ok());
-    absl::StatusOr<DurableJob> job = (*adopted)->Read(step_arena_.get());
-    FOREBAY_CHECK(job.ok() || protocol::IdOf(job.status()) == protocol::ErrorId::kJobFailed);
-    if (job.ok()) jobs.push_back(*std::move(job));
+    auto adopted = KeptRecord::Adopt(protocol::UniqueFd(::dup(record->fd())), step_arena_.get());
+    FOREBAY_CHECK(adopted.ok() ||
+                  protocol::IdOf(adopted.status()) == protocol::ErrorId::kJobFailed);
+    if (adopted.ok()) jobs.push_back(std::move(adopted->job));
   }
   return jobs;
 }

@@ -228,7 +228,7 @@ void KeptRecord::AppendBase(const RecordJob& record) {
 
 // ------------------------------------------------------------------------------------------ adopting
 
-absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd fd) {
+absl::StatusOr<KeptRecord::Adopted> KeptRecord::Adopt(protocol::UniqueFd fd, int step_arena) {
   struct stat info = {};
   if (::fstat(fd.get(), &info) != 0) return CorruptRecord(protocol::ErrnoText("fstat", errno));
   const auto bytes = static_cast<uint64_t>(info.st_size);
@@ -237,15 +237,28 @@ absl::StatusOr<std::unique_ptr<KeptRecord>> KeptRecord::Adopt(protocol::UniqueFd
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), /*offset=*/0);
   if (mapped == MAP_FAILED) return CorruptRecord(protocol::ErrnoText("mmap", errno));
   const std::span all(static_cast<std::byte*>(mapped), bytes);
-  const absl::StatusOr<Fixed> fixed = CheckFixed(all);
+  absl::StatusOr<Fixed> fixed = CheckFixed(all);
   if (!fixed.ok()) {
     ::munmap(mapped, bytes);  // the daemon that wrote the record may still read it
     return fixed.status();
   }
-  std::unique_ptr<KeptRecord> adopted(
-      new KeptRecord(std::move(fd), all, fixed->job, fixed->counts));
-  RETURN_IF_ERROR(adopted->ReadEntries());
-  return adopted;
+  std::unique_ptr<KeptRecord> record(new KeptRecord(std::move(fd), all, fixed->job, fixed->counts));
+  if (record->is_dropped()) {
+    return MakeError(ErrorId::kJobFailed,
+                     absl::StrCat("job ", fixed->job.name,
+                                  ": nothing was recorded of it when the daemon was killed"));
+  }
+  absl::StatusOr<DurableJob> job = CorruptRecord("not read");
+  const auto exception =
+      kj::runCatchingExceptions([&] { job = record->Read(std::move(fixed->job), step_arena); });
+  KJ_IF_MAYBE (e, exception) return CorruptRecord(e->getDescription().cStr());
+  RETURN_IF_ERROR(job.status());
+  return Adopted{.record = std::move(record), .job = *std::move(job)};
+}
+
+protocol::UniqueFd KeptRecord::Release(std::unique_ptr<KeptRecord> record) {
+  record->Leave();
+  return std::move(record->fd_);
 }
 
 // Checks all of the record but its entries.
@@ -273,39 +286,25 @@ absl::StatusOr<KeptRecord::Fixed> KeptRecord::CheckFixed(std::span<const std::by
   return Fixed{.job = std::move(job), .counts = counts};
 }
 
+// May throw kj::Exception.
 absl::Status KeptRecord::ReadEntries() {
   const uint64_t current = header().current;
-  if (current == 0) return absl::OkStatus();  // Read() says so
   half_ = current >> kHalfBit;
   const uint64_t tail = current & kTailMask;
   if (tail > header().half_bytes) return CorruptRecord(absl::StrCat(tail, " bytes of entries"));
-  absl::Status status;
-  const auto exception = kj::runCatchingExceptions([&] {
-    while (status.ok() && tail_ < tail) {
-      const std::span<const std::byte> rest = half(half_).subspan(tail_, tail - tail_);
-      const absl::StatusOr<uint64_t> bytes = CheckEntry(rest);
-      status = bytes.status();
-      if (status.ok()) status = index_->Add(EntryReader(rest).Get(), tail_);
-      if (status.ok()) tail_ += *bytes;
-    }
-  });
-  KJ_IF_MAYBE (e, exception) return CorruptRecord(e->getDescription().cStr());
-  RETURN_IF_ERROR(status);
+  while (tail_ < tail) {
+    const std::span<const std::byte> rest = half(half_).subspan(tail_, tail - tail_);
+    ASSIGN_OR_RETURN(const uint64_t bytes, CheckEntry(rest));
+    RETURN_IF_ERROR(index_->Add(EntryReader(rest).Get(), tail_));
+    tail_ += bytes;
+  }
   return index_->is_whole() ? absl::OkStatus() : CorruptRecord("no values of a step");
 }
 
-absl::StatusOr<DurableJob> KeptRecord::Read(int step_arena) const {
-  ASSIGN_OR_RETURN(DurableJob job, DecodeJob(header().job()));
-  if (is_dropped()) {
-    return MakeError(
-        ErrorId::kJobFailed,
-        absl::StrCat("job ", job.name, ": nothing was recorded of it when the daemon was killed"));
-  }
-  absl::StatusOr<DurableJob> read = CorruptRecord("not read");
-  const auto exception = kj::runCatchingExceptions(
-      [&] { read = index_->Read(std::move(job), half(half_), step_arena); });
-  KJ_IF_MAYBE (e, exception) return CorruptRecord(e->getDescription().cStr());
-  return read;
+// May throw kj::Exception.
+absl::StatusOr<DurableJob> KeptRecord::Read(DurableJob job, int step_arena) {
+  RETURN_IF_ERROR(ReadEntries());
+  return index_->Read(std::move(job), half(half_), step_arena);
 }
 
 // ------------------------------------------------------------------------------------------ writing

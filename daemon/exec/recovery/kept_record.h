@@ -50,11 +50,21 @@ class KeptRecord {
   // Errors  E_LIMIT  no memory or descriptor for the record. The errors of EncodeKept().
   static absl::StatusOr<std::unique_ptr<KeptRecord>> Make(const RecordJob& record, uint64_t nonce,
                                                           uint64_t workers);
-  // Takes over the record of another process.
+  // Takes over the record of another process, and reads the job with DurableJob::kept set. `step_arena`: descriptor of the job's
+  // step arena, which has its extra_state; -1: the job has no step arena. The record knows neither which state of the job is
+  // durable, nor which slots are free: other jobs may have some of the spare_slots by now.
   //
-  // Errors  E_CORRUPT  the memfd holds no record, a damaged record, or a record of an older version (record_before.h).
-  //         E_CONFIG   the record is of a newer version; names both versions.
-  static absl::StatusOr<std::unique_ptr<KeptRecord>> Adopt(protocol::UniqueFd fd);
+  // Errors  E_CORRUPT     the memfd holds no record, a damaged record, or a record of an older version (record_before.h); or
+  //                       the arena is too short.
+  //         E_CONFIG      the record is of a newer version; names both versions.
+  //         E_JOB_FAILED  the record was dropped.
+  struct Adopted {
+    std::unique_ptr<KeptRecord> record;
+    DurableJob job;
+  };
+  static absl::StatusOr<Adopted> Adopt(protocol::UniqueFd fd, int step_arena);
+  // Returns the memfd of a record that Adopt() takes over.
+  static protocol::UniqueFd Release(std::unique_ptr<KeptRecord> record);
 
   KeptRecord(const KeptRecord&) = delete;
   KeptRecord& operator=(const KeptRecord&) = delete;
@@ -90,14 +100,6 @@ class KeptRecord {
   UndoLog& undo() { return undo_; }
   std::span<std::byte> undo_bytes() const;
 
-  // Returns the job with DurableJob::kept set, and with its extra_state read from `step_arena` (a descriptor; -1: the job has
-  // no step arena). The record knows neither which state of the job is durable, nor which slots are free: other jobs may have
-  // some of the spare_slots by now.
-  //
-  // Errors  E_CORRUPT     an entry or the job is damaged, or the arena is too short.
-  //         E_JOB_FAILED  the record was dropped.
-  absl::StatusOr<DurableJob> Read(int step_arena) const;
-
  private:
   struct Header;
 
@@ -110,6 +112,7 @@ class KeptRecord {
   struct Fixed;
   static absl::StatusOr<Fixed> CheckFixed(std::span<const std::byte> bytes);
   absl::Status ReadEntries();
+  absl::StatusOr<DurableJob> Read(DurableJob job, int step_arena);
   void AppendBase(const RecordJob& record);
   template <typename Record>
   void Append(const Record& record);

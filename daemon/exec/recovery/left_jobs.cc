@@ -191,12 +191,9 @@ const char* Where(const DurableJob& job) {
   return update->prepared ? "with what it had prepared behind" : "in the middle of the update of";
 }
 
+// Reads the record that has the name record.JOB.NUMBER.
 absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
                                        const DescriptorsByName& left) {
-  const bool is_converted = IsRecordBefore(fd);
-  ASSIGN_OR_RETURN(std::unique_ptr<KeptRecord> record,
-                   is_converted ? ConvertRecord(fd) : KeptRecord::Adopt(std::move(fd)));
-  // record.JOB.NUMBER
   JobId id = 0;
   uint64_t number = 0;
   const std::string job = name.substr(sizeof(kRecordPrefix) - 1);
@@ -205,13 +202,20 @@ absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
       !absl::SimpleAtoi(job.substr(point + 1), &number)) {
     return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is no name of a record"));
   }
+  const bool is_converted = IsRecordBefore(fd);
+  if (is_converted) {
+    ASSIGN_OR_RETURN(fd, ConvertRecord(fd));
+  }
   const auto step = left.find(StepDescriptor(id));
-  ASSIGN_OR_RETURN(DurableJob read, record->Read(step == left.end() ? -1 : step->second.get()));
-  if (read.id != id) return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is of another job"));
-  const uint64_t nonce = record->nonce();
-  return RecordedJob{.job = std::move(read),
+  ASSIGN_OR_RETURN(KeptRecord::Adopted read,
+                   KeptRecord::Adopt(std::move(fd), step == left.end() ? -1 : step->second.get()));
+  if (read.job.id != id) {
+    return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is of another job"));
+  }
+  const uint64_t nonce = read.record->nonce();
+  return RecordedJob{.job = std::move(read.job),
                      .nonce = nonce,
-                     .record = std::move(record),
+                     .record = std::move(read.record),
                      .number = number,
                      .is_converted = is_converted};
 }

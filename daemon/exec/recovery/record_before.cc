@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/core/blocks/block_map.h"
 #include "daemon/core/blocks/placement.h"
+#include "daemon/exec/recovery/kept_record.h"
 #include "daemon/exec/recovery/ledger_codec.h"
 #include "nvme/checksum.h"
 #include "nvme/volume.h"
@@ -150,12 +152,11 @@ class Reader {
  public:
   explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
 
-  absl::StatusOr<std::unique_ptr<KeptRecord>> Convert() {
+  absl::StatusOr<protocol::UniqueFd> Convert() {
     RETURN_IF_ERROR(CheckHeader());
     ASSIGN_OR_RETURN(RecordJob made, ReadJob());
     ASSIGN_OR_RETURN(std::unique_ptr<KeptRecord> record,
                      KeptRecord::Make(made, at_.nonce, at_.workers));
-    record->Leave();
     if (record->undo_bytes().size() != at_.undo_bytes) return CorruptBefore("its undo log");
     std::ranges::copy(bytes_.subspan(at_.undo_offset, at_.undo_bytes),
                       record->undo_bytes().begin());
@@ -166,7 +167,7 @@ class Reader {
     } else if (at_.prepared == at_.decided + 1) {
       RETURN_IF_ERROR(SetPrepared(*record));
     }
-    return record;
+    return KeptRecord::Release(std::move(record));
   }
 
  private:
@@ -450,7 +451,7 @@ bool IsRecordBefore(const protocol::UniqueFd& fd) {
          begin[0] == before::kMagic && begin[1] == before::kVersion;
 }
 
-absl::StatusOr<std::unique_ptr<KeptRecord>> ConvertRecord(const protocol::UniqueFd& fd) {
+absl::StatusOr<protocol::UniqueFd> ConvertRecord(const protocol::UniqueFd& fd) {
   struct stat info = {};
   if (::fstat(fd.get(), &info) != 0)
     return before::CorruptBefore(protocol::ErrnoText("fstat", errno));

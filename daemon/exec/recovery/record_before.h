@@ -2,10 +2,7 @@
 // Records of version 7, which a daemon of release 0.2.0 wrote. The next release removes this file.
 #pragma once
 
-#include <memory>
-
 #include "absl/status/statusor.h"
-#include "daemon/exec/recovery/kept_record.h"
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
@@ -13,11 +10,11 @@ namespace forebay::daemon {
 // True if the memfd has a record of release 0.2.0.
 bool IsRecordBefore(const protocol::UniqueFd& fd);
 
-// Returns a record of this release with the same job and the same undo log. The memfd does not change.
+// Returns a memfd with a record of this release that has the same job and the same undo log. The memfd `fd` does not change.
 //
 // Errors  E_CORRUPT     the record is damaged.
 //         E_JOB_FAILED  the record was dropped.
 //         The errors of KeptRecord::Make().
-absl::StatusOr<std::unique_ptr<KeptRecord>> ConvertRecord(const protocol::UniqueFd& fd);
+absl::StatusOr<protocol::UniqueFd> ConvertRecord(const protocol::UniqueFd& fd);
 
 }  // namespace forebay::daemon
