@@ -56,17 +56,6 @@ void BlockMover::Evict(const EvictBlock& action, const ArenaRegistry::Arena& sta
        .place = action.place});
 }
 
-// Describes the move of the action's part of `arena`. The part retains its memory in the arena.
-template <typename Action>
-BlockMover::Moved BlockMover::PartOf(const Action& action, const ArenaRegistry::Arena& arena) {
-  return {.task = action.task,
-          .identity = action.identity,
-          .arena = arena,
-          .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
-          .place = {.resident = false, .slot = action.slot},
-          .leaves_memory = false};
-}
-
 void BlockMover::Spill(const SpillSums& action, const ArenaRegistry::Arena& step) {
   Moved moved = PartOf(action, step);
   moved.pause = action.pause;
@@ -142,21 +131,8 @@ void BlockMover::Promote(const PromoteBlock& action, const ArenaRegistry::Arena&
   });
 }
 
-void BlockMover::Load(const LoadSums& action, const ArenaRegistry::Arena& step) {
-  FOREBAY_CHECK(swap_ != nullptr);
-  Moved moved = PartOf(action, step);
-  moved.checksum = action.checksum;
-  Read(moved);
-}
-
-void BlockMover::Restore(const RestorePart& action, const ArenaRegistry::Arena& arena) {
-  FOREBAY_CHECK(swap_ != nullptr);
-  Moved moved = PartOf(action, arena);
-  moved.checksum = action.checksum;
-  Read(moved);
-}
-
 void BlockMover::Read(const Moved& moved) {
+  FOREBAY_CHECK(swap_ != nullptr);
   next_.emplace(moved.task, [this, moved](const Transferred& read) { Verify(moved, read); });
   std::vector<SwapDone> done;
   swap_->StartRead(TransferOf(moved), done);

@@ -41,11 +41,16 @@ class BlockMover {
   void Promote(const PromoteBlock& action, const ArenaRegistry::Arena& state);
   // `step`: step arena of the action's job.
   void Spill(const SpillSums& action, const ArenaRegistry::Arena& step);
-  void Load(const LoadSums& action, const ArenaRegistry::Arena& step);
 
   // `arena`: the arena that the action names. Saves start after all other transfers of their job.
   void Save(const SavePart& action, const ArenaRegistry::Arena& arena);
-  void Restore(const RestorePart& action, const ArenaRegistry::Arena& arena);
+  // `action`: LoadSums or RestorePart.
+  template <typename Action>
+  void Load(const Action& action, const ArenaRegistry::Arena& arena) {
+    Moved moved = PartOf(action, arena);
+    moved.checksum = action.checksum;
+    Read(moved);
+  }
 
   // Continues the move that the transfer is part of. `end_ns`: end of the transfer. Returns false if the transfer is part of no
   // move.
@@ -72,8 +77,16 @@ class BlockMover {
 
   using Next = InplaceFunction<void(const Transferred&), 256>;
 
+  // Describes the move of the action's part of `arena`. The part retains its memory in the arena.
   template <typename Action>
-  static Moved PartOf(const Action& action, const ArenaRegistry::Arena& arena);
+  static Moved PartOf(const Action& action, const ArenaRegistry::Arena& arena) {
+    return {.task = action.task,
+            .identity = action.identity,
+            .arena = arena,
+            .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
+            .place = {.resident = false, .slot = action.slot},
+            .leaves_memory = false};
+  }
   static SwapTransfer TransferOf(const Moved& moved);
   void DigestAndWrite(Moved moved);
   void Write(const Moved& moved, uint64_t checksum);

@@ -610,7 +610,7 @@ void Executor::Run(SavePart& action) {
 
 void Executor::Run(RestorePart& action) {
   const JobMemory& job = jobs_.at(action.job);
-  mover_.Restore(action, action.arena == SavedArena::kStates ? job.state : job.weights);
+  mover_.Load(action, action.arena == SavedArena::kStates ? job.state : job.weights);
 }
 
 void Executor::Run(KeepExtraStates& action) {

@@ -120,14 +120,14 @@ class BlockMoverTest : public ::testing::Test {
     return RunUntilDone();
   }
   TaskDone Restore(uint64_t checksum) {
-    mover_->Restore({.task = 9,
-                     .job = 1,
-                     .identity = kOwner,
-                     .checksum = checksum,
-                     .offset_bytes = kMoved * kBlockBytes,
-                     .bytes = kBlockBytes,
-                     .slot = slot_},
-                    arena_);
+    mover_->Load(RestorePart{.task = 9,
+                             .job = 1,
+                             .identity = kOwner,
+                             .checksum = checksum,
+                             .offset_bytes = kMoved * kBlockBytes,
+                             .bytes = kBlockBytes,
+                             .slot = slot_},
+                 arena_);
     return RunUntilDone();
   }
   BlockPlace place() const {
