@@ -342,20 +342,18 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
   if (config.swap_mode != nvme::OpenMode::kReclaim) {
     RETURN_IF_ERROR(CheckVolume(recorded, state->swap.get()));
   }
-  std::vector<AdoptedArenas> adopted = AdoptJobs(std::move(recorded), state->swap.get(), staging,
-                                                 options.arenas, left, options.state);
+  std::vector<AdoptedJob> adopted = AdoptJobs(std::move(recorded), state->swap.get(), staging,
+                                              options.arenas, left, options.state);
   options.state.keeps_jobs = store.keep != nullptr;
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
-  state->executor =
-      std::make_unique<Executor>(options, *state->engine, *state->runner, state->swap.get());
-  if (store.keep) state->executor->SetStore(std::move(store));
-  state->executor->Adopt(std::move(adopted), staging.name);
+  state->executor = std::make_unique<Executor>(
+      options, *state->engine, *state->runner, state->swap.get(),
+      LeftBefore{.store = std::move(store), .jobs = std::move(adopted), .staging = staging.name});
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
   if (forget) RETURN_IF_ERROR(forget(state->executor->StoredNames()));
-  state->executor->OwnAdopted();
   // The loop thread resumes updates because that may start I/O. No client can have asked for anything before.
-  FOREBAY_CHECK(state->inbox->Push([](Executor& executor) { executor.ResumeUpdates(); }));
+  FOREBAY_CHECK(state->inbox->Push([](Executor& executor) { executor.Start(); }));
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // after this line Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {

@@ -41,10 +41,6 @@ TimedSubject SubjectOf(BlockPart part) {
   return TimedSubject::kBlock;
 }
 
-absl::Status SessionOver() {
-  return MakeError(ErrorId::kFenced, "the session is over", "attach again");
-}
-
 // True if one launcher has started both processes. Process 1 adopts the processes of many launches, and 0 stands for a process
 // of another pid namespace.
 bool IsSameLaunch(const protocol::ProcessInfo& one, const protocol::ProcessInfo& other) {
@@ -56,58 +52,42 @@ bool IsSameLaunch(const protocol::ProcessInfo& one, const protocol::ProcessInfo&
 }  // namespace
 
 Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
-                   SwapSpace* swap)
+                   SwapSpace* swap, LeftBefore left)
     : options_(options),
       engine_(engine),
       runner_(runner),
       swap_(swap),
-      start_ns_(MonotonicNs()),
-      state_(options.state),
+      state_(options.state,
+             [this](Action& action) { std::visit([this](auto& one) { Run(one); }, action); }),
       jobs_(options.arenas, registry_, runner, [this](Event event) { Raise(std::move(event)); }),
       mover_(
           runner, swap, [this](std::vector<SwapDone>& done) { EndTransfers(done); },
           [this](TaskDone done) { Raise(std::move(done)); }, &memory_,
-          [this](const RecordBlock& evicted) { SetRecord(evicted); }),
+          [this](const RecordBlock& evicted) { recovery_.records().Set(evicted); }),
       scrub_({.swap = swap,
               .runner = &runner,
-              .jobs = [this] { return state_.DurableJobs(); },
+              .jobs = [this] { return state_.node().DurableJobs(); },
               .end_transfers = [this](std::vector<SwapDone>& done) { EndTransfers(done); }}),
       loads_(&memory_),
       poller_(engine, {.arrived = [this](CommandArrived event) { Raise(event); },
                        .broken =
                            [this](SessionId id, const absl::Status& reason) {
                              Break(id, sessions_.at(id), reason);
-                           }}) {
+                           }}),
+      recovery_(std::move(left), {.registry = registry_,
+                                  .runner = runner,
+                                  .swap = swap,
+                                  .jobs = jobs_,
+                                  .sessions = sessions_}),
+      reconnects_({.sessions = sessions_,
+                   .jobs = jobs_,
+                   .poller = poller_,
+                   .exchange = exchange_,
+                   .registry = registry_,
+                   .runner = runner,
+                   .arenas = options_.arenas},
+                  [this](Event event) { Raise(std::move(event)); }) {
   if (swap_ != nullptr) registry_.Register({.kind = ArenaKind::kStaging}, swap_->staging());
-}
-
-std::string Executor::WhoIs(const AttachRequested& request) {
-  return absl::StrCat(request.reader ? "a reader" : absl::StrCat("rank ", request.rank), " of job ",
-                      request.job);
-}
-
-void Executor::Raise(Event event) {
-  events_.push_back(std::move(event));
-  if (running_) return;
-  running_ = true;
-  for (size_t next = 0; next < events_.size(); ++next) {  // an event may raise further events
-    const Event handled = std::move(events_[next]);
-    state_.Handle(handled, actions_);
-    ++events_handled_;
-    for (size_t i = 0; i < actions_.size(); ++i) {  // an action may append further actions
-      Action action = std::move(actions_[i]);
-      std::visit([this](auto& one) { Run(one); }, action);
-    }
-    actions_.clear();
-  }
-  events_.clear();
-  running_ = false;
-}
-
-SessionIo& Executor::session_io(SessionId id) {
-  const auto found = sessions_.find(id);
-  FOREBAY_CHECK(found != sessions_.end() && found->second.io != nullptr);
-  return *found->second.io;
 }
 
 bool Executor::idle() const {
@@ -124,7 +104,7 @@ bool Executor::waits_for_swap_alone() const {
 void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
                       protocol::UniqueFd process, std::chrono::nanoseconds wait) {
   const SessionId id = request.session;
-  Session session;
+  ClientSession session;
   session.request = request;
   session.request.layout = nullptr;  // the job has the layout; a session needs no copy
   const auto job = ParseJobName(request.job, request.uid, OtherUsers::kAllowed);
@@ -133,23 +113,20 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks,
   session.process = std::move(process);
   session.wait = wait;
   session.number = id;
-  if (const SessionId before = SessionToGoOn(request, session.job); before != 0) {
+  if (const SessionId before = reconnects_.SessionOf(request, session.job); before != 0) {
     // The loss of the older connection was not noticed.
-    if (!disconnected_.contains(before)) Disconnect(before);
-    if (sessions_.contains(before)) return Reconnect(before, std::move(session));
+    if (sessions_.at(before).ends_ns == 0) reconnects_.Disconnect(before);
+    if (sessions_.Find(before) != nullptr) return reconnects_.Begin(before, std::move(session));
   }
-  request.is_left_behind = IsLeftBehind(session);
+  request.is_left_behind = recovery_.IsLeftBehind(request, session.job);
   request.rival_pid = RivalOf(session);
-  FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
+  sessions_.Add(id, std::move(session));
   Raise(std::move(request));
 }
 
-int32_t Executor::RivalOf(const Session& session) const {
+int32_t Executor::RivalOf(const ClientSession& session) const {
   if (session.request.reader) return 0;
-  const Session* newest = nullptr;  // older sessions of the rank have ended
-  for (const auto& [id, other] : sessions_) {
-    if (other.IsOf(session.job, session.request.rank)) newest = &other;
-  }
+  const ClientSession* const newest = sessions_.OfRank(session.job, session.request.rank);
   if (newest == nullptr || !newest->process.valid() || !session.process.valid()) return 0;
   const auto own = protocol::ReadProcess(session.process.get());
   const auto rival = protocol::ReadProcess(newest->process.get());
@@ -158,26 +135,37 @@ int32_t Executor::RivalOf(const Session& session) const {
 }
 
 absl::Status Executor::Mapped(SessionId number) {
-  const SessionId id = Resolve(number);
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end() || found->second.io == nullptr) return SessionOver();
-  if (found->second.broken) return SessionOver();
+  const SessionId id = sessions_.Resolve(number);
+  ClientSession* const session = sessions_.Find(id);
+  if (session == nullptr || session->io == nullptr || session->broken) return SessionOver();
   if (poller_.Contains(id)) return absl::OkStatus();
-  RETURN_IF_ERROR(poller_.Add(id, found->second.io->channel()));
-  found->second.was_mapped = true;
+  RETURN_IF_ERROR(poller_.Add(id, session->io->channel()));
+  session->was_mapped = true;
   Raise(SessionMapped{.session = id});
   return absl::OkStatus();
 }
 
 void Executor::End(SessionId number, EndCause cause) {
-  const SessionId id = Resolve(number);
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end()) return;
-  if (cause == EndCause::kDisconnected && MayDisconnect(found->second)) return Disconnect(id);
-  if (cause == EndCause::kDisconnected) cause = EndCause::kLost;
-  found->second.has_detached = cause == EndCause::kDetached;
+  const SessionId id = sessions_.Resolve(number);
+  ClientSession* const session = sessions_.Find(id);
+  if (session == nullptr) return;
+  if (cause == EndCause::kDisconnected) {
+    if (Reconnects::MayDisconnect(*session)) return reconnects_.Disconnect(id);
+    cause = EndCause::kLost;
+  }
+  session->has_detached = cause == EndCause::kDetached;
   LeaveExchange(id);
   Raise(SessionEnded{.session = id, .cause = cause});
+}
+
+uint64_t Executor::EndDisconnected(uint64_t until_ns) {
+  const Reconnects::Due due = reconnects_.DrainDue(until_ns);
+  for (const SessionId id : due.sessions) {
+    if (sessions_.Find(id) == nullptr) continue;
+    LeaveExchange(id);
+    Raise(SessionEnded{.session = id, .cause = EndCause::kLost});
+  }
+  return due.next_ns;
 }
 
 // State of an attached session that holds a rank of its job.
@@ -188,7 +176,7 @@ struct Executor::CurrentRank {
 
 std::map<SessionId, Executor::CurrentRank> Executor::CurrentRanks() const {
   std::map<SessionId, CurrentRank> ranks;
-  for (const JobView& job : state_.Jobs()) {
+  for (const JobView& job : state_.node().Jobs()) {
     for (const SessionView& session : job.sessions) {
       if (session.reader || session.fenced || !session.attached) continue;
       ranks[session.id] = {.member = {.session = session.id,
@@ -219,19 +207,19 @@ void Executor::LeaveExchange(SessionId id) {
 }
 
 void Executor::CancelExchange(SessionId number, uint64_t call) {
-  const SessionId id = Resolve(number);
+  const SessionId id = sessions_.Resolve(number);
   exchange_.Fail([&](const auto& member) { return member.session == id && member.call == call; },
                  MakeError(ErrorId::kInterrupted, "the client has given the exchange up"));
 }
 
 void Executor::Exchange(SessionId of, uint64_t call, uint64_t number, std::string bytes,
                         RankExchange::Answer answer) {
-  const SessionId id = Resolve(of);
+  const SessionId id = sessions_.Resolve(of);
   const std::map<SessionId, CurrentRank> ranks = CurrentRanks();
   FailExchangeOfFenced(ranks);
-  const auto session = sessions_.find(id);
-  if (session == sessions_.end()) return answer(SessionOver());
-  if (session->second.request.reader) {
+  const ClientSession* const session = sessions_.Find(id);
+  if (session == nullptr) return answer(SessionOver());
+  if (session->request.reader) {
     return answer(MakeError(ErrorId::kRank, "this session is a reader: it has no rank"));
   }
   const auto current = ranks.find(id);
@@ -242,48 +230,37 @@ void Executor::Exchange(SessionId of, uint64_t call, uint64_t number, std::strin
     return answer(MakeError(ErrorId::kRankLost, absl::StrCat("rank ", *detached, " has detached")));
   }
   RankExchange::Member member = current->second.member;
-  member.is_back = session->second.request.reattach;
+  member.is_back = session->request.reattach;
   member.call = call;
   member.number = number;
   exchange_.Add(member, std::move(bytes), std::move(answer));
 }
 
-absl::Status Executor::Explain(SessionId number, uint64_t tag) const {
-  const SessionId id = Resolve(number);
-  const auto found = sessions_.find(id);
-  if (found != sessions_.end() && found->second.io != nullptr) {
-    return found->second.io->Explain(tag);
-  }
-  const auto evicted = std::find_if(evicted_.begin(), evicted_.end(),
-                                    [&](const auto& entry) { return entry.first == number; });
-  return evicted == evicted_.end() ? SessionOver() : evicted->second;
-}
-
 void Executor::DeleteJob(std::string name, uint32_t uid,
                          absl::AnyInvocable<void(absl::Status)> done) {
-  const uint64_t request = next_delete_++;
+  const uint64_t request = deletes_.empty() ? 1 : deletes_.rbegin()->first + 1;
   deletes_.emplace(request, std::move(done));
   Raise(DeleteJobRequested{.request = request, .uid = uid, .job = std::move(name)});
 }
 
 absl::StatusOr<std::vector<ShownEvent>> Executor::Trace(const JobName& name) const {
-  const auto found =
-      std::ranges::find_if(jobs_.all(), [&](const auto& job) { return job.second.name == name; });
-  if (found == jobs_.all().end()) {
+  const std::optional<JobId> id = jobs_.FindNamed(name);
+  if (!id) {
     return MakeError(ErrorId::kJobName, absl::StrCat("there is no job ", name.name),
                      "forebay jobs lists them");
   }
-  const Timeline& timeline = found->second.timeline;
+  const JobMemory& job = *jobs_.Find(*id);
+  const Timeline& timeline = job.timeline;
   std::vector<ShownEvent> events;
   for (const TimedEvent& event : timeline.newest()) {
     events.push_back({.process = "forebayd",
                       .lane = Name(event.lane),
-                      .name = NameOf(event, *found->second.layout),
+                      .name = NameOf(event, *job.layout),
                       .start_ns = event.start_ns,
                       .end_ns = event.end_ns,
                       .bytes = event.bytes});
   }
-  for (const auto& [id, session] : sessions_) {
+  for (const auto& [session_id, session] : sessions_.all()) {
     if (session.job != name || session.trace_bytes == 0 || session.io == nullptr) continue;
     const std::span<const std::byte> memory = session.io->grad()->bytes().last(session.trace_bytes);
     for (const protocol::TraceRecord& record :
@@ -351,8 +328,10 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 }
 
 std::chrono::nanoseconds Executor::Tick() {
-  uint64_t next = std::min({FireTimers(), jobs_.RunTimers(), scrub_.Tick(), LookForAbsent(),
-                            disconnected_.empty() ? UINT64_MAX : EndDisconnected(MonotonicNs())});
+  const AbsentRanks::Ended ended = recovery_.ranks().Look();
+  for (const RankEnded& one : ended.ranks) Raise(one);
+  uint64_t next = std::min({state_.FireTimers(), jobs_.RunTimers(), scrub_.Tick(), ended.next_ns,
+                            EndDisconnected(MonotonicNs())});
   if (swap_ != nullptr) {
     std::vector<SwapDone> done;
     swap_->Tick(done);
@@ -371,28 +350,57 @@ std::chrono::nanoseconds Executor::Tick() {
   return std::chrono::nanoseconds(next > now ? next - now : 0);
 }
 
-uint64_t Executor::FireTimers() {
-  while (!timers_.empty() && timers_.begin()->first <= MonotonicNs()) {
-    Raise(timers_.extract(timers_.begin()).mapped());
-  }
-  const uint64_t next_timer = timers_.empty() ? UINT64_MAX : timers_.begin()->first;
-  if (!paused_ledger_) return next_timer;
-  if (paused_ledger_->first > MonotonicNs()) return std::min(next_timer, paused_ledger_->first);
-  CommitLedger ledger = std::exchange(paused_ledger_, std::nullopt)->second;
-  ledger.pause = false;
-  Run(ledger);
-  return next_timer;
-}
-
-void Executor::Break(SessionId id, Session& session, const absl::Status& reason) {
+void Executor::Break(SessionId id, ClientSession& session, const absl::Status& reason) {
   if (session.broken) return;
   session.broken = true;
   LeaveExchange(id);
   poller_.Remove(id);
-  spdlog::warn("session {}, {}: {}", id, WhoIs(session.request), Text(reason));
+  spdlog::warn("session {}, {}: {}", id, session.Who(), Text(reason));
   session.callbacks.closed(reason);
   session.callbacks.closed = [](const absl::Status&) {};
   Raise(SessionEnded{.session = id, .cause = EndCause::kLost});
+}
+
+// --------------------------------------------------------------------------------- start and stop
+
+void Executor::Start() {
+  recovery_.Own();
+  if (recovery_.HasUnfinished()) Raise(UpdatesResumed{});
+}
+
+void Executor::StopJobs(FlushStore flush, absl::AnyInvocable<void(const absl::Status&)> done) {
+  if (flush == nullptr && !state_.node().HasStepsToMakeDurable()) return done(absl::OkStatus());
+  stop_ = {.flush = std::move(flush), .done = std::move(done)};
+  if (stop_.flush == nullptr) Raise(UpdatesResumed{});  // no daemon continues jobs from memory
+  Raise(StopRequested{});
+}
+
+void Executor::StopDue() { Raise(::forebay::daemon::StopDue{}); }
+
+// Clients are notified once all descriptors are stored: before that they would wait in vain.
+void Executor::Run(JobsStopped& action) {
+  if (stop_.flush == nullptr) return stop_.done(absl::OkStatus());
+  std::set<JobId> recorded = recovery_.records().stored();
+  std::erase_if(action.jobs, [&](JobId job) { return recorded.erase(job) == 0; });
+  for (const JobId job : action.jobs) recovery_.Leave(job);
+  absl::Status status = stop_.flush();
+  if (status.ok()) {
+    for (const SessionId session : action.sessions) {
+      poller_.Remove(session);
+      sessions_.io(session).channel().Close(protocol::ChannelState::kRestarting);
+    }
+    for (const JobId job : action.jobs) {
+      for (const SessionId id : sessions_.WithMemory(jobs_.at(job).name)) {
+        sessions_.at(id).is_stopped = true;
+      }
+    }
+  }
+  if (status.ok() && !recorded.empty()) {
+    status = MakeError(
+        ErrorId::kTimeout,
+        absl::StrCat(recorded.size(), " jobs did not come to rest between two steps in time"));
+  }
+  stop_.done(status);
 }
 
 }  // namespace forebay::daemon

@@ -119,18 +119,19 @@ void Executor::PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
 // ----------------------------------------------------------------------------- making and unmaking
 
 void Executor::Run(CreateJobMemory& action) {
-  for (const JobView& view : state_.Jobs()) {
+  for (const JobView& view : state_.node().Jobs()) {
     if (view.id != action.job) continue;
-    if (!action.keeps_gradients) DropKeptGradients(action.job);
+    if (!action.keeps_gradients) recovery_.DropGradients(action.job);
     const bool has_step = jobs_.Create(action, {.uid = view.uid, .name = view.name}, view.layout);
-    if (!has_step) EndRecord(action.job);  // the extra_state that it describes is lost
+    // Without its step arena, the extra_state that the record describes is lost.
+    if (!has_step) recovery_.records().End(action.job);
     return;
   }
   FOREBAY_CHECK(false);
 }
 
 void Executor::Run(ReplaceStepArena& action) {
-  EndRecord(action.job);
+  recovery_.records().End(action.job);
   jobs_.Replace(action);
 }
 
@@ -144,17 +145,15 @@ void Executor::Run(CreateJobSwap& action) {
 }
 
 void Executor::Run(CreateSessionMemory& action) {
-  const auto found = sessions_.find(action.session);
-  FOREBAY_CHECK(found != sessions_.end());
-  const AttachRequested& request = found->second.request;
+  ClientSession& attaching = sessions_.at(action.session);
   SessionMemoryOptions memory{
-      .job = request.job,
-      .rank = RankOf(request),
+      .job = attaching.request.job,
+      .rank = attaching.rank(),
       .grad_bytes = protocol::RoundUp(action.grad_bytes, protocol::kPageBytes),
       .arenas = options_.arenas};
-  memory.grad = KeptGradientsFor(action.job, request, memory.grad_bytes);
+  memory.grad = recovery_.TakeGradients(action.job, attaching.request, memory.grad_bytes);
   const bool is_registered = memory.grad != nullptr;
-  if (is_registered) found->second.kept_of = action.job;
+  if (is_registered) attaching.kept_of = action.job;
   runner_.Post(PoolId::kSetup, [this, action, memory, is_registered]() -> TaskRunner::Then {
     auto made = MakeSessionMemory(memory);
     return [this, action, memory, is_registered, made = std::move(made)]() mutable {
@@ -164,11 +163,11 @@ void Executor::Run(CreateSessionMemory& action) {
       };
       if (!made.ok()) return fail(made.status());
       const SessionMemory arenas = *made;
-      Session& session = sessions_.at(action.session);
+      ClientSession& session = sessions_.at(action.session);
       auto io = SessionIo::Create(*std::move(made), session.request.protocol_version);
       if (!io.ok()) return fail(io.status());
       session.io = *std::move(io);
-      const int rank = RankOf(session.request);
+      const int rank = session.rank();
       if (!is_registered) registry_.Register({ArenaKind::kGrad, session.job, rank}, arenas.grad);
       registry_.Register({ArenaKind::kRing, session.job, rank}, arenas.ring);
       Done(action.task, absl::OkStatus());
@@ -176,7 +175,12 @@ void Executor::Run(CreateSessionMemory& action) {
   });
 }
 
-absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach& answer) {
+void Executor::KeepGradientsFurther(const ClientSession& session, ArenaRegistry::Arena arena) {
+  if (session.kept_of == 0) return;
+  jobs_.at(session.kept_of).gradients.emplace(session.request.rank, std::move(arena));
+}
+
+absl::StatusOr<SessionFds> Executor::FdsFor(ClientSession& session, const AnswerAttach& answer) {
   ASSIGN_OR_RETURN(SessionFds fds, session.io->MakeClientFds());
   JobMemory& job = jobs_.at(answer.job);
   const bool is_writable = session.request.writable_weights && !session.request.reader;
@@ -191,23 +195,22 @@ absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach
   copy.access = pinned_mem::Access::kServed;
   ASSIGN_OR_RETURN(session.extra_state, pinned_mem::PinnedArena::Create(copy));
   std::ranges::copy(rank0, std::ranges::copy(own, session.extra_state->bytes().begin()).out);
-  registry_.Register({ArenaKind::kExtraState, session.job, RankOf(session.request)},
-                     session.extra_state);
+  registry_.Register({ArenaKind::kExtraState, session.job, session.rank()}, session.extra_state);
   ASSIGN_OR_RETURN(fds.extra_state, session.extra_state->ClientFd());
   return fds;
 }
 
 void Executor::Run(AnswerAttach& action) {
   const SessionId id = action.session;
-  Session& session = sessions_.at(id);
+  ClientSession& session = sessions_.at(id);
   AttachResult result{.answer = std::move(action), .fds = {}};
   if (result.answer.status.ok()) {
     const bool is_back = session.job_id != 0;  // the client continues a session of this daemon
     session.trace_bytes = result.answer.trace_bytes;
     session.job_id = result.answer.job;
     if (!session.request.reader) {
-      const absl::Status stored =
-          Store(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
+      const absl::Status stored = recovery_.store().Put(
+          GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
       if (!stored.ok()) spdlog::warn("{}", protocol::FormatError(stored));
       if (!is_back) OnRankAttached(id, session);
     }
@@ -218,68 +221,71 @@ void Executor::Run(AnswerAttach& action) {
     } else {
       result.answer.status = fds.status();
       if (is_back) {
-        Disconnect(id);
+        reconnects_.Disconnect(id);
       } else {
-        events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
+        Raise(SessionEnded{.session = id, .cause = EndCause::kLost});
       }
     }
   } else if (session.was_mapped) {  // the session cannot continue
-    events_.push_back(SessionEnded{.session = id, .cause = EndCause::kLost});
+    Raise(SessionEnded{.session = id, .cause = EndCause::kLost});
   }
   result.answer.session = session.number;
   registry_.UpdatePeak();
   spdlog::debug(
-      "session {}, {}: {}", result.answer.session, WhoIs(session.request),
+      "session {}, {}: {}", result.answer.session, session.Who(),
       result.answer.status.ok() ? "attached" : protocol::FormatError(result.answer.status));
   if (session.callbacks.answered) session.callbacks.answered(std::move(result));
 }
 
 void Executor::Run(AnswerCommand& action) {
-  const auto found = sessions_.find(action.session);
-  if (found == sessions_.end() || found->second.broken || found->second.is_stopped) return;
-  Session& session = found->second;
-  if (!action.status.ok()) session.io->KeepError(action.completion.tag, action.status);
-  const absl::Status sent = session.io->channel().Send(action.completion);
-  if (!sent.ok()) Break(action.session, session, sent);
+  ClientSession* const session = sessions_.Find(action.session);
+  if (session == nullptr || session->broken || session->is_stopped) return;
+  if (!action.status.ok()) session->io->KeepError(action.completion.tag, action.status);
+  const absl::Status sent = session->io->channel().Send(action.completion);
+  if (!sent.ok()) Break(action.session, *session, sent);
+}
+
+void Executor::OnRankAttached(SessionId id, ClientSession& session) {
+  recovery_.ranks().OnAttached(session);
+  const JobId job = session.job_id;
+  AttachRequested& request = session.request;
+  const std::vector<std::string> exchanged = std::exchange(request.exchanged, {});
+  if (!request.reattach) return exchange_.ForgetMade(job);
+  if (request.exchanges == 0 || exchanged.empty()) return;
+  exchange_.SetMade({.session = id,
+                     .number = request.exchanges - 1,
+                     .job = job,
+                     .rank = request.rank,
+                     .world_size = request.session_request.world_size},
+                    exchanged);
 }
 
 void Executor::Run(CloseSession& action) {
-  auto node = sessions_.extract(action.session);
-  FOREBAY_CHECK(!node.empty());
-  Session& session = node.mapped();
-  reconnected_.erase(session.number);
-  disconnected_.erase(action.session);
+  ClientSession session = sessions_.Remove(action.session, action.reason);
   if (!action.reason.ok()) {
-    spdlog::warn("session {}, {}, is over: {}", action.session, WhoIs(session.request),
+    spdlog::warn("session {}, {}, is over: {}", action.session, session.Who(),
                  protocol::FormatError(action.reason));
-    if (evicted_.size() == kEvictedKeptMax) evicted_.pop_front();
-    evicted_.emplace_back(session.number, action.reason);
   }
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
     poller_.Remove(action.session);
     if (session.job_id == 0) KeepGradientsFurther(session, session.io->grad());
     if (session.job_id != 0 && !session.request.reader && !session.is_stopped) {
-      DropStored(GradientsDescriptor(session.job_id, session.request.rank), session.io->grad());
-      OnRankLeft(session, action.is_of_old_generation);
+      recovery_.store().Drop(GradientsDescriptor(session.job_id, session.request.rank),
+                             session.io->grad());
+      recovery_.ranks().OnEnded(session, action.is_of_old_generation);
     }
     if (!session.is_stopped) session.io->channel().Close(protocol::ChannelState::kEnded);
-    Retire(std::move(session.io));
+    runner_.Retire(std::move(session.io));
   }
-  if (session.extra_state != nullptr) Retire(std::move(session.extra_state));
+  if (session.extra_state != nullptr) runner_.Retire(std::move(session.extra_state));
   LeaveExchange(action.session);
   if (closed) closed(action.reason);
 }
 
 void Executor::Run(FreeJob& action) {
-  EndRecord(action.job);
-  if (!action.keeps_arenas) {
-    DropStored(WeightsDescriptor(action.job));
-    DropStored(StatesDescriptor(action.job));
-    DropStored(StepDescriptor(action.job));
-    DropKeptGradients(action.job);
-    DropAbsent(action.job);
-  }
+  recovery_.records().End(action.job);
+  if (!action.keeps_arenas) recovery_.Drop(action.job);
   jobs_.Free(action);
 }
 
@@ -293,26 +299,24 @@ void Executor::Run(AnswerDelete& action) {
 
 void Executor::Run(CopyStepRequest& action) {
   // The answer comes before any other event. Its actions run after those that run now.
-  state_.Handle(session_io(action.session).CopyRequest(action, &memory_), actions_);
+  state_.Answer(sessions_.io(action.session).CopyRequest(action, &memory_));
 }
 
 void Executor::Run(WriteSummary& action) {
   const auto to =
-      Part(session_io(action.session).grad(), action.arena_offset_bytes, action.bytes.size());
+      Part(sessions_.io(action.session).grad(), action.arena_offset_bytes, action.bytes.size());
   std::ranges::copy(action.bytes, to.begin());
 }
 
 void Executor::Run(CopySummary& action) {
   const auto from =
-      Part(session_io(action.session).grad(), action.arena_offset_bytes, action.bytes);
-  state_.Handle(
-      SummaryCopied{
-          .session = action.session, .tag = action.tag, .bytes = {from.begin(), from.end()}},
-      actions_);
+      Part(sessions_.io(action.session).grad(), action.arena_offset_bytes, action.bytes);
+  state_.Answer(SummaryCopied{
+      .session = action.session, .tag = action.tag, .bytes = {from.begin(), from.end()}});
 }
 
 void Executor::Run(CopyInitial& action) {
-  const ArenaRegistry::Arena grad = session_io(action.session).grad();
+  const ArenaRegistry::Arena grad = sessions_.io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
   const auto to = Part(jobs_.at(action.job).weights, action.weights_offset_bytes, action.bytes);
   const uint64_t checked = action.checked_bytes;
@@ -322,7 +326,7 @@ void Executor::Run(CopyInitial& action) {
 }
 
 void Executor::Run(CopyToStepArena& action) {
-  const ArenaRegistry::Arena grad = session_io(action.session).grad();
+  const ArenaRegistry::Arena grad = sessions_.io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
   const auto to = Part(jobs_.at(action.job).step, action.step_offset_bytes, action.bytes);
   PostTask(action.task, [grad, from, to] {
@@ -339,7 +343,7 @@ void Executor::Run(AddGradients& action) {
   std::pmr::vector<ArenaRegistry::Arena> owners(&memory_);
   std::pmr::vector<std::span<const std::byte>> sources(&memory_);
   for (const GradientSource& source : action.sources) {
-    owners.push_back(source.session == 0 ? job.step : session_io(source.session).grad());
+    owners.push_back(source.session == 0 ? job.step : sessions_.io(source.session).grad());
     sources.push_back(Part(owners.back(), source.offset_bytes, bytes));
   }
   const auto to = Part(job.step, action.accumulator_offset_bytes,
@@ -425,10 +429,9 @@ void Executor::Run(UpdateBlock& action) {
   UpdateMemory memory{.states = StatesAt(job, action.place, action.bytes, swap_),
                       .accumulators = job.step->bytes(),
                       .new_weights = job.step->bytes()};
-  const auto found = records_.find(action.job);
   std::shared_ptr<KeptRecord> record;
-  if (action.is_recorded && found != records_.end()) {
-    record = found->second.record;
+  if (action.is_recorded) record = recovery_.records().Find(action.job);
+  if (record != nullptr) {
     memory.undo = &record->undo();
     memory.block_arena = resident ? UndoneArena::kStates : UndoneArena::kStaging;
     const std::span<std::byte> arena = resident ? job.state->bytes() : swap_->staging()->bytes();
@@ -516,7 +519,7 @@ void Executor::Write(const WriteBlock& action) {
 void Executor::Run(DecodeState& action) {
   JobMemory& job = jobs_.at(action.job);
   const bool resident = action.place.resident;
-  const ArenaRegistry::Arena grad = session_io(action.session).grad();
+  const ArenaRegistry::Arena grad = sessions_.io(action.session).grad();
   const StateMemory memory = StatesAt(job, action.place, action.block_bytes, swap_);
   const auto expected =
       resident ? std::nullopt : swap_->Expected(action.place, action.identity, action.checksum);
@@ -534,7 +537,7 @@ void Executor::Run(DecodeState& action) {
 
 void Executor::Run(SetState& action) {
   JobMemory& job = jobs_.at(action.job);
-  const ArenaRegistry::Arena grad = session_io(action.session).grad();
+  const ArenaRegistry::Arena grad = sessions_.io(action.session).grad();
   const auto from =
       Part(grad, action.grad_offset_bytes, action.elems * protocol::SizeBytes(action.dtype));
   const StateMemory memory =
@@ -642,9 +645,8 @@ void Executor::Run(DigestWeights& action) {
 void Executor::Run(CommitLedger& action) {
   FOREBAY_CHECK(swap_ != nullptr);
   if (action.pause) {
-    FOREBAY_CHECK(!paused_ledger_);
-    paused_ledger_.emplace(MonotonicNs() + SwapSpace::kPauseNs, std::move(action));
-    return;
+    action.pause = false;
+    return state_.StartTimer(MonotonicNs() + SwapSpace::kPauseNs, Action(std::move(action)));
   }
   runner_.Post(PoolId::kUpdate, [this, action]() -> TaskRunner::Then {
     auto ledger = EncodeLedger(*action.node, swap_->nonce(), swap_->place());
@@ -660,6 +662,19 @@ void Executor::Run(CommitLedger& action) {
   });
 }
 
+void Executor::Run(JobWentBack& action) {
+  spdlog::warn(
+      "job {} goes back from step {} to step {}, which is durable: another of its nodes has no "
+      "newer one",
+      action.job, action.from_step, action.to_step);
+}
+
+void Executor::Run(UpdateNotResumed& action) {
+  spdlog::error(
+      "job {}: the update of step {}, in which the daemon before was killed, cannot go on: {}",
+      action.job, action.step, protocol::FormatError(action.reason));
+}
+
 void Executor::Run(RoomAwaited& action) {
   spdlog::info("job {} waits for {} of DRAM until blocks have moved to swap, of: {}", action.job,
                protocol::FormatBytes(action.missing_bytes),
@@ -668,8 +683,8 @@ void Executor::Run(RoomAwaited& action) {
 
 void Executor::Run(StartLeaseTimer& action) {
   const auto wait_ns = static_cast<uint64_t>(options_.reader_lease_max.count());
-  timers_.emplace(MonotonicNs() + wait_ns,
-                  LeaseTimeExpired{.job = action.job, .step = action.step});
+  state_.StartTimer(MonotonicNs() + wait_ns,
+                    Event(LeaseTimeExpired{.job = action.job, .step = action.step}));
 }
 
 void Executor::Run(StepCalled& action) { jobs_.at(action.job).timeline.StepCalled(MonotonicNs()); }
@@ -696,7 +711,7 @@ void Executor::Run(SwapPathMarked& action) {
 
 void Executor::Run(StepPublished& action) {
   // Without a store, the job's record is only for an update that the earlier daemon began, which is finished now.
-  if (!store_.keep) EndRecord(action.job);
+  if (!recovery_.store().is_available()) recovery_.records().End(action.job);
   jobs_.at(action.job).timeline.StepPublished(action.step, MonotonicNs());
   registry_.UpdatePeak();
 }

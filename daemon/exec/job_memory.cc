@@ -81,6 +81,13 @@ JobMemory& JobMemoryTable::at(JobId id) {
   return found->second;
 }
 
+std::optional<JobId> JobMemoryTable::FindNamed(const JobName& name) const {
+  const auto found =
+      std::ranges::find_if(jobs_, [&](const auto& job) { return job.second.name == name; });
+  if (found == jobs_.end()) return std::nullopt;
+  return found->first;
+}
+
 bool JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
                             std::shared_ptr<const protocol::Layout> layout) {
   JobMemory& job = jobs_[action.job];
@@ -156,12 +163,9 @@ void JobMemoryTable::SetArenas(JobMemory& job, ArenaRegistry::Arena weights,
   set(ArenaKind::kStep, std::move(step), job.step);
 }
 
-void JobMemoryTable::Adopt(AdoptedArenas arenas) {
-  JobMemory& job = jobs_[arenas.id];
-  job.name = std::move(arenas.name);
-  job.layout = std::move(arenas.layout);
-  job.is_making = false;
-  SetArenas(job, std::move(arenas.weights), std::move(arenas.state), std::move(arenas.step));
+void JobMemoryTable::Add(JobId id, JobMemory memory) {
+  JobMemory& job = jobs_[id] = std::move(memory);
+  SetArenas(job, job.weights, job.state, job.step);
 }
 
 void JobMemoryTable::Replace(const ReplaceStepArena& action) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -14,11 +15,9 @@
 #include "daemon/core/base/job_name.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
-#include "daemon/exec/recovery/kept_record.h"
 #include "daemon/exec/task_runner.h"
 #include "daemon/exec/timeline.h"
 #include "protocol/layout.h"
-#include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
 
@@ -33,45 +32,20 @@ pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& 
 pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
                                      const StatePart& float_sums, uint64_t capacity_bytes);
 
-// A rank that had a session and has none now.
-struct AbsentRank {
-  protocol::UniqueFd process;  // a pidfd; invalid for a rank of another node
-  bool has_detached = false;
-  bool is_of_before = true;  // the session of the rank was with another daemon
-  // MonotonicNs until which the job waits for a rank of another node; 0: no attached rank waits for it.
-  uint64_t ends_ns = 0;
-};
-
-// Arenas of a job that were retained from an earlier daemon. `state` is null if the job has no state arena. `step` is null if
-// the step arena must be created.
-struct AdoptedArenas {
-  JobId id = 0;
-  JobName name;
-  std::shared_ptr<const protocol::Layout> layout;
-  ArenaRegistry::Arena weights;
-  ArenaRegistry::Arena state;
-  ArenaRegistry::Arena step;
-  std::map<uint32_t, ArenaRegistry::Arena> gradients = {};  // by rank
-  std::map<uint32_t, AbsentRank> ranks = {};
-  // Record of the job that an earlier daemon wrote and that this daemon continues; null if the job has no record. If `record`
-  // is set, the store of descriptors has all arenas of this struct. `record_number`: number in the record's name
-  // (RecordDescriptor).
-  std::unique_ptr<KeptRecord> record = {};
-  uint64_t record_number = 0;
-  bool is_record_converted = false;  // RecordedJob::is_converted
-};
-
-// Arenas, layout, timeline and counters of a job.
+// Arenas, layout, timeline and counters of a job. `state` is null if the job has no state arena, `step` while it must be created.
 struct JobMemory {
   JobName name;
   std::shared_ptr<const protocol::Layout> layout;
   ArenaRegistry::Arena weights;
   ArenaRegistry::Arena state;
   ArenaRegistry::Arena step;
+  // Gradient arenas of an earlier daemon, by rank, retained for ranks that attach again. A session that is about to attach takes
+  // the arena of its rank, and gives it back if the attach fails.
+  std::map<uint32_t, ArenaRegistry::Arena> gradients;
   // extra_state by rank, saved from a step arena that was freed when its replacement could not be created.
   std::vector<std::vector<std::byte>> extra_state;
   // True while a worker populates the arenas: `made_bytes` so far of `making_bytes`.
-  bool is_making = true;
+  bool is_making = false;
   std::shared_ptr<std::atomic<uint64_t>> made_bytes = std::make_shared<std::atomic<uint64_t>>(0);
   uint64_t making_bytes = 0;
   uint64_t next_log_ns = 0;
@@ -90,8 +64,8 @@ class JobMemoryTable {
   JobMemoryTable(const ArenaPolicy& policy, ArenaRegistry& registry, TaskRunner& runner,
                  Raise raise);
 
-  // Takes over the arenas of a job before Create() is called for the job. Create() uses these arenas.
-  void Adopt(AdoptedArenas arenas);
+  // Adds a job with arenas of an earlier daemon. Create() is called for the job later, and uses these arenas.
+  void Add(JobId id, JobMemory memory);
   // Creates the arenas of a job; raises TaskDone at the end. Returns true if the job retains the step arena that it has.
   bool Create(const CreateJobMemory& action, JobName name,
               std::shared_ptr<const protocol::Layout> layout);
@@ -106,6 +80,8 @@ class JobMemoryTable {
   // Returns null if no job has this id.
   const JobMemory* Find(JobId id) const;
   JobMemory& at(JobId id);
+  // Returns the job's id; nullopt: no job has this name.
+  std::optional<JobId> FindNamed(const JobName& name) const;
   const std::map<JobId, JobMemory>& all() const { return jobs_; }
 
   // Frees the weights of deleted jobs that no process uses any more, and logs how far the memory of

@@ -69,6 +69,15 @@ class TaskRunner {
     Start(pool, parts, group, task);
   }
 
+  // Destroys `resource` on the pool that may block.
+  template <typename Resource>
+  void Retire(Resource resource) {
+    Post(PoolId::kSetup, [resource = std::move(resource)]() mutable -> Then {
+      { const Resource dead = std::move(resource); }
+      return [] {};
+    });
+  }
+
   // Runs the outcomes of work that has ended.
   void RunFinished();
 

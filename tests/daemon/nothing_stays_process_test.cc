@@ -185,7 +185,7 @@ class NothingStays : public ::testing::TestWithParam<bool> {
   void FillReasons() {
     client::AttachOptions options = Options("missing");
     options.reader = true;
-    for (size_t i = 0; i < Executor::kEvictedKeptMax; ++i) {
+    for (size_t i = 0; i < SessionTable::kEvictedKeptMax; ++i) {
       EXPECT_THAT(Attachment::Attach(options), HasError(ErrorId::kJobName));
     }
   }

@@ -14,7 +14,6 @@ MEMBERS_MAX = 20
 EXCEPTED = {
     "Attachment": "the client's interface: each method is a call that a training loop makes",
     "BlockLedger": "the versions of a block change together: each method is one change of them, or a view",
-    "Executor": "runs each action of the state machine; its sessions, arenas and records end in an order that it keeps",
     "GatewaySession": "the queues of one session, whose order is the protocol between rank and daemon",
     "Membership": "the table of a job's sessions by rank, generation and state: each method is one change or one question",
     "NodeState::Impl": "handles each event of events.h by a method of its own, and admits jobs",

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -30,27 +29,8 @@
 namespace forebay::daemon {
 
 namespace {
+
 constexpr char kRecordPrefix[] = "record.";
-constexpr char kStagingPrefix[] = "staging.";
-}  // namespace
-
-std::string WeightsDescriptor(JobId job) { return absl::StrCat("weights.", job); }
-std::string StatesDescriptor(JobId job) { return absl::StrCat("states.", job); }
-std::string StepDescriptor(JobId job) { return absl::StrCat("step.", job); }
-std::string GradientsDescriptor(JobId job, uint32_t rank) {
-  return absl::StrCat("gradients.", job, ".", rank);
-}
-std::string ProcessDescriptor(JobId job, uint32_t rank, bool has_detached) {
-  return absl::StrCat(has_detached ? "detached." : "process.", job, ".", rank);
-}
-std::string StagingDescriptor(uint64_t slot_bytes, uint64_t number) {
-  return absl::StrCat(kStagingPrefix, slot_bytes, ".", number);
-}
-std::string RecordDescriptor(JobId job, uint64_t number) {
-  return absl::StrCat(kRecordPrefix, job, ".", number);
-}
-
-namespace {
 
 using protocol::ErrorId;
 using protocol::MakeError;
@@ -63,16 +43,6 @@ absl::StatusOr<UniqueFd> Take(const std::string& name, const DurableJob& job,
   return MakeError(ErrorId::kCorrupt, absl::StrCat("job ", job.name, ": of what the daemon before ",
                                                    "has left, ", name, " is missing"));
 }
-
-}  // namespace
-
-absl::StatusOr<uint64_t> SizeOf(const UniqueFd& fd) {
-  struct stat info = {};
-  if (::fstat(fd.get(), &info) == 0) return static_cast<uint64_t>(info.st_size);
-  return MakeError(ErrorId::kInternal, protocol::ErrnoText("fstat of a stored descriptor", errno));
-}
-
-namespace {
 
 // Frees the memory of the arena outside `parts`. A daemon that was killed may have populated parts that its record does not
 // name, or not yet freed parts that the record has dropped.
@@ -92,32 +62,30 @@ absl::Status FreeBeside(std::vector<StatePart> parts, const UniqueFd& fd) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPolicy& policy,
-                                          DescriptorsByName& from) {
-  AdoptedArenas adopted{.id = job.id,
-                        .name = {.uid = job.uid, .name = job.name},
-                        .layout = job.layout,
-                        .weights = nullptr,
-                        .state = nullptr,
-                        .step = nullptr};
+absl::StatusOr<AdoptedJob> AdoptArenas(const DurableJob& job, const ArenaPolicy& policy,
+                                       DescriptorsByName& from) {
+  AdoptedJob adopted{.id = job.id, .memory = {}};
+  JobMemory& memory = adopted.memory;
+  memory.name = {.uid = job.uid, .name = job.name};
+  memory.layout = job.layout;
   const auto adopt = [](const pinned_mem::ArenaOptions& options,
                         UniqueFd fd) -> absl::StatusOr<ArenaRegistry::Arena> {
     ASSIGN_OR_RETURN(auto arena, pinned_mem::PinnedArena::Adopt(options, std::move(fd)));
-    // Holds until OwnAdopted(): if the daemon fails to start, the pages retain their bytes.
+    // Holds until Recovery::Own(): if the daemon fails to start, the pages retain their bytes.
     arena->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
     return ArenaRegistry::Arena(std::move(arena));
   };
   const KeptMemory& kept = *job.kept;
   ASSIGN_OR_RETURN(UniqueFd weights, Take(WeightsDescriptor(job.id), job, from));
-  ASSIGN_OR_RETURN(adopted.weights, adopt(WeightsOptions(policy, adopted.name, kept.weights_bytes),
-                                          std::move(weights)));
+  ASSIGN_OR_RETURN(memory.weights, adopt(WeightsOptions(policy, memory.name, kept.weights_bytes),
+                                         std::move(weights)));
   const BlockMap map(job.layout, job.block_elems, job.weights_on_swap);
   const Placement placement(*job.layout, map, kept.resident, {});
   if (placement.arena_bytes() > 0) {
     ASSIGN_OR_RETURN(UniqueFd states, Take(StatesDescriptor(job.id), job, from));
     RETURN_IF_ERROR(FreeBeside(placement.ResidentParts(), states));
-    ASSIGN_OR_RETURN(adopted.state,
-                     adopt(StateOptions(policy, adopted.name, placement.arena_bytes(),
+    ASSIGN_OR_RETURN(memory.state,
+                     adopt(StateOptions(policy, memory.name, placement.arena_bytes(),
                                         map.full_block_bytes(), placement.ResidentParts()),
                            std::move(states)));
   }
@@ -127,8 +95,8 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
     std::vector<StatePart> parts{{.offset_bytes = 0, .bytes = kept.step_bytes}};
     if (float_sums.bytes > 0) parts.push_back(float_sums);
     RETURN_IF_ERROR(FreeBeside(std::move(parts), step.mapped()));
-    ASSIGN_OR_RETURN(adopted.step,
-                     adopt(StepOptions(policy, adopted.name, kept.step_bytes, float_sums, size),
+    ASSIGN_OR_RETURN(memory.step,
+                     adopt(StepOptions(policy, memory.name, kept.step_bytes, float_sums, size),
                            std::move(step.mapped())));
   }
   for (uint32_t rank = 0; rank < job.world_size; ++rank) {
@@ -143,8 +111,9 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
     auto gradients = adopt(GradientOptions(policy, job.name, static_cast<int32_t>(rank), size),
                            std::move(node.mapped()));
     if (gradients.ok()) {
-      adopted.gradients[rank] = *std::move(gradients);
-    } else {  // the rank gets another arena
+      memory.gradients[rank] = *std::move(gradients);
+      adopted.ranks.try_emplace(rank);  // the process of a rank of another node is unknown
+    } else {                            // the rank gets another arena
       spdlog::warn("{}", protocol::FormatError(gradients.status()));
     }
   }
@@ -181,7 +150,7 @@ absl::Status Renumber(RecordedJob& left, DurableNode& on_disk) {
   on_disk.last_job = std::max(on_disk.last_job, job.id) + 1;
   job.id = on_disk.last_job;
   job.kept->has_record = false;
-  left.record = nullptr;
+  left.record.record = nullptr;
   return absl::OkStatus();
 }
 
@@ -213,11 +182,10 @@ absl::StatusOr<RecordedJob> ReadRecord(const std::string& name, UniqueFd fd,
     return MakeError(ErrorId::kCorrupt, absl::StrCat(name, " is of another job"));
   }
   const uint64_t nonce = read.record->nonce();
-  return RecordedJob{.job = std::move(read.job),
-                     .nonce = nonce,
-                     .record = std::move(read.record),
-                     .number = number,
-                     .is_converted = is_converted};
+  return RecordedJob{
+      .job = std::move(read.job),
+      .nonce = nonce,
+      .record = {.record = std::move(read.record), .number = number, .is_converted = is_converted}};
 }
 
 // Mapping of shared memory of the earlier daemon.
@@ -248,9 +216,8 @@ class Mapping {
 
 // Restores the elements that workers were changing when the daemon was killed. Copies blocks from `staging`, the slots of the
 // killed daemon, to the same slots of this daemon. `taken` has the slots of other jobs; those of this job are added.
-absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
-                        const SwapSpace* swap, std::span<std::byte> staging,
-                        std::set<uint32_t>& taken) {
+absl::Status UndoUpdate(const RecordedJob& killed, const JobMemory& arenas, const SwapSpace* swap,
+                        std::span<std::byte> staging, std::set<uint32_t>& taken) {
   const auto& update = killed.job.kept->update;
   if (update == nullptr) return absl::OkStatus();
   if (arenas.step == nullptr) {
@@ -276,7 +243,7 @@ absl::Status UndoUpdate(const RecordedJob& killed, const AdoptedArenas& arenas,
   const auto bytes_of = [](const ArenaRegistry::Arena& arena) {
     return arena == nullptr ? std::span<std::byte>() : arena->bytes();
   };
-  RETURN_IF_ERROR(killed.record->undo().Undo(
+  RETURN_IF_ERROR(killed.record.record->undo().Undo(
       killed.job.step,
       {.states = bytes_of(arenas.state), .weights = bytes_of(arenas.weights), .staging = staging}));
   for (const uint32_t slot : slots) {
@@ -318,7 +285,7 @@ absl::StatusOr<std::vector<RecordedJob>> ReadRecords(DescriptorsByName& left) {
     }
     const JobId id = read->job.id;
     const auto found = jobs.find(id);
-    const bool is_newer = found == jobs.end() || found->second.number < read->number;
+    const bool is_newer = found == jobs.end() || found->second.record.number < read->record.number;
     if (is_newer) jobs.insert_or_assign(id, *std::move(read));
   }
   std::vector<RecordedJob> all;
@@ -330,7 +297,7 @@ absl::StatusOr<std::vector<RecordedJob>> ReadRecords(DescriptorsByName& left) {
 LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
   LeftStaging newest;
   uint64_t newest_number = 0;
-  const std::string prefix = absl::StrCat(kStagingPrefix, slot_bytes, ".");
+  const std::string prefix = absl::StrCat("staging.", slot_bytes, ".");
   for (auto& [name, fd] : left) {
     uint64_t number = 0;
     const bool is_one =
@@ -343,27 +310,25 @@ LeftStaging FindStaging(uint64_t slot_bytes, DescriptorsByName& left) {
   return newest;
 }
 
-std::vector<AdoptedArenas> AdoptJobs(std::vector<RecordedJob> jobs, const SwapSpace* swap,
-                                     const LeftStaging& staging, const ArenaPolicy& arenas,
-                                     DescriptorsByName& left, NodeOptions& node) {
+std::vector<AdoptedJob> AdoptJobs(std::vector<RecordedJob> jobs, const SwapSpace* swap,
+                                  const LeftStaging& staging, const ArenaPolicy& arenas,
+                                  DescriptorsByName& left, NodeOptions& node) {
   // If the staging arena cannot be mapped, only jobs with a block in a staging slot cannot continue.
   const absl::StatusOr<Mapping> left_slots = Mapping::Of(staging.fd);
   if (!left_slots.ok()) spdlog::warn("{}", protocol::FormatError(left_slots.status()));
   const std::span<std::byte> slots = left_slots.ok() ? left_slots->bytes() : std::span<std::byte>();
   std::set<uint32_t> taken_slots;
-  std::vector<AdoptedArenas> adopted;
+  std::vector<AdoptedJob> adopted;
   std::vector<DurableJob> going_on;
   const auto adopt = [&](RecordedJob& one) -> absl::Status {
     const bool is_same_volume = swap != nullptr && swap->nonce() == one.nonce;
     RETURN_IF_ERROR(CheckOnSwap(one.job, swap, is_same_volume, node.recovered));
-    ASSIGN_OR_RETURN(AdoptedArenas taken, AdoptArenas(one.job, arenas, left));
-    RETURN_IF_ERROR(UndoUpdate(one, taken, swap, slots, taken_slots));
+    ASSIGN_OR_RETURN(AdoptedJob taken, AdoptArenas(one.job, arenas, left));
+    RETURN_IF_ERROR(UndoUpdate(one, taken.memory, swap, slots, taken_slots));
     RETURN_IF_ERROR(Renumber(one, node.recovered));
     RETURN_IF_ERROR(ReserveKilled(one.job, node));
     taken.id = one.job.id;
     taken.record = std::move(one.record);
-    taken.record_number = one.number;
-    taken.is_record_converted = one.is_converted;
     adopted.push_back(std::move(taken));
     return absl::OkStatus();
   };
