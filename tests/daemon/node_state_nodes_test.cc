@@ -36,6 +36,7 @@ using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
+using ::testing::SizeIs;
 
 constexpr uint32_t kRanks = 4;
 constexpr uint32_t kNodeRanks = 2;
@@ -367,6 +368,23 @@ TEST_P(NodeStateGoesBack, BothStepsSurviveTheDaemon) {
     next->RunTasks();
   }
   EXPECT_EQ(next->fault(), "");
+}
+
+TEST_P(NodeStateGoesBack, AJobThatIsDeletedMeanwhileDoesNotReturn) {
+  node_.AttachAll();
+  for (uint64_t step = 1; step <= 5; ++step) Train(step);
+  NodeHarness& node = node_.node_;
+  node.Gradient(node_.sessions_[0], 0, 6);
+  ASSERT_THAT(node.Running<AddGradients>(), Not(IsEmpty()));  // the job cannot be freed yet
+  ASSERT_EQ(node.ErrorOf(node.GoBack(node_.sessions_[0], 4)), ErrorId::kNone);
+  ASSERT_TRUE(node.FindJob("job").has_value());
+  node.Send(DeleteJobRequested{.request = 7, .uid = 1000, .job = "job"});
+  EXPECT_THAT(node.Logged<AnswerDelete>(), IsEmpty());
+  node.RunTasks();
+  ASSERT_THAT(node.Logged<AnswerDelete>(), SizeIs(1));
+  EXPECT_OK(node.Logged<AnswerDelete>()[0].status);
+  EXPECT_FALSE(node.FindJob("job").has_value());
+  EXPECT_TRUE(NodeHarness::Restart(node, Options())->state().Jobs().empty());
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, NodeStateGoesBack, ::testing::Values(Place::kDram, Place::kSwap));

@@ -28,6 +28,7 @@ void JobLife::Enter(State next) {
       {kActive, kDeleted},       // a client deletes the job
       {kActive, kGoingBack},     // the nodes of the job return to a durable step
       {kDiscarded, kDeleted},    // a client deletes a job that a reader or a task still uses
+      {kGoingBack, kDeleted},    // a client deletes the job before its memory is free
   });
   FOREBAY_CHECK(std::ranges::find(kEnterable, std::pair{state_, next}) != kEnterable.end());
   state_ = next;
@@ -135,7 +136,7 @@ void JobLife::GoBackTo(std::shared_ptr<const DurableJob> step) {
 }
 
 void JobLife::Delete() {
-  if (state_ != kGoingBack && state_ != kDeleted) Enter(kDeleted);
+  if (state_ != kDeleted) Enter(kDeleted);
 }
 
 void JobLife::FreeWhenUnused() {

@@ -49,7 +49,8 @@ class JobLife {
   void OnExtraStatesRestored(const TaskDone& done);
   void SetError(const absl::Status& error) { error_ = error; }
   void GoBackTo(std::shared_ptr<const DurableJob> step);
-  void Delete();  // does nothing if the job returns to a durable step
+  // Deletes the job, also one that returns to a durable step. Does nothing if the job was deleted before.
+  void Delete();
   void FreeWhenUnused();
 
   // Returns the error of the creation, the restore or the step. OK: none.

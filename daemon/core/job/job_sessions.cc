@@ -320,13 +320,13 @@ absl::Status JobSessions::DeleteJob() {
                                   job_.members.live_ranks() == 1 ? " session" : " sessions"),
                      "end its processes first");
   }
+  life_.Delete();
   EndAll(MakeError(ErrorId::kFenced, absl::StrCat("job ", job_.spec.name, " was deleted"),
                    "attach to another job"));
   return absl::OkStatus();
 }
 
 void JobSessions::EndAll(const absl::Status& reason) {
-  life_.Delete();
   for (const auto& [id, session] : job_.members.all()) {
     if (session.state != Session::State::kEnded) Evict(*job_.members.Find(id), reason);
   }
