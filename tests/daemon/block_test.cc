@@ -77,7 +77,7 @@ class BlockTest : public ::testing::Test {
       if (!slot) return false;
       if (transition == T::kRecovered) {
         pool.Release(*slot);
-        blocks.Recover(block, *slot);
+        blocks.Adopt(block, transition, {.staging_slot = slot});
       } else {
         blocks.BeginRead(block, transition, *slot);
       }
@@ -85,7 +85,7 @@ class BlockTest : public ::testing::Test {
       if (!blocks.has_free_weights_slot()) return false;
       blocks.BeginEarly(block, Blocks::NewWeights::kInSlot);
     } else if (transition == T::kRecoveredWritten) {
-      blocks.RecoverWritten(block, std::nullopt, /*overflows=*/0);
+      blocks.Adopt(block, transition, {});
     } else {
       blocks.Apply(block, transition);
     }

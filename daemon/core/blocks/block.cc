@@ -221,11 +221,6 @@ void Blocks::BeginRead(uint32_t block, Transition transition, uint32_t staging_s
   Apply(block, transition);
 }
 
-void Blocks::Recover(uint32_t block, uint32_t staging_slot) {
-  pool_.Take(staging_slot);
-  BeginRead(block, T::kRecovered, staging_slot);
-}
-
 void Blocks::BeginEarly(uint32_t block, NewWeights weights) {
   Apply(block, T::kUpdateEarly);
   Block& of = blocks_[block];
@@ -234,12 +229,17 @@ void Blocks::BeginEarly(uint32_t block, NewWeights weights) {
   of.weights_slot = free_weights_slots_.extract(free_weights_slots_.begin()).value();
 }
 
-void Blocks::RecoverWritten(uint32_t block, std::optional<uint32_t> weights_slot,
-                            uint64_t overflows) {
-  if (weights_slot) FOREBAY_CHECK(free_weights_slots_.erase(*weights_slot) == 1);
-  Apply(block, T::kRecoveredWritten);
-  blocks_[block].weights_slot = weights_slot;
-  blocks_[block].overflows = overflows;
+void Blocks::Adopt(uint32_t block, Transition transition, const Block& recorded) {
+  Apply(block, transition);
+  Block& of = blocks_[block];
+  of.staging_slot = recorded.staging_slot;
+  of.weights_slot = recorded.weights_slot;
+  of.overflows = recorded.overflows;
+  if (of.staging_slot) {
+    pool_.Take(*of.staging_slot);
+    staged_.insert(block);
+  }
+  if (of.weights_slot) FOREBAY_CHECK(free_weights_slots_.erase(*of.weights_slot) == 1);
 }
 
 std::optional<uint32_t> Blocks::AllocateFree(uint32_t reserved) {

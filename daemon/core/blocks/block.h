@@ -179,7 +179,7 @@ std::span<const BlockRule> BlockRules();
 std::optional<BlockState> Next(BlockState state, Transition transition);
 
 struct Block {
-  BlockState state;
+  BlockState state = {};
   std::optional<uint32_t> staging_slot = {};
   // Slot of the step arena for the new weights of an early update. nullopt: the new weights are in the block itself.
   std::optional<uint32_t> weights_slot = {};
@@ -221,16 +221,15 @@ class Blocks {
 
   // CHECKs that the block may make the transition.
   void Apply(uint32_t block, Transition transition);
-  // BeginRead() gives the block a staging slot, and applies a transition that begins a read. Recover() does the same for a block
-  // that a killed daemon had in the staging slot.
+  // Gives the block a staging slot, and applies a transition that begins a read.
   void BeginRead(uint32_t block, Transition transition, uint32_t staging_slot);
-  void Recover(uint32_t block, uint32_t staging_slot);
   // Begins the early update of a block, with a weights slot if `weights` is kInSlot.
   enum class NewWeights : uint8_t { kInBlock, kInSlot };
   void BeginEarly(uint32_t block, NewWeights weights);
   bool has_free_weights_slot() const { return !free_weights_slots_.empty(); }
-  // Adds the early update of a block that a killed daemon has written.
-  void RecoverWritten(uint32_t block, std::optional<uint32_t> weights_slot, uint64_t overflows);
+  // Gives an idle block the staging slot, or the weights slot of the written version, that it had in the previous daemon.
+  // `transition`: kRecovered or kRecoveredWritten.
+  void Adopt(uint32_t block, Transition transition, const Block& recorded);
   void SetOverflows(uint32_t block, uint64_t overflows) { blocks_[block].overflows = overflows; }
 
   // AllocateFree() allocates a staging slot for a read ahead, if more than `reserved` slots are free. AllocateUrgent() allocates

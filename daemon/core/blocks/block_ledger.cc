@@ -348,35 +348,21 @@ void BlockLedger::FinishDurable(Last last) {
   }
 }
 
-void BlockLedger::Recover(uint32_t entry, const Version& version, Home home) {
-  FOREBAY_CHECK(version.slot && paths_[version.slot->path].free.erase(*version.slot) == 1);
-  if (is_durable()) {
-    durable_[entry].last = version;
-    durable_[entry].is_changed = false;
+void BlockLedger::Adopt(uint32_t entry, Recorded recorded) {
+  EntrySlots slots;
+  AddTo(slots, recorded.current.slot);
+  for (const auto* version : {&recorded.early, &recorded.last, &recorded.before}) {
+    if (*version) AddTo(slots, (*version)->slot);
   }
-  blocks_[entry].current =
-      home == Home::kSwap ? version : Version{.written_step = version.written_step};
-}
-
-void BlockLedger::RecoverBefore(uint32_t entry, const Version& version) {
-  Durable& durable = durable_[entry];
-  const bool is_last_too = durable.last && durable.last->slot == version.slot;
-  FOREBAY_CHECK(is_last_too || paths_[version.slot->path].free.erase(*version.slot) == 1);
-  durable.before = version;
-}
-
-void BlockLedger::RecoverKilled(uint32_t block, const Version& version) {
-  if (is_durable()) durable_[block].is_changed = true;
-  if (!version.slot) return;
-  blocks_[block].current = version;
-  const bool is_durable_too =
-      is_durable() && durable_[block].last && durable_[block].last->slot == version.slot;
-  FOREBAY_CHECK(is_durable_too || paths_[version.slot->path].free.erase(*version.slot) == 1);
-}
-
-void BlockLedger::RecoverEarly(uint32_t block, const Version& version) {
-  FOREBAY_CHECK(version.slot && paths_[version.slot->path].free.erase(*version.slot) == 1);
-  blocks_[block].early = version;
+  for (const std::optional<nvme::Slot>& slot : slots) {
+    FOREBAY_CHECK(!slot || paths_[slot->path].free.erase(*slot) == 1);
+  }
+  blocks_[entry].current = std::move(recorded.current);
+  blocks_[entry].early = std::move(recorded.early);
+  if (!is_durable()) return;
+  durable_[entry].last = std::move(recorded.last);
+  durable_[entry].before = std::move(recorded.before);
+  durable_[entry].is_changed = recorded.is_changed;
 }
 
 void BlockLedger::PublishBlock(uint32_t block) {

@@ -101,15 +101,6 @@ class BlockLedger {
   }
   // Makes the pending version of one block current, between steps.
   void PublishBlock(uint32_t block);
-  // Sets the current version of a block to the version that a killed daemon had on swap, which may be newer than the durable
-  // version. Called after Recover() and RecoverInPlace(). A version without a slot leaves the current version as it is. In both
-  // cases the block counts as changed since it was saved.
-  void RecoverKilled(uint32_t block, const Version& version);
-
-  // Adds a version that a killed daemon wrote in addition to the current version, in an early update or in a step that the
-  // daemon did not end.
-  void RecoverEarly(uint32_t block, const Version& version);
-
   // Records that the block was moved to DRAM between steps. Frees its slot, unless a durable step names it.
   void SetResident(uint32_t block);
 
@@ -152,16 +143,16 @@ class BlockLedger {
   // True if a durable step names the slot of the current version too: the slot is not freed when another version becomes
   // current.
   bool KeepsCurrent(uint32_t entry) const;
-  // Sets an entry of a new BlockLedger to its version in a durable step. The version's slot belongs to the job already. A block
-  // in DRAM is read from the slot later.
-  enum class Home : uint8_t { kDram, kSwap };
-  void Recover(uint32_t entry, const Version& version, Home home);
-  // Sets the version of the entry in the previous durable step. Called after Recover().
-  void RecoverBefore(uint32_t entry, const Version& version);
-  // Sets a block of a new BlockLedger whose bytes were retained in DRAM.
-  void RecoverInPlace(uint32_t block, uint64_t step) {
-    blocks_[block].current = {.written_step = step};
-  }
+  // Versions that an entry had in the previous daemon. Without a slot `current` is in DRAM, or has zeros that were never written.
+  struct Recorded {
+    Version current = {};
+    std::optional<Version> early = {};   // written in a step that is not published
+    std::optional<Version> last = {};    // in the last durable step
+    std::optional<Version> before = {};  // in the durable step before
+    bool is_changed = true;              // the bytes in DRAM may differ from those of `last`
+  };
+  // Sets an entry of a new BlockLedger. The slots belong to the job already.
+  void Adopt(uint32_t entry, Recorded recorded);
 
   // True if BeginWrite() would find a free slot. has_working_slot() is true if it would find a slot on a path that works.
   bool has_free_slot() const { return ChoosePath().has_value() || !failed_.empty(); }

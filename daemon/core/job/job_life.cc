@@ -72,32 +72,32 @@ void JobLife::OnMemoryMade(const TaskDone& done) {
   if (!error_.ok()) {
     Refuse(error_);
   } else if (state_ == kCreating && job_.spec.recovered != nullptr) {
-    Restore();
+    StartRestore();
   } else if (state_ == kCreating) {
     Enter(kActive);
   }
 }
 
-void JobLife::Restore() {
+void JobLife::StartRestore() {
   Enter(kRestoring);
-  job_.step.Recover(*job_.spec.recovered);
-  RestoreStates(job_.spec.recovered->extra_states, job_.step.extra().slot());
+  const DurableJob& recovered = *job_.spec.recovered;
+  const auto restore = [this](const ExtraStates& states, uint32_t slot) {
+    RestoreExtraStates extra{.extra_states = states};
+    const size_t ranks = std::min<size_t>(job_.spec.world_size(), states->size());
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      extra.offsets_bytes.push_back(job_.spec.plan.extra_state_slot(rank, slot));
+    }
+    ++tasks_;
+    job_.io.Start(TaskKind::kRestoreExtraStates, 0, std::move(extra));
+  };
+  job_.step.Recover(recovered);
+  const uint32_t slot = job_.step.extra().slot();
+  restore(recovered.extra_states, slot);
   // The extra states of a step that the previous daemon prepared become the job's when that step is decided.
-  if (is_resumed() && job_.spec.recovered->kept->update->prepared) {
-    RestoreStates(job_.spec.recovered->kept->update->prepared->extra_states,
-                  1 - job_.step.extra().slot());
+  if (is_resumed() && recovered.kept->update->prepared) {
+    restore(recovered.kept->update->prepared->extra_states, 1 - slot);
   }
   job_.durable.StartRestore();
-}
-
-void JobLife::RestoreStates(const ExtraStates& states, uint32_t slot) {
-  RestoreExtraStates extra{.extra_states = states};
-  const size_t ranks = std::min<size_t>(job_.spec.world_size(), states->size());
-  for (uint32_t rank = 0; rank < ranks; ++rank) {
-    extra.offsets_bytes.push_back(job_.spec.plan.extra_state_slot(rank, slot));
-  }
-  ++tasks_;
-  job_.io.Start(TaskKind::kRestoreExtraStates, 0, std::move(extra));
 }
 
 void JobLife::OnRestored(const TaskDone& done) {

@@ -82,8 +82,7 @@ class JobLife {
  private:
   void Enter(State next);
   void AddError(const absl::Status& status) { error_.Update(status); }  // retains the first error
-  void Restore();
-  void RestoreStates(const ExtraStates& states, uint32_t slot);
+  void StartRestore();
   void TryEndRestore();
 
   JobParts& job_;

@@ -1,9 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/core/job/job_parts.h"
 
+#include <span>
 #include <utility>
+#include <vector>
 
 namespace forebay::daemon {
+namespace {
+
+std::vector<KeptLease> RecordedLeases(const JobSpec& spec) {
+  const KeptMemory* const kept = KeptOf(spec.recovered.get());
+  return kept == nullptr ? std::vector<KeptLease>() : kept->leases;
+}
+
+// Returns the update that the previous daemon has not ended. Null if there is none.
+const KeptUpdate* RecordedUpdate(const JobSpec& spec) {
+  const KeptMemory* const kept = KeptOf(spec.recovered.get());
+  return kept == nullptr ? nullptr : kept->update.get();
+}
+
+std::span<const KeptUpdate::Sums> RecordedSums(const JobSpec& spec) {
+  const KeptUpdate* const update = RecordedUpdate(spec);
+  return update == nullptr ? std::span<const KeptUpdate::Sums>() : update->sums;
+}
+
+}  // namespace
 
 JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap,
                    PathTable& path_table)
@@ -11,10 +32,11 @@ JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvm
       io(actions, spec.id),
       members(spec, io),
       initial(spec, io),
-      leases(actions, spec.id),
+      leases(actions, spec.id, RecordedLeases(spec)),
       pipeline(io, spec.layout, spec.plan, leases,
                {.swap_slots = spec.swap_slots,
                 .sum_slots = spec.sum_slots,
+                .recorded_sums = RecordedSums(spec),
                 .swap = swap,
                 .path_table = path_table,
                 .pool = pool,
@@ -26,15 +48,9 @@ JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvm
       durable(spec, io, pipeline),
       step(spec, io, members, pipeline, durable, access, weights, leases),
       fetches(spec, io, step, access, weights, leases) {
-  const KeptMemory* const kept = KeptOf(spec.recovered.get());
-  if (kept == nullptr) return;
-  if (kept->update != nullptr) pipeline.store().KeepStaged(*kept->update);
-  for (const KeptLease& lease : kept->leases) {
-    if (weights.Adopt(lease)) {
-      leases.Adopt(lease);
-    } else {
-      io.actions().Emit(RecordLeaseEnd{.job = spec.id, .lease = lease.lease});
-    }
+  if (const KeptUpdate* const update = RecordedUpdate(spec)) pipeline.store().KeepStaged(*update);
+  for (const KeptLease& lease : leases.recorded()) {
+    if (!weights.Adopt(lease)) (void)leases.Release(/*session=*/0, lease.lease);
   }
 }
 

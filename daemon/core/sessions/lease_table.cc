@@ -13,6 +13,19 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
+LeaseTable::LeaseTable(ActionSink& actions, JobId job, const std::vector<KeptLease>& recorded)
+    : actions_(actions),
+      job_(job),
+      leases_(actions.memory()),
+      partition_counts_(actions.memory()),
+      recorded_(recorded.size()) {
+  if (!recorded.empty()) session_counts_[kNobody] = recorded.size();
+  for (const KeptLease& lease : recorded) {
+    ++partition_counts_[lease.partition];
+    leases_.emplace(lease.lease, Lease{.partition = lease.partition, .recorded = lease});
+  }
+}
+
 absl::StatusOr<uint64_t> LeaseTable::Acquire(SessionId session, uint32_t partition) {
   uint64_t& count = session_counts_[session];
   if (count >= kLeasesPerSessionMax) {
@@ -64,14 +77,6 @@ std::vector<KeptLease> LeaseTable::recorded() const {
     if (lease.recorded) all.push_back(*lease.recorded);
   }
   return all;
-}
-
-void LeaseTable::Adopt(const KeptLease& lease) {
-  ++recorded_;
-  ++session_counts_[kNobody];
-  ++partition_counts_[lease.partition];
-  leases_.emplace(lease.lease,
-                  Lease{.session = kNobody, .partition = lease.partition, .recorded = lease});
 }
 
 uint32_t LeaseTable::GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held) {

@@ -25,15 +25,14 @@ namespace forebay::daemon {
 // all its work on the leased partition.
 class LeaseTable {
  public:
-  LeaseTable(ActionSink& actions, JobId job)
-      : actions_(actions),
-        job_(job),
-        leases_(actions.memory()),
-        partition_counts_(actions.memory()) {}
+  // `recorded`: leases from the record of the previous daemon. They belong to no session.
+  LeaseTable(ActionSink& actions, JobId job, const std::vector<KeptLease>& recorded = {});
 
   // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
   absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t partition);
 
+  // `session` 0: a lease that belongs to no session.
+  //
   // Errors  E_LEASE  the lease is not of this session, or was released before.
   absl::Status Release(SessionId session, uint64_t lease);
 
@@ -43,8 +42,6 @@ class LeaseTable {
   void Record(uint64_t lease, uint32_t rank, uint64_t offset_bytes);
   std::vector<KeptLease> recorded() const;
   uint64_t count_recorded() const { return recorded_; }
-  // Adds a lease from the record of the previous daemon. The lease belongs to no session.
-  void Adopt(const KeptLease& lease);
   // Gives the leases of a rank that are in `held` to the session with which the rank has attached. Ends the rank's other
   // leases. Returns the number of leases that the session got.
   uint32_t GiveTo(SessionId session, uint32_t rank, std::span<const uint64_t> held);

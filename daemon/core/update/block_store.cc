@@ -118,12 +118,14 @@ void BlockStore::OnStateSet(const ElementRun& elems, StateSet state) {
 void BlockStore::KeepStaged(const KeptUpdate& update) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const auto& slot = update.blocks[block].staging_slot;
-    if (slot) blocks_.Recover(block, *slot);
+    if (slot) blocks_.Adopt(block, Transition::kRecovered, {.staging_slot = slot});
   }
 }
 
-void BlockStore::Recover(const DurableJob& job) {
+void BlockStore::Adopt(const DurableJob& job) {
   const DurableJob* const durable = job.kept ? job.kept->durable.get() : &job;
+  const DurableJob* const before = durable == nullptr ? nullptr : durable->before.get();
+  const KeptUpdate* const update = job.kept ? job.kept->update.get() : nullptr;
   FOREBAY_CHECK(job.blocks.size() == map_.blocks());
   FOREBAY_CHECK(durable == nullptr || durable->weights.size() == plan_.weights_parts);
   const auto version = [](const DurableBytes& bytes) {
@@ -132,32 +134,36 @@ void BlockStore::Recover(const DurableJob& job) {
                                 .written_step = bytes.written_step,
                                 .weights_digests = bytes.weights_digests};
   };
-  for (uint32_t block = 0; durable != nullptr && block < map_.blocks(); ++block) {
-    if (!durable->blocks[block]) continue;
-    ledger_.Recover(block, version(*durable->blocks[block]),
-                    is_resident(block) ? BlockLedger::Home::kDram : BlockLedger::Home::kSwap);
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    BlockLedger::Recorded recorded;
+    const auto set = [&](std::optional<BlockLedger::Version>& to,
+                         const std::optional<DurableBytes>& bytes) {
+      if (bytes) to = version(*bytes);
+    };
+    if (durable != nullptr) set(recorded.last, durable->blocks[block]);
+    if (before != nullptr) set(recorded.before, before->blocks[block]);
+    if (job.blocks[block]) recorded.current = version(*job.blocks[block]);
+    if (is_resident(block)) {
+      recorded.current = {.written_step = job.kept ? job.kept->written_steps[block]
+                                                   : recorded.current.written_step};
+    }
+    recorded.is_changed = job.kept || !recorded.last;
+    if (update != nullptr) {
+      const KeptUpdate::Block& of = update->blocks[block];
+      set(recorded.early, of.written);
+      if (of.written) {
+        blocks_.Adopt(block, Transition::kRecoveredWritten,
+                      {.weights_slot = of.weights_slot, .overflows = of.overflows});
+      }
+    }
+    ledger_.Adopt(block, std::move(recorded));
   }
   for (uint32_t part = 0; durable != nullptr && part < plan_.weights_parts; ++part) {
-    ledger_.Recover(map_.blocks() + part, version(durable->weights[part]),
-                    BlockLedger::Home::kDram);
-  }
-  const DurableJob* const before = durable == nullptr ? nullptr : durable->before.get();
-  for (uint32_t block = 0; before != nullptr && block < map_.blocks(); ++block) {
-    if (before->blocks[block]) ledger_.RecoverBefore(block, version(*before->blocks[block]));
-  }
-  for (uint32_t part = 0; before != nullptr && part < plan_.weights_parts; ++part) {
-    ledger_.RecoverBefore(map_.blocks() + part, version(before->weights[part]));
-  }
-  for (uint32_t block = 0; job.kept && block < map_.blocks(); ++block) {
-    if (is_resident(block)) ledger_.RecoverInPlace(block, job.kept->written_steps[block]);
-    ledger_.RecoverKilled(block,
-                          job.blocks[block] ? version(*job.blocks[block]) : BlockLedger::Version{});
-    if (job.kept->update == nullptr) continue;
-    const auto& written = job.kept->update->blocks[block].written;
-    if (written) ledger_.RecoverEarly(block, version(*written));
-  }
-  for (uint32_t part = 0; job.kept && part < plan_.weights_parts; ++part) {
-    ledger_.SetChanged(map_.blocks() + part);
+    BlockLedger::Recorded recorded{.last = version(durable->weights[part]),
+                                   .is_changed = job.kept.has_value()};
+    recorded.current.written_step = recorded.last->written_step;
+    if (before != nullptr) recorded.before = version(before->weights[part]);
+    ledger_.Adopt(map_.blocks() + part, std::move(recorded));
   }
 }
 

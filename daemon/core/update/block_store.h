@@ -83,9 +83,8 @@ class BlockStore {
 
   // Reserves the staging slots in which the previous daemon had blocks. Called on a new store.
   void KeepStaged(const KeptUpdate& update);
-  // Sets a new store to the job's durable step, and then to the state of retained memory. Without retained memory, blocks in
-  // DRAM are read from swap later.
-  void Recover(const DurableJob& job);
+  // Sets a new store to the state of a recovered job. Without retained memory, blocks in DRAM are read from swap later.
+  void Adopt(const DurableJob& job);
 
   // True while a block changes its place between steps (Residency or Relocation).
   bool is_moving() const { return blocks_.count(Purpose::kMove) > 0; }

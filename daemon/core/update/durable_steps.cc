@@ -178,11 +178,8 @@ void DurableSteps::StartRestore() {
   const KeptMemory* const kept = KeptOf(spec_.recovered.get());
   if (spec_.plan.has_durable_steps()) last_ = kept != nullptr ? kept->durable : spec_.recovered;
   pipeline_.terms().SetUpdates(spec_.recovered->param_updates);
-  store_.Recover(*spec_.recovered);
-  if (kept != nullptr && kept->update != nullptr) {
-    for (const KeptUpdate::Sums& sums : kept->update->sums) pipeline_.sums().Adopt(sums);
-  }
-  if (spec_.recovered->kept) return;
+  store_.Adopt(*spec_.recovered);
+  if (kept != nullptr) return;
   for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {
     to_restore_.push_back(store_.map().blocks() + part);
   }

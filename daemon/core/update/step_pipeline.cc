@@ -33,7 +33,11 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
               .keeps_jobs = options.keeps_jobs,
               .may_reclaim = [this](uint32_t block) { return !running() || IsLeased(block); },
               .position = [this](uint32_t block) { return order_.position(block); }}),
-      sums_(io, *layout_, map_, plan, options.sum_slots, options.swap, options.path_table),
+      sums_(io, *layout_, map_, plan,
+            {.slots = options.sum_slots,
+             .recorded = options.recorded_sums,
+             .swap = options.swap,
+             .path_table = options.path_table}),
       terms_(io, *layout_, plan, store_, options.keeps_jobs),
       tasks_(io, *layout_, plan, store_, terms_, sums_),
       read_ahead_(plan, order_, store_, tasks_),
@@ -72,12 +76,16 @@ void StepPipeline::Begin(StepOrder order, bool is_as_announced) {
   BeginPass();
 }
 
+// BeginPass() accepts blocks that the previous daemon has written, as early updates. Blocks that the previous daemon had in staging
+// slots become ready, even if part of their update was done.
 void StepPipeline::Resume(const KeptUpdate& update) {
   const bool has_norms = !terms_.needs_norms() || !update.trust.empty();
   terms_.SetTrust(update.trust);
   Open(update.order.CopyIn(io_.memory()), has_norms ? UpdatePass::kWhole : UpdatePass::kNorms);
   is_recorded_ = true;
-  AdoptKept(update);
+  for (const uint32_t block : store_.blocks().staged()) {
+    store_.blocks().Apply(block, Transition::kResumed);
+  }
   BeginPass();
 }
 
@@ -151,16 +159,6 @@ void StepPipeline::EndNormsPass() {
                                    .trust = {trust.begin(), trust.end(), io_.memory()}});
   }
   BeginPass();
-}
-
-// Treats blocks that the previous daemon has written as early updates, which BeginPass() accepts. Blocks that the previous daemon
-// had in staging slots become ready, even if part of their update was done.
-void StepPipeline::AdoptKept(const KeptUpdate& update) {
-  for (uint32_t block = 0; block < map_.blocks(); ++block) {
-    const KeptUpdate::Block& of = update.blocks[block];
-    if (of.staging_slot) store_.blocks().Apply(block, Transition::kResumed);
-    if (of.written) store_.blocks().RecoverWritten(block, of.weights_slot, of.overflows);
-  }
 }
 
 // Makes the early update of a block part of the running step.

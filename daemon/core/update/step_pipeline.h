@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -55,8 +56,10 @@ namespace forebay::daemon {
 class StepPipeline {
  public:
   struct Options {
-    const std::vector<nvme::Slot>& swap_slots;  // only the constructor reads it, and `sum_slots`
+    // Only the constructor reads the slots and the recorded sums.
+    const std::vector<nvme::Slot>& swap_slots;
     const std::vector<nvme::Slot>& sum_slots;
+    std::span<const KeptUpdate::Sums> recorded_sums;  // sums of an update of the previous daemon
     nvme::SlotMap& swap;
     PathTable& path_table;
     StagingPool& pool;
@@ -87,7 +90,7 @@ class StepPipeline {
   void Begin(StepOrder order, bool is_as_announced);
   // Begins to set masters from the weights, as step 0. False if blocks have no plane of masters.
   bool BeginMasters();
-  // Continues the update of a daemon that was killed, once the store has recovered.
+  // Continues the update of a daemon that was killed, once the store has adopted the job.
   void Resume(const KeptUpdate& update);
   void Pump();  // starts the tasks that can start
   bool running() const { return queue_.is_open(); }
@@ -130,7 +133,6 @@ class StepPipeline {
   void BeginPass();
   void EndNormsPass();
   void FollowDecision(uint32_t block, bool is_updated);
-  void AdoptKept(const KeptUpdate& update);
   void AcceptEarly(uint32_t block);
   void EndAccepted(uint32_t block);
   void EndAcceptedUpdate(uint32_t block);

@@ -17,12 +17,11 @@ constexpr size_t kRequestsAhead = 8;
 }  // namespace
 
 SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
-                   const MemoryPlan& plan, const std::vector<nvme::Slot>& slots,
-                   nvme::SlotMap& swap, PathTable& paths)
+                   const MemoryPlan& plan, const SumSwap::Options& options)
     : io_(io),
       layout_(layout),
       plan_(plan),
-      swap_(io, plan, slots, swap, paths),
+      swap_(io, plan, options),
       free_frames_(io.memory()),
       gathered_(io.memory()),
       updated_early_(io.memory()),
@@ -47,6 +46,15 @@ SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap&
         std::max(block_pages_max_, static_cast<uint32_t>(block_pages_.back().size()));
   }
   FOREBAY_CHECK(block_pages_max_ <= plan_.sum_frames);
+  for (const KeptUpdate::Sums& sums : options.recorded) {
+    if (!sums.frame) {
+      pages_[sums.page].state = State::kOnSwap;
+      continue;
+    }
+    FOREBAY_CHECK(free_frames_.erase(*sums.frame) == 1);
+    pages_[sums.page].frame = *sums.frame;
+    SetResident(sums.page);
+  }
 }
 
 uint64_t SumPages::VirtualOffset(uint32_t partition, uint64_t elem) const {
@@ -228,18 +236,6 @@ std::pmr::vector<SumFrame> SumPages::FramesOf(uint32_t block) const {
     frames.push_back({.page = page, .offset_bytes = FrameOffset(pages_[page])});
   }
   return frames;
-}
-
-void SumPages::Adopt(const KeptUpdate::Sums& sums) {
-  Page& page = pages_[sums.page];
-  swap_.Adopt(sums);
-  if (!sums.frame) {
-    page.state = State::kOnSwap;
-    return;
-  }
-  FOREBAY_CHECK(free_frames_.erase(*sums.frame) == 1);
-  page.frame = *sums.frame;
-  SetResident(sums.page);
 }
 
 void SumPages::BeginPrepared(uint64_t recorded_step) {

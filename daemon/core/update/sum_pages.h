@@ -13,14 +13,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/core/base/durable_job.h"
 #include "daemon/core/base/events.h"
 #include "daemon/core/base/job_tasks.h"
 #include "daemon/core/blocks/block_map.h"
-#include "daemon/core/blocks/path_table.h"
 #include "daemon/core/plan/memory_plan.h"
 #include "daemon/core/update/sum_swap.h"
-#include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -51,10 +48,9 @@ class SumPages {
     kNone,    // too few frames are free
   };
 
-  // The arguments outlive this object. `slots`: swap slots for pages of sums.
+  // The arguments outlive this object, except for SumSwap::Options::slots and `recorded`.
   SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
-           const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, nvme::SlotMap& swap,
-           PathTable& paths);
+           const MemoryPlan& plan, const SumSwap::Options& options);
 
   bool is_paged() const { return plan_.has_paged_sums(); }
   // Returns the end of the partition's elements from `elem` on that are on the same page as `elem`.
@@ -88,8 +84,6 @@ class SumPages {
   // Begins to record the places of all pages of a prepared step (RecordPrepared), until BeginUpdate() or EndPrepared().
   void BeginPrepared(uint64_t recorded_step);
   void EndPrepared();
-  // Sets the place that a page had in the previous daemon. Called on a new object, before BeginUpdate() and BeginPrepared().
-  void Adopt(const KeptUpdate::Sums& sums);
   void EndUpdateOf(uint32_t block);
   // Records, before the decision, that the early update of a block is on swap, or is dropped after all.
   void SetUpdatedEarly(uint32_t block, bool is_updated);

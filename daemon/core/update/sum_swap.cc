@@ -7,30 +7,26 @@
 
 namespace forebay::daemon {
 
-SumSwap::SumSwap(JobTasks& io, const MemoryPlan& plan, const std::vector<nvme::Slot>& slots,
-                 nvme::SlotMap& swap, PathTable& paths)
+SumSwap::SumSwap(JobTasks& io, const MemoryPlan& plan, const Options& options)
     : io_(io),
       plan_(plan),
-      swap_(swap),
-      path_table_(paths),
-      slots_(slots.begin(), slots.end()),
-      free_slots_(slots.begin(), slots.end(), io.memory()),
+      swap_(options.swap),
+      path_table_(options.path_table),
+      slots_(options.slots.begin(), options.slots.end()),
+      free_slots_(options.slots.begin(), options.slots.end(), io.memory()),
       copies_(plan.sum_pages),
-      tasks_(io.memory()) {}
+      tasks_(io.memory()) {
+  for (const KeptUpdate::Sums& sums : options.recorded) {
+    copies_[sums.page] = {.slot = sums.slot, .checksum = sums.checksum, .writes = sums.spills};
+    if (sums.slot) FOREBAY_CHECK(std::erase(free_slots_, *sums.slot) == 1);
+  }
+}
 
 BlockIdentity SumSwap::IdentityOf(uint32_t page) const {
   return {.job = io_.job(),
           .part = BlockPart::kGradients,
           .block = page,
           .written_step = copies_[page].writes};
-}
-
-void SumSwap::Adopt(const KeptUpdate::Sums& sums) {
-  copies_[sums.page] = {.slot = sums.slot, .checksum = sums.checksum, .writes = sums.spills};
-  if (!sums.slot) return;
-  const auto slot = std::ranges::find(free_slots_, *sums.slot);
-  FOREBAY_CHECK(slot != free_slots_.end());
-  free_slots_.erase(slot);
 }
 
 void SumSwap::FreeSlot(uint32_t page) {

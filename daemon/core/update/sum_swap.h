@@ -8,6 +8,7 @@
 #include <memory_resource>
 #include <optional>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -31,14 +32,17 @@ class SumSwap {
     uint64_t writes = 0;    // number of writes of the page; part of its identity
   };
 
-  // The arguments, except for `slots`, outlive this object.
-  SumSwap(JobTasks& io, const MemoryPlan& plan, const std::vector<nvme::Slot>& slots,
-          nvme::SlotMap& swap, PathTable& paths);
+  struct Options {
+    // Only the constructor reads these. `recorded`: pages of an update of the previous daemon.
+    const std::vector<nvme::Slot>& slots;
+    std::span<const KeptUpdate::Sums> recorded;
+    nvme::SlotMap& swap;  // free slots of the node
+    PathTable& path_table;
+  };
+  SumSwap(JobTasks& io, const MemoryPlan& plan, const Options& options);
 
   const Copy& copy(uint32_t page) const { return copies_[page]; }
   bool has_free_slot() const { return !free_slots_.empty(); }
-  // Sets the copy that a page had in the previous daemon.
-  void Adopt(const KeptUpdate::Sums& sums);
   void FreeSlot(uint32_t page);
 
   // Start a transfer between the page's slot and the frame at `offset_bytes` of the step arena. Write() allocates the slot. If
