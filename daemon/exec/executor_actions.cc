@@ -151,7 +151,7 @@ void Executor::Run(CreateSessionMemory& action) {
       .rank = attaching.rank(),
       .grad_bytes = protocol::RoundUp(action.grad_bytes, protocol::kPageBytes),
       .arenas = options_.arenas};
-  memory.grad = recovery_.TakeGradients(action.job, attaching.request, memory.grad_bytes);
+  memory.grad = recovery_.GradientsFor(action.job, attaching.request, memory.grad_bytes);
   const bool is_registered = memory.grad != nullptr;
   if (is_registered) attaching.kept_of = action.job;
   runner_.Post(PoolId::kSetup, [this, action, memory, is_registered]() -> TaskRunner::Then {

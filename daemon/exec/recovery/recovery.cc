@@ -97,8 +97,8 @@ void Recovery::Drop(JobId job) {
   ranks_.Drop(job);
 }
 
-ArenaRegistry::Arena Recovery::TakeGradients(JobId job, const AttachRequested& request,
-                                             uint64_t bytes) {
+ArenaRegistry::Arena Recovery::GradientsFor(JobId job, const AttachRequested& request,
+                                            uint64_t bytes) {
   if (request.reader || parts_.jobs.Find(job) == nullptr) return nullptr;
   auto node = parts_.jobs.at(job).gradients.extract(request.rank);
   if (node.empty()) return nullptr;

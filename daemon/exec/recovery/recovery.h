@@ -67,7 +67,7 @@ class Recovery {
   void Drop(JobId job);
   // Returns the retained gradient arena of the rank if the session continues to use it, and destroys the arena otherwise. Returns
   // null if the session needs another arena.
-  ArenaRegistry::Arena TakeGradients(JobId job, const AttachRequested& request, uint64_t bytes);
+  ArenaRegistry::Arena GradientsFor(JobId job, const AttachRequested& request, uint64_t bytes);
   void DropGradients(JobId job);
   // True if the process that attaches again was replaced: another process has attached as the same rank.
   bool IsLeftBehind(const AttachRequested& request, const JobName& job) const;
