@@ -17,7 +17,6 @@ EXCEPTED = {
     "GatewaySession": "the queues of one session, whose order is the protocol between rank and daemon",
     "Membership": "the table of a job's sessions by rank, generation and state: each method is one change or one question",
     "NodeState::Impl": "handles each event of events.h by a method of its own, and admits jobs",
-    "Step": "each command, task and event of a step is a method; attempts, answers, extra states and decision have classes of their own",
     "SwapSpace": "the volume, its staging slots and its transfers share one event loop and one order of completions",
     "Volume::State": "the private state of Volume, which its source files share",
 }

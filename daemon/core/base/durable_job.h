@@ -138,6 +138,10 @@ struct DurableJob {
   // equal those of this DurableJob, and `kept` and `before` of the older step are empty. Null if the job has no older step.
   std::shared_ptr<const DurableJob> before = {};
 
+  // Returns `step`, or the step before if `step` is decided and not published.
+  uint64_t published_step() const {
+    return kept && kept->update != nullptr && !kept->update->prepared ? step - 1 : step;
+  }
   // Returns the slots that hold bytes of this step, of kept->durable and of `before`. Each slot is listed once.
   std::vector<nvme::Slot> Slots() const;
   // Returns Slots() without the slots of `before`: the slots that a ledger of this step names. The previous ledger names the

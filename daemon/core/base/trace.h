@@ -11,7 +11,9 @@ namespace forebay::daemon {
 
 class Trace {
  public:
-  explicit Trace(size_t partitions) {
+  // `committed`: the order of the committed step, for a job that a daemon has recovered.
+  explicit Trace(size_t partitions, std::vector<uint32_t> committed = {})
+      : committed_(std::move(committed)) {
     current_.seen.assign(partitions, false);
     next_ = current_;
   }
@@ -32,9 +34,6 @@ class Trace {
   }
   void OnDropped() { Clear(current_); }  // deletes the order of the step that is being gathered
   void OnRefused() { Clear(next_); }     // deletes fetches recorded with `deciding`
-
-  // Sets the order of the committed step, for a job that a daemon has recovered.
-  void Recover(std::vector<uint32_t> committed) { committed_ = std::move(committed); }
 
   const std::vector<uint32_t>& committed() const { return committed_; }
 

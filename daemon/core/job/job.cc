@@ -31,10 +31,12 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kAddGradients:
     case TaskKind::kMoveGradient:
     case TaskKind::kSumGradient:
-      if (task.epoch == epoch) fail_if(parts_.step.OnGradientTask(task.kind, done));
-      return;
+      if (task.epoch != epoch) return;
+      if (!done.status.ok()) return sessions_.Fail(done.status);
+      return parts_.step.parts().gradients.OnTask(task.kind, done);
     case TaskKind::kCopyExtraState:
-      return fail_if(parts_.step.OnExtraStateCopied(done));
+      parts_.step.parts().extra.OnCopied();
+      return fail_if(done.status);
     case TaskKind::kAccessState:
       return parts_.access.OnAccessed(done);
     case TaskKind::kWriteState:
@@ -54,7 +56,7 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kRestoreExtraStates:
       return life_.OnExtraStatesRestored(done);
     case TaskKind::kDigestWeights:
-      return parts_.step.OnDigested(done);
+      return parts_.step.parts().digests.OnDigested(done);
     case TaskKind::kSpillSums:
     case TaskKind::kLoadSums:
       return fail_if(parts_.pipeline.sums().OnTransferred(done));
@@ -137,7 +139,7 @@ bool Job::MayUpdateEarly() const {
   Activities under_way = world_.UnderWay().Without(Activity::kDurableStep);
   under_way.AddIf(parts_.access.has_requests(), Activity::kAccess);
   under_way.AddIf(parts_.residency.has_urgent_moves(), Activity::kMove);
-  under_way.AddIf(parts_.durable.is_awaiting_moves() || parts_.step.is_awaiting_durable(),
+  under_way.AddIf(parts_.durable.is_awaiting_moves() || parts_.step.parts().is_awaiting_durable(),
                   Activity::kDurableStep);
   return MayBegin(Activity::kEarlyUpdate, under_way);
 }
@@ -194,9 +196,9 @@ void Job::Prefetch() {
   if (stop_.is_requested()) return;
   const bool open = parts_.step.phase() == Step::Phase::kOpen;
   if (open && !parts_.access.is_writing()) parts_.weights.Prefetch();
-  const bool gathers =
-      open || parts_.step.phase() == Step::Phase::kReducing || parts_.step.prepared_step() > 0;
-  if (gathers && parts_.step.is_gathering()) parts_.pipeline.Prefetch();
+  const bool gathers = open || parts_.step.phase() == Step::Phase::kReducing ||
+                       parts_.step.parts().prepared_step() > 0;
+  if (gathers && parts_.step.parts().is_gathering()) parts_.pipeline.Prefetch();
 }
 
 void Job::CheckInvariants() const {

@@ -80,7 +80,9 @@ class Job {
 
  private:
   absl::Status OnBlockTask(TaskKind kind, const TaskDone& done);
-  bool MayMove() const { return parts_.is_ready() && !parts_.failed() && !life_.is_ending(); }
+  bool MayMove() const {
+    return parts_.is_ready() && !parts_.failed() && life_.state() == JobLife::kActive;
+  }
   bool MayUpdateEarly() const;
   void UseTimeBetweenSteps(bool is_due);
   void MoveDoubted();

@@ -77,15 +77,15 @@ void JobCommands::Dispatch(Session& session, const Command& command) {
       return job_.io.Answer(session.IdOf(command),
                             job_.leases.Release(session.id, command.lease_id));
     case Op::kGradReady:
-      return job_.step.HandleGradient(session, command);
+      return job_.step.commands().HandleGradient(session, command);
     case Op::kGradNorm:
-      return job_.step.HandleGradNorm(session, command);
+      return job_.step.commands().HandleGradNorm(session, command);
     case Op::kAnnounceStep:
-      return job_.step.HandleAnnouncement(session, command);
+      return job_.step.commands().HandleAnnouncement(session, command);
     case Op::kStep:
-      return job_.step.HandleStep(session, command);
+      return job_.step.commands().HandleStep(session, command);
     case Op::kDecide:
-      return job_.step.HandleDecision(session, command);
+      return job_.step.commands().HandleDecision(session, command);
     case Op::kGoBack:
       return HandleGoBack(session, command);
     case Op::kReadState:
@@ -126,7 +126,7 @@ void JobCommands::HandleInitial(Session& session, const Command& command) {
 // Handles a write between two steps, by a rank that has not called the next step and has no lease on the partition.
 void JobCommands::HandleWrite(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
-  if (job_.step.HasCalled(session)) {
+  if (job_.step.parts().HasCalled(session)) {
     return job_.io.Answer(
         id, MakeError(ErrorId::kStep,
                       absl::StrCat("rank ", job_.spec.layout->WorldRank(session.rank),
@@ -145,7 +145,7 @@ void JobCommands::HandleWrite(Session& session, const Command& command) {
                                " while it holds a lease on them"),
                   "release the lease first"));
   }
-  job_.step.DropEarlyUpdates();
+  job_.step.gathering().DropEarlyUpdates();
   job_.access.AddWrite(id, command);
 }
 
@@ -158,7 +158,7 @@ void JobCommands::HandleGoBack(Session& session, const Command& command) {
                       absl::StrCat("job ", job_.spec.name, " is on one node, and is to go back ",
                                    "to step ", step)));
   }
-  if (step == job_.step.committed_step() && job_.step.prepared_step() == 0) {
+  if (step == job_.step.committed_step() && job_.step.parts().prepared_step() == 0) {
     return job_.io.Answer(id, absl::OkStatus());
   }
   const std::shared_ptr<const DurableJob> to = OfStep(job_.durable.durable(), step);

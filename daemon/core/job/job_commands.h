@@ -18,11 +18,11 @@ class JobCommands {
   void OnCommand(SessionId id, const protocol::Command& command);
   void OnStepRequest(const StepRequestCopied& copied) {
     Session* const session = job_.members.Find(copied.session);
-    if (session != nullptr) job_.step.OnStepRequest(*session, copied);
+    if (session != nullptr) job_.step.commands().OnStepRequest(*session, copied);
   }
   void OnSummary(const SummaryCopied& copied) {
     Session* const session = job_.members.Find(copied.session);
-    if (session != nullptr) job_.step.OnSummary(*session, copied);
+    if (session != nullptr) job_.step.commands().OnSummary(*session, copied);
   }
 
  private:

@@ -90,8 +90,7 @@ void JobLife::StartRestore() {
     ++tasks_;
     job_.io.Start(TaskKind::kRestoreExtraStates, 0, std::move(extra));
   };
-  job_.step.Recover(recovered);
-  const uint32_t slot = job_.step.extra().slot();
+  const uint32_t slot = job_.step.parts().extra.slot();
   restore(recovered.extra_states, slot);
   // The extra states of a step that the previous daemon prepared become the job's when that step is decided.
   if (is_resumed() && recovered.kept->update->prepared) {
@@ -118,7 +117,6 @@ void JobLife::TryEndRestore() {
     return;
   }
   Enter(kActive);
-  job_.initial.Recover();
   if (is_resumed()) {
     job_.step.Resume(*job_.spec.recovered->kept->update);
     return;
@@ -142,10 +140,8 @@ void JobLife::Delete() {
 void JobLife::FreeWhenUnused() {
   // Discards a job that has neither parameters nor sessions, unless it is a recovered job that is being restored, which needs no
   // session.
-  const bool is_recovering = is_unrestored() && (has_begun_ || is_resumed());
-  if (!is_ending() && !job_.initial.ready() && job_.members.empty() && !is_recovering) {
-    Enter(kDiscarded);
-  }
+  const bool is_needed = is_unrestored() ? has_begun_ || is_resumed() : job_.initial.ready();
+  if (!is_ending() && !is_needed && job_.members.empty()) Enter(kDiscarded);
   if (!is_ending() || is_freed_ || !job_.members.empty() || !job_.io.idle()) return;
   is_freed_ = true;
   job_.io.actions().Emit(FreeJob{

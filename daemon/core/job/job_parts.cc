@@ -47,7 +47,7 @@ JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvm
       residency(io, pipeline, weights, swap, spec.plan.swap_slot_bytes),
       durable(spec, io, pipeline),
       step(spec, io, members, pipeline, durable, access, weights, leases),
-      fetches(spec, io, step, access, weights, leases) {
+      fetches(step.parts(), access, weights, leases) {
   if (const KeptUpdate* const update = RecordedUpdate(spec)) pipeline.store().KeepStaged(*update);
   for (const KeptLease& lease : leases.recorded()) {
     if (!weights.Adopt(lease)) (void)leases.Release(/*session=*/0, lease.lease);

@@ -28,9 +28,9 @@ absl::Status JobSessions::CheckAttach(const AttachRequested& request) const {
                      life_.goes_back() ? " goes back to a durable step" : " is being deleted"),
         "attach again in a moment");
   }
-  status = job_.members.CheckRun(
-      request, job_.step.committed_step(),
-      job_.initial.ready() ? Membership::Ready::kYes : Membership::Ready::kNo);
+  const bool ready = job_.initial.ready() && !life_.is_unrestored();
+  status = job_.members.CheckRun(request, job_.step.committed_step(),
+                                 ready ? Membership::Ready::kYes : Membership::Ready::kNo);
   if (!status.ok()) return status;
   return request.reattach ? CheckReattach(request) : job_.members.CheckRival(request);
 }
@@ -90,7 +90,7 @@ void JobSessions::AnswerAttaches() {
 bool JobSessions::MayAnswerAttach(const Session& session) const {
   if (session.reader) return job_.is_ready();
   const bool is_between_steps =
-      job_.step.phase() == Step::Phase::kOpen || job_.step.prepared_step() > 0;
+      job_.step.phase() == Step::Phase::kOpen || job_.step.parts().prepared_step() > 0;
   if (!is_between_steps || job_.pipeline.running()) return false;
   if (job_.io.stale_tasks() > 0 || job_.durable.in_progress()) return false;
   return job_.initial.ready() || job_.initial.WaitsForWriter(session.rank);
@@ -108,7 +108,7 @@ void JobSessions::AnswerAttachOk(Session& session) {
                                         .weights_on_swap = job_.spec.plan.has_weights_on_swap(),
                                         .grad_arena_bytes = arena_bytes,
                                         .step_region_offset = arena_bytes,
-                                        .trace = job_.step.trace()});
+                                        .trace = job_.step.parts().trace.committed()});
     return;
   }
   const uint32_t leases = job_.leases.GiveTo(session.id, session.rank, session.held_leases);
@@ -116,10 +116,11 @@ void JobSessions::AnswerAttachOk(Session& session) {
   if (writes_initial) job_.initial.AddWriter(session.id, session.rank);
   AnswerAttach answer = TermsOf(session);
   answer.writes_initial = writes_initial;
-  answer.extra_state_bytes = job_.step.extra().Part(session.rank).bytes;
-  answer.extra_state_offset = job_.step.extra().Part(session.rank).offset_bytes;
-  answer.rank0_extra_state_bytes = session.rank == 0 ? 0 : job_.step.extra().Part(0).bytes;
-  answer.rank0_extra_state_offset = job_.step.extra().Part(0).offset_bytes;
+  const StepExtraStates& extra = job_.step.parts().extra;
+  answer.extra_state_bytes = extra.Part(session.rank).bytes;
+  answer.extra_state_offset = extra.Part(session.rank).offset_bytes;
+  answer.rank0_extra_state_bytes = session.rank == 0 ? 0 : extra.Part(0).bytes;
+  answer.rank0_extra_state_offset = extra.Part(0).offset_bytes;
   answer.leases = leases;
   job_.io.actions().Emit(std::move(answer));
 }
@@ -128,7 +129,7 @@ void JobSessions::AnswerAttachOk(Session& session) {
 AnswerAttach JobSessions::TermsOf(const Session& session) const {
   const protocol::Layout& layout = *job_.spec.layout;
   const MemoryPlan& plan = job_.spec.plan;
-  std::vector<uint32_t> trace = job_.step.trace();
+  std::vector<uint32_t> trace = job_.step.parts().trace.committed();
   std::erase_if(trace, [&](uint32_t partition) {
     return !layout.is_shared() && layout.partitions()[partition].owner != session.rank;
   });
@@ -143,12 +144,12 @@ AnswerAttach JobSessions::TermsOf(const Session& session) const {
           .step_region_bytes = plan.step_region_bytes,
           .trace_bytes = plan.trace_bytes,
           .trace = std::move(trace),
-          .attempt = job_.step.attempt(),
+          .attempt = job_.step.gathering().attempt(),
           .outlives_daemon = job_.spec.options.keeps_jobs,
-          .prepared_step = job_.step.prepared_step(),
+          .prepared_step = job_.step.parts().prepared_step(),
           .durable_step = job_.durable.durable_step(),
           .durable_before = job_.durable.durable_before(),
-          .summary = job_.step.LastSummary()};
+          .summary = job_.step.nodes().EncodeLast()};
 }
 
 void JobSessions::OnMemoryMade(SessionId id, const absl::Status& status) {
@@ -175,7 +176,7 @@ void JobSessions::OnEnded(SessionId id, EndCause cause) {
   const bool counts =
       session->is_current() && job_.initial.ready() && !job_.failed() && !stop_.is_quiescent();
   if (!session->reader && counts) {
-    if (cause != EndCause::kDetached || job_.step.HasContributed(*session)) {
+    if (cause != EndCause::kDetached || job_.step.parts().HasContributed(*session)) {
       OnRankFailed(session->rank, session);
     } else {
       OnRankDetached(*session);
@@ -191,7 +192,7 @@ void JobSessions::OnRankEnded(const RankEnded& event) {
   if (!event.has_detached) return OnRankFailed(event.rank, nullptr);
   if (job_.members.is_detached(event.rank)) return;
   job_.members.SetDetached(event.rank);
-  job_.step.OnRankDetached(event.rank);
+  job_.step.gathering().OnRankDetached(event.rank);
 }
 
 void JobSessions::OnLeaseTimeExpired(uint64_t step) {
@@ -280,7 +281,7 @@ void JobSessions::OnRankFailed(uint32_t rank, Session* lost) {
                    " was lost in step ", committed + 1, "; the committed step is ", committed),
       absl::StrCat("attach again and go on after step ", committed));
   const std::vector<Session*> fenced = job_.members.BeginGeneration(lost, status);
-  job_.step.OnRankFailed(lost, status);
+  job_.step.gathering().OnRankFailed(lost, status);
   for (Session* session : fenced) {
     AnswerWaiting(*session, status);
     job_.leases.DropAll(session->id);
@@ -297,7 +298,7 @@ void JobSessions::OnRankDetached(const Session& session) {
     return;
   }
   job_.members.SetDetached(session.rank);
-  job_.step.OnRankDetached(session.rank);
+  job_.step.gathering().OnRankDetached(session.rank);
 }
 
 void JobSessions::AnswerWaiting(Session& session, const absl::Status& status) {
@@ -307,7 +308,8 @@ void JobSessions::AnswerWaiting(Session& session, const absl::Status& status) {
 }
 
 void JobSessions::CloseEnded() {
-  job_.members.CloseEnded([this](SessionId id) { return job_.step.UsesArenaOf(id); });
+  job_.members.CloseEnded(
+      [this](SessionId id) { return job_.step.parts().gradients.UsesArenaOf(id); });
 }
 
 absl::Status JobSessions::DeleteJob() {

@@ -46,7 +46,7 @@ bool JobStop::MissesRank() const {
 }
 
 void JobStop::TryStop() {
-  if (is_stopping() && MissesRank()) job_.step.GiveUpAttempt();
+  if (is_stopping() && MissesRank()) job_.step.gathering().GiveUp();
   if (is_stopping() && IsQuiet()) {
     state_ = State::kSaving;
     if (job_.spec.plan.has_durable_steps()) {

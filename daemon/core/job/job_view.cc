@@ -21,7 +21,7 @@ uint64_t StateBytesOf(const protocol::Layout& layout) {
 std::vector<uint32_t> TracedGroups(const JobParts& job) {
   std::vector<uint32_t> groups;
   std::vector<bool> seen(job.spec.layout->groups().size(), false);
-  for (const uint32_t partition : job.step.trace()) {
+  for (const uint32_t partition : job.step.parts().trace.committed()) {
     const uint32_t group = job.spec.layout->partitions()[partition].group;
     if (!seen[group]) groups.push_back(group);
     seen[group] = true;
@@ -73,7 +73,7 @@ JobView ViewOf(const Job& job) {
                .last_step_early_updates = work.last_step.early_updates,
                .restored_bytes = parts.durable.restored_bytes(),
                .to_restore_bytes = parts.durable.to_restore_bytes(),
-               .ready = parts.is_ready(),
+               .ready = parts.is_ready() && !job.life().is_unrestored(),
                .failed = job.life().error(),
                .dram_bytes = job.world().dram_bytes(),
                .swap_bytes = job.world().swap_bytes(),

@@ -31,22 +31,22 @@ bool JobWorld::TryChange() {
   if (!has_room_ || life_.is_ending() || !job_.is_ready() || job_.failed()) return false;
   if (!job_.members.has_only_waiting()) return false;
   if (!MayBegin(Activity::kWorldChange, UnderWay().Without(Activity::kEarlyUpdate))) return false;
-  job_.step.DropForNewWorld();
+  job_.step.gathering().DropForNewWorld();
   if (!MayBegin(Activity::kWorldChange, UnderWay()) || job_.io.stale_tasks() > 0) return false;
   MemoryPlan& plan = job_.spec.plan;
   const MemoryPlan before = std::exchange(plan, *std::exchange(next_plan_, std::nullopt));
   float_sums_ = FloatSums::kNone;
   ReplaceStepArena action{.step_bytes = plan.step_bytes,
                           .step_capacity_bytes = plan.step_capacity_bytes()};
+  const StepExtraStates& extra = job_.step.parts().extra;
   const uint32_t kept = std::min(before.session.world_size, job_.spec.world_size());
   for (uint32_t rank = 0; rank < kept; ++rank) {
-    action.extra_state.push_back(
-        {.from_bytes = before.extra_state_slot(rank, job_.step.extra().slot()),
-         .to_bytes = job_.step.extra().Part(rank).offset_bytes,
-         .size_bytes = job_.step.extra().Part(rank).bytes});
+    action.extra_state.push_back({.from_bytes = before.extra_state_slot(rank, extra.slot()),
+                                  .to_bytes = extra.Part(rank).offset_bytes,
+                                  .size_bytes = extra.Part(rank).bytes});
   }
   job_.members.OnWorldChanged();
-  job_.step.OnWorldChanged();
+  job_.step.gathering().OnWorldChanged();
   has_room_ = false;
   arena_ = StepArena::kMaking;
   job_.io.Start(TaskKind::kStepArena, 0, std::move(action));
@@ -58,7 +58,7 @@ void JobWorld::OnStepArenaMade(const TaskDone& done) {
 }
 
 bool JobWorld::WantsFloatSums() const {
-  return float_sums_ == FloatSums::kNone && job_.step.needs_float_sums();
+  return float_sums_ == FloatSums::kNone && job_.step.parts().gradients.needs_float_sums();
 }
 
 void JobWorld::MakeFloatSums() {
@@ -85,7 +85,7 @@ void JobWorld::TryUseFloatSums() {
   float_sums_ = FloatSums::kInUse;
   std::vector<uint64_t> narrow_offsets = job_.spec.plan.accumulator_offsets;
   job_.spec.plan.UseFloatSums(*job_.spec.layout);
-  job_.step.OnFloatSums(std::move(narrow_offsets));
+  job_.step.parts().gradients.OnFloatSums(std::move(narrow_offsets));
 }
 
 Activities JobWorld::UnderWay() const {

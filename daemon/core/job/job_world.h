@@ -45,7 +45,9 @@ class JobWorld {
   void MakeFloatSums();
   void OnFloatSumsMade(const TaskDone& done);
   // Ends the attempt that waits for float32 sums with `reason`.
-  void RefuseFloatSums(const absl::Status& reason) { job_.step.RefuseFloatSums(reason); }
+  void RefuseFloatSums(const absl::Status& reason) {
+    job_.step.parts().gradients.RefuseFloatSums(reason);
+  }
   void TryUseFloatSums();
   // Returns the bytes of float32 sums that are created and not used yet.
   uint64_t unused_sums_bytes() const {

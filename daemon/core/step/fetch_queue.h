@@ -12,7 +12,7 @@
 #include "daemon/core/plan/job_spec.h"
 #include "daemon/core/sessions/lease_table.h"
 #include "daemon/core/sessions/session.h"
-#include "daemon/core/step/step.h"
+#include "daemon/core/step/step_parts.h"
 #include "daemon/core/update/state_access.h"
 #include "daemon/core/update/weights_cache.h"
 #include "protocol/wire.h"
@@ -21,9 +21,8 @@ namespace forebay::daemon {
 
 class FetchQueue {
  public:
-  FetchQueue(const JobSpec& spec, JobTasks& io, Step& step, const StateAccess& access,
-             WeightsCache& weights, LeaseTable& leases)
-      : spec_(spec), io_(io), step_(step), access_(access), weights_(weights), leases_(leases) {}
+  FetchQueue(StepParts& step, const StateAccess& access, WeightsCache& weights, LeaseTable& leases)
+      : step_(step), access_(access), weights_(weights), leases_(leases) {}
 
   void Handle(const Session& session, const protocol::Command& command);
   void Serve();  // answers the fetches that can be answered now
@@ -41,17 +40,16 @@ class FetchQueue {
     bool leases = true;
   };
 
-  const JobSpec& spec_;
-  JobTasks& io_;
-  Step& step_;
-  const StateAccess& access_;
-  WeightsCache& weights_;
-  LeaseTable& leases_;
+  bool MayFetch(const Waiting& fetch) const;
   absl::StatusOr<uint64_t> Lease(const Waiting& fetch, uint64_t offset_bytes);
   // Returns the offset of the fetched weights if they may be read and are in DRAM, or the fetch's error. nullopt if the fetch
   // must wait.
   std::optional<absl::StatusOr<uint64_t>> OffsetOf(const Waiting& fetch);
 
+  StepParts& step_;
+  const StateAccess& access_;
+  WeightsCache& weights_;
+  LeaseTable& leases_;
   std::vector<Waiting> waiting_;
   bool waits_for_nobody_ = false;  // the timer of StartLeaseTimer runs
 };

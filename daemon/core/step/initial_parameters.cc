@@ -14,7 +14,8 @@ using protocol::ErrorId;
 using protocol::kGradUnitElems;
 using protocol::MakeError;
 
-InitialParameters::InitialParameters(const JobSpec& spec, JobTasks& io) : spec_(spec), io_(io) {
+InitialParameters::InitialParameters(const JobSpec& spec, JobTasks& io)
+    : spec_(spec), io_(io), ready_(spec.recovered != nullptr) {
   for (const protocol::PartitionPlace& partition : spec_.layout->partitions()) {
     written_.emplace_back((partition.elems + kGradUnitElems - 1) / kGradUnitElems, false);
   }

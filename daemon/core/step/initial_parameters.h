@@ -22,12 +22,10 @@ namespace forebay::daemon {
 
 class InitialParameters {
  public:
-  // `spec` and `io` outlive this object.
+  // The parameters of a recovered job are written already. `spec` and `io` outlive this object.
   InitialParameters(const JobSpec& spec, JobTasks& io);
 
   bool ready() const { return ready_; }
-  // Makes a recovered job ready, because its parameters are already written.
-  void Recover() { ready_ = true; }
   bool IsWriter(SessionId session) const { return writers_.contains(session); }
   // True if a session of the rank could become a writer now.
   bool WaitsForWriter(uint32_t rank) const;
@@ -87,7 +85,7 @@ class InitialParameters {
   const JobSpec& spec_;
   JobTasks& io_;
   std::map<SessionId, Writer> writers_;
-  bool ready_ = false;
+  bool ready_;
   std::optional<bool> has_masters_;         // nullopt: no range was written
   std::vector<std::vector<bool>> written_;  // by partition and unit of kGradUnitElems elements
   std::map<TaskId, Running> running_;

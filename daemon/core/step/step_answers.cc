@@ -18,13 +18,16 @@ absl::Status StepAnswers::OverflowError(uint64_t overflowed, uint64_t step) cons
       "go back to a checkpoint, or lower the learning rate");
 }
 
-void StepAnswers::Recover(const KeptMemory& kept, uint64_t step, Recovered recovered) {
-  norm_ = kept.norm;
-  clipped_ = kept.clipped;
-  overflowed_ = kept.overflowed;
-  const uint64_t published = recovered == Recovered::kUpdating ? step - 1 : step;
+StepAnswers::StepAnswers(const JobSpec& spec, JobTasks& io)
+    : spec_(spec), io_(io), waiting_(io.memory()), deciding_(io.memory()) {
+  const KeptMemory* const kept = KeptOf(spec.recovered.get());
+  if (kept == nullptr) return;
+  norm_ = kept->norm;
+  clipped_ = kept->clipped;
+  overflowed_ = kept->overflowed;
+  const uint64_t published = spec.recovered->published_step();
   if (overflowed_ > 0) status_ = OverflowError(overflowed_, published);
-  if (recovered == Recovered::kPublished) unreported_ = status_;
+  if (published == spec.recovered->step) unreported_ = status_;
 }
 
 void StepAnswers::OnDecided(const Decided& decided, uint64_t published_step) {

@@ -31,12 +31,8 @@ class StepAnswers {
     bool repeated = false;  // the client has sent the call again
   };
 
-  StepAnswers(const JobSpec& spec, JobTasks& io)
-      : spec_(spec), io_(io), waiting_(io.memory()), deciding_(io.memory()) {}
-
-  // Sets the values of a recovered job's step. kUpdating: the step is decided and not published.
-  enum class Recovered : uint8_t { kPublished, kUpdating };
-  void Recover(const KeptMemory& kept, uint64_t step, Recovered recovered);
+  // Sets the values of the recovered job's step.
+  StepAnswers(const JobSpec& spec, JobTasks& io);
 
   // Values in the answers to calls of the decided step. `overflowed`: number of masters that overflowed in the step before, on
   // all nodes.

@@ -3,9 +3,12 @@
 
 namespace forebay::daemon {
 
-void StepExtraStates::Recover(const std::vector<std::vector<std::byte>>& extra_states) {
-  const size_t ranks = std::min(bytes_.size(), extra_states.size());
-  for (size_t rank = 0; rank < ranks; ++rank) bytes_[rank] = extra_states[rank].size();
+StepExtraStates::StepExtraStates(const JobSpec& spec, JobTasks& io)
+    : spec_(spec), io_(io), bytes_(spec.world_size(), 0) {
+  if (spec.recovered == nullptr) return;
+  const auto& recovered = *spec.recovered->extra_states;
+  const size_t ranks = std::min(bytes_.size(), recovered.size());
+  for (size_t rank = 0; rank < ranks; ++rank) bytes_[rank] = recovered[rank].size();
 }
 
 void StepExtraStates::Copy(const StepBarrier::Calls& calls) {

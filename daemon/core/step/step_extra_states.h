@@ -22,10 +22,9 @@ namespace forebay::daemon {
 // Ownership  The arguments of the constructor outlive this object.
 class StepExtraStates {
  public:
-  StepExtraStates(const JobSpec& spec, JobTasks& io)
-      : spec_(spec), io_(io), bytes_(spec.world_size(), 0) {}
+  // Sets the sizes of the recovered job's extra_state.
+  StepExtraStates(const JobSpec& spec, JobTasks& io);
 
-  void Recover(const std::vector<std::vector<std::byte>>& extra_states);
   // Retains the extra_state of ranks that are in both worlds.
   void OnWorldChanged() { bytes_.resize(spec_.world_size(), 0); }
 
