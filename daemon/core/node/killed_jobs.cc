@@ -18,8 +18,14 @@ std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const Durab
   return nullptr;
 }
 
-absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, NodeOptions& node) {
-  if (const auto on_disk = FindNamed(node.recovered, job)) on_disk->RemoveOwn(slots);
+absl::Status ReserveKilled(DurableJob& job, NodeOptions& node) {
+  const std::shared_ptr<const DurableJob> on_disk = FindNamed(node.recovered, job);
+  if (job.durability.level != protocol::DurabilityLevel::kMemory) job.kept->durable = on_disk;
+  std::vector<nvme::Slot> slots = job.Slots();
+  if (job.kept->update != nullptr) {
+    slots.insert(slots.end(), job.kept->sum_slots.begin(), job.kept->sum_slots.end());
+  }
+  if (on_disk != nullptr) on_disk->RemoveOwn(slots);  // the volume has reserved these
   nvme::SlotMap left = node.swap;
   for (const nvme::Slot& slot : slots) {
     if (left.Reserve(slot)) continue;
@@ -27,17 +33,6 @@ absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, 
   }
   node.swap = std::move(left);
   return absl::OkStatus();
-}
-
-absl::Status ReserveKilled(DurableJob& job, NodeOptions& node) {
-  if (job.durability.level != protocol::DurabilityLevel::kMemory) {
-    job.kept->durable = FindNamed(node.recovered, job);
-  }
-  std::vector<nvme::Slot> slots = job.Slots();
-  if (job.kept->update != nullptr) {
-    slots.insert(slots.end(), job.kept->sum_slots.begin(), job.kept->sum_slots.end());
-  }
-  return ReserveSlots(job, std::move(slots), node);
 }
 
 void ReserveBefore(NodeOptions& node) {

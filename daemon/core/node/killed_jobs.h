@@ -12,14 +12,9 @@
 
 namespace forebay::daemon {
 
-// Reserves slots for the job. Slots that `node.recovered` names for the job are reserved already.
-//
-// Errors  E_CORRUPT  another job has some of the slots. No slot is then reserved.
-absl::Status ReserveSlots(const DurableJob& job, std::vector<nvme::Slot> slots, NodeOptions& node);
-
 // Adds the job's durable step in `node.recovered` to the job, and reserves the slots that the job names.
 //
-// Errors  as ReserveSlots().
+// Errors  E_CORRUPT  another job has some of the slots. No slot is then reserved.
 absl::Status ReserveKilled(DurableJob& job, NodeOptions& node);
 
 // Reserves the slots of earlier steps (DurableJob::before) for the jobs of `node.recovered`, because the volume does not
