@@ -42,7 +42,7 @@ void JobLife::Begin() {
   const MemoryPlan& plan = spec.plan;
   job_.io.Start(
       TaskKind::kJobMemory, 0,
-      CreateJobMemory{.is_kept = KeptOf(spec.recovered.get()) != nullptr,
+      CreateJobMemory{.is_kept = spec.kept() != nullptr,
                       .keeps_gradients = spec.keeps_gradients,
                       .keeps_step = is_resumed(),
                       .weights_bytes = plan.weights_bytes,
@@ -93,8 +93,8 @@ void JobLife::StartRestore() {
   const uint32_t slot = job_.step.parts().extra.slot();
   restore(recovered.extra_states, slot);
   // The extra states of a step that the previous daemon prepared become the job's when that step is decided.
-  if (is_resumed() && recovered.kept->update->prepared) {
-    restore(recovered.kept->update->prepared->extra_states, 1 - slot);
+  if (is_resumed() && job_.spec.kept_update()->prepared) {
+    restore(job_.spec.kept_update()->prepared->extra_states, 1 - slot);
   }
   job_.durable.StartRestore();
 }
@@ -118,12 +118,12 @@ void JobLife::TryEndRestore() {
   }
   Enter(kActive);
   if (is_resumed()) {
-    job_.step.Resume(*job_.spec.recovered->kept->update);
+    job_.step.Resume(*job_.spec.kept_update());
     return;
   }
   const uint64_t step = job_.step.published_step();
   const bool is_due = job_.durable.IsDue(step) && job_.durable.durable_step() < step;
-  if (KeptOf(job_.spec.recovered.get()) != nullptr && is_due) {
+  if (job_.spec.kept() != nullptr && is_due) {
     job_.durable.Begin(job_.step.PublishedNow());
   }
 }
@@ -144,9 +144,9 @@ void JobLife::FreeWhenUnused() {
   if (!is_ending() && !is_needed && job_.members.empty()) Enter(kDiscarded);
   if (!is_ending() || is_freed_ || !job_.members.empty() || !job_.io.idle()) return;
   is_freed_ = true;
-  job_.io.actions().Emit(FreeJob{
-      .job = job_.spec.id,
-      .keeps_arenas = is_unrestored() && job_.spec.recovered->kept.has_value() && !is_resumed()});
+  job_.io.actions().Emit(
+      FreeJob{.job = job_.spec.id,
+              .keeps_arenas = is_unrestored() && job_.spec.kept() != nullptr && !is_resumed()});
 }
 
 absl::Status JobLife::FailedStatus() const {
@@ -165,10 +165,7 @@ std::shared_ptr<const DurableJob> JobLife::unrestored() const {
   return is_unrestored() ? job_.spec.recovered : nullptr;
 }
 
-bool JobLife::is_resumed() const {
-  const KeptMemory* const kept = KeptOf(job_.spec.recovered.get());
-  return kept != nullptr && kept->update != nullptr && !goes_back();
-}
+bool JobLife::is_resumed() const { return job_.spec.kept_update() != nullptr && !goes_back(); }
 
 std::shared_ptr<const DurableJob> JobLife::ForLedger() const {
   if (unrestored() != nullptr) return InLedger(unrestored());

@@ -6,25 +6,6 @@
 #include <vector>
 
 namespace forebay::daemon {
-namespace {
-
-std::vector<KeptLease> RecordedLeases(const JobSpec& spec) {
-  const KeptMemory* const kept = KeptOf(spec.recovered.get());
-  return kept == nullptr ? std::vector<KeptLease>() : kept->leases;
-}
-
-// Returns the update that the previous daemon has not ended. Null if there is none.
-const KeptUpdate* RecordedUpdate(const JobSpec& spec) {
-  const KeptMemory* const kept = KeptOf(spec.recovered.get());
-  return kept == nullptr ? nullptr : kept->update.get();
-}
-
-std::span<const KeptUpdate::Sums> RecordedSums(const JobSpec& spec) {
-  const KeptUpdate* const update = RecordedUpdate(spec);
-  return update == nullptr ? std::span<const KeptUpdate::Sums>() : update->sums;
-}
-
-}  // namespace
 
 JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap,
                    PathTable& path_table)
@@ -32,11 +13,13 @@ JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvm
       io(actions, spec.id),
       members(spec, io),
       initial(spec, io),
-      leases(actions, spec.id, RecordedLeases(spec)),
+      leases(actions, spec.id,
+             spec.kept() == nullptr ? std::vector<KeptLease>() : spec.kept()->leases),
       pipeline(io, spec.layout, spec.plan, leases,
                {.swap_slots = spec.swap_slots,
                 .sum_slots = spec.sum_slots,
-                .recorded_sums = RecordedSums(spec),
+                .recorded_sums = spec.kept_update() == nullptr ? std::span<const KeptUpdate::Sums>()
+                                                               : spec.kept_update()->sums,
                 .swap = swap,
                 .path_table = path_table,
                 .pool = pool,
@@ -48,7 +31,7 @@ JobParts::JobParts(JobSpec job_spec, ActionSink& actions, StagingPool& pool, nvm
       durable(spec, io, pipeline),
       step(spec, io, members, pipeline, durable, access, weights, leases),
       fetches(step.parts(), access, weights, leases) {
-  if (const KeptUpdate* const update = RecordedUpdate(spec)) pipeline.store().KeepStaged(*update);
+  if (spec.kept_update() != nullptr) pipeline.store().KeepStaged(*spec.kept_update());
   for (const KeptLease& lease : leases.recorded()) {
     if (!weights.Adopt(lease)) (void)leases.Release(/*session=*/0, lease.lease);
   }

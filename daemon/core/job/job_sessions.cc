@@ -291,8 +291,7 @@ void JobSessions::OnRankFailed(uint32_t rank, Session* lost) {
 // Handles the detach of a rank that has delivered no gradients to the step. The step calls of other ranks are refused until
 // this rank has attached again.
 void JobSessions::OnRankDetached(const Session& session) {
-  const bool may_come_back =
-      KeptOf(job_.spec.recovered.get()) != nullptr && !job_.members.has_begun_anew();
+  const bool may_come_back = job_.spec.kept() != nullptr && !job_.members.has_begun_anew();
   if (!job_.members.HasCurrentBeside(session.id) && !may_come_back) {
     job_.members.ClearDetached();  // no rank remains: the step waits for all ranks to attach
     return;

@@ -16,8 +16,7 @@ bool JobStop::MayStop() const {
   if (job_.failed() || life_.is_ending() || !world_.has_step_arena()) return false;
   // If the job is being restored from the disk, the next daemon restores it from the disk again. If the job is not ready, its
   // ranks write the initial parameters again.
-  const bool is_continued =
-      life_.is_unrestored() ? job_.spec.recovered->kept.has_value() : job_.is_ready();
+  const bool is_continued = life_.is_unrestored() ? job_.spec.kept() != nullptr : job_.is_ready();
   return is_continued && !loses_slots();
 }
 

@@ -31,6 +31,12 @@ struct JobSpec {
   // True if the ranks reattach with the grad arenas that they have mapped. The previous daemon has retained these arenas.
   bool keeps_gradients = false;
 
+  // The memory of `recovered` that was retained, and the update that the previous daemon did not end. Null if there is none.
+  const KeptMemory* kept() const { return KeptOf(recovered.get()); }
+  const KeptUpdate* kept_update() const {
+    return kept() == nullptr ? nullptr : kept()->update.get();
+  }
+
   uint32_t world_size() const { return plan.session.world_size; }
   bool is_over_nodes() const { return plan.session.world_ranks > 0; }
 };

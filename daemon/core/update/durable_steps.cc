@@ -175,7 +175,7 @@ void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint
 // -------------------------------------------------------------------------------------------- restore
 
 void DurableSteps::StartRestore() {
-  const KeptMemory* const kept = KeptOf(spec_.recovered.get());
+  const KeptMemory* const kept = spec_.kept();
   if (spec_.plan.has_durable_steps()) last_ = kept != nullptr ? kept->durable : spec_.recovered;
   pipeline_.terms().SetUpdates(spec_.recovered->param_updates);
   store_.Adopt(*spec_.recovered);
