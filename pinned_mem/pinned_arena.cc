@@ -18,7 +18,6 @@
 #include "pinned_mem/internal/numa_policy.h"
 #include "pinned_mem/internal/segment.h"
 #include "pinned_mem/memory_limit.h"
-#include "pinned_mem/range_allocator.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -38,8 +37,7 @@ struct PinnedArena::State {
       : options(arena_options),
         fd(std::move(memfd)),
         segment(std::move(whole_segment)),
-        huge_pieces(PiecesOf(options.capacity_bytes), 0),
-        ranges(options.capacity_bytes / kPageBytes, kMaxRanges) {}
+        huge_pieces(PiecesOf(options.capacity_bytes), 0) {}
 
   static uint64_t PiecesOf(uint64_t bytes) {
     return (bytes + protocol::kHugePageBytes - 1) / protocol::kHugePageBytes;
@@ -65,7 +63,6 @@ struct PinnedArena::State {
   std::atomic<uint64_t> populated_bytes = 0;
   std::vector<int> numa_nodes;
   std::atomic<bool> locked = true;
-  RangeAllocator ranges;
 };
 
 namespace {
@@ -251,34 +248,14 @@ absl::Status PinnedArena::FreePart(const ArenaPart& part) { return state_->FreeP
 PinnedArena::PinnedArena(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 PinnedArena::~PinnedArena() {
-  FOREBAY_CHECK(state_->ranges.live_ranges() == 0);  // no live range may outlive the arena
   if (state_->options.at_end == AtEnd::kKeepForReaders) return;
   (void)internal::FreePages(state_->fd.get(), {0, capacity_bytes()});
-}
-
-absl::StatusOr<PinnedArena::Range> PinnedArena::Allocate(uint64_t size_bytes) {
-  if (size_bytes == 0 || size_bytes > capacity_bytes()) {
-    return MakeError(ErrorId::kRange, absl::StrCat("arena ", name(), ": a range of ", size_bytes,
-                                                   " bytes does not fit ", capacity_bytes()));
-  }
-  const uint64_t rounded_bytes = protocol::RoundUp(size_bytes, kRangeAlignment);
-  const std::optional<uint64_t> page = state_->ranges.Allocate(rounded_bytes / kPageBytes);
-  if (!page.has_value()) {
-    return MakeError(
-        ErrorId::kLimit,
-        absl::StrCat("arena ", name(), ": no free run of ", rounded_bytes, " bytes (free ",
-                     free_bytes(), ", longest run ",
-                     state_->ranges.largest_free_pages() * kPageBytes, ", live ranges ",
-                     state_->ranges.live_ranges(), " of ", kMaxRanges, ")"));
-  }
-  return Range(*this, *page * kPageBytes, size_bytes);
 }
 
 std::span<std::byte> PinnedArena::bytes() const { return state_->segment.bytes(); }
 uint64_t PinnedArena::capacity_bytes() const { return state_->options.capacity_bytes; }
 uint64_t PinnedArena::populated_bytes() const { return state_->populated_bytes; }
 uint64_t PinnedArena::huge_bytes() const { return state_->huge_bytes; }
-uint64_t PinnedArena::free_bytes() const { return state_->ranges.free_pages() * kPageBytes; }
 const std::vector<int>& PinnedArena::numa_nodes() const { return state_->numa_nodes; }
 bool PinnedArena::locked() const { return state_->locked; }
 int PinnedArena::PlacedNode(uint64_t offset_bytes) const {
@@ -328,36 +305,5 @@ bool PinnedArena::FreeIfUnused() {
   (void)internal::FreePages(state_->fd.get(), {0, capacity_bytes()});
   return true;
 }
-
-PinnedArena::Range::Range(PinnedArena& arena, uint64_t offset_bytes, uint64_t size_bytes)
-    : arena_(&arena), offset_bytes_(offset_bytes), size_bytes_(size_bytes) {}
-
-PinnedArena::Range::Range(Range&& other) noexcept
-    : arena_(std::exchange(other.arena_, nullptr)),
-      offset_bytes_(other.offset_bytes_),
-      size_bytes_(other.size_bytes_) {}
-
-PinnedArena::Range& PinnedArena::Range::operator=(Range&& other) noexcept {
-  if (this == &other) return *this;
-  Release();
-  arena_ = std::exchange(other.arena_, nullptr);
-  offset_bytes_ = other.offset_bytes_;
-  size_bytes_ = other.size_bytes_;
-  return *this;
-}
-
-PinnedArena::Range::~Range() { Release(); }
-
-void PinnedArena::Range::Release() {
-  if (arena_ == nullptr) return;
-  arena_->state_->ranges.Release(offset_bytes_ / kPageBytes);
-  arena_ = nullptr;
-}
-
-std::span<std::byte> PinnedArena::Range::bytes() const {
-  return arena_->bytes().subspan(offset_bytes_, size_bytes_);
-}
-
-uint64_t PinnedArena::Range::offset_bytes() const { return offset_bytes_; }
 
 }  // namespace forebay::pinned_mem

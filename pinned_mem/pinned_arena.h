@@ -61,49 +61,21 @@ struct ArenaOptions {
   std::shared_ptr<std::atomic<uint64_t>> populated_bytes = {};
 };
 
-// One memfd segment, used as a whole or allocated in ranges, with 2 MiB pages (MADV_COLLAPSE) if possible. Create() and
-// Populate() bind, touch and lock every page. No later call can therefore fault a page in, move it, or find the node full. New
+// One memfd segment, with 2 MiB pages (MADV_COLLAPSE) if possible. Create() and Populate() bind, touch and lock every page. No later call can therefore fault a page in, move it, or find the node full. New
 // memory is all zeros. No process may touch parts of an arena that have no memory.
 //
 // Every segment is sealed with SHRINK, GROW and SEAL: its size is fixed, and no process can stop this process from writing it
 // or from freeing its pages. If a client punches a hole into a shared segment, its own bytes are lost, and this process reads
 // zeros.
 //
-// Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
+// Ownership  The arena owns the pages and the fd.
 // Threads    Create(), Adopt(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker (they
-//            block), one of them at a time for one arena; all else on the loop thread. The bytes of a
-//            live range may be passed to any thread.
-// Limits     At most kMaxRanges live ranges.
+//            block), one of them at a time for one arena; all else on the loop thread. The bytes may be passed to any thread.
 // Source     memfd_create(2), madvise(2), set_mempolicy(2), mlock(2), fcntl(2) F_ADD_SEALS, fallocate(2),
 //            Linux man-pages.
 class PinnedArena {
  public:
-  // Alignment of ranges in bytes; sufficient for O_DIRECT on disks with 4 KiB sectors.
-  static constexpr uint64_t kRangeAlignment = 4096;
-  static constexpr int kMaxRanges = 1 << 16;
   static constexpr size_t kNameBytesMax = 200;
-
-  // The right to use one byte range. Move-only. The destructor frees the range.
-  class [[nodiscard]] Range {
-   public:
-    Range(Range&& other) noexcept;
-    Range& operator=(Range&& other) noexcept;
-    ~Range();
-
-    // Returns the bytes of the range. Their address is fixed while the range lives. They are not zeroed.
-    std::span<std::byte> bytes() const;
-    // Returns the offset from the start of the segment. Clients add it to the address of their mapping.
-    uint64_t offset_bytes() const;
-
-   private:
-    friend class PinnedArena;
-    Range(PinnedArena& arena, uint64_t offset_bytes, uint64_t size_bytes);
-    void Release();
-
-    PinnedArena* arena_;
-    uint64_t offset_bytes_;
-    uint64_t size_bytes_;
-  };
 
   // Reserves the whole segment or nothing. Blocks while the kernel zeroes every page.
   //
@@ -113,7 +85,7 @@ class PinnedArena {
   static absl::StatusOr<std::unique_ptr<PinnedArena>> Create(const ArenaOptions& options);
 
   // Creates an arena over the memfd that an earlier process created with the same options. `fd` comes from DuplicateFd(). The
-  // pages of `parts` have memory, and retain their bytes, NUMA nodes and size. No other page gets memory. All ranges are free.
+  // pages of `parts` have memory, and retain their bytes, NUMA nodes and size. No other page gets memory.
   // Costs one system call for each 2 MiB: no page is copied.
   //
   // Ownership  An error closes the descriptor; it frees no page that somebody else has.
@@ -146,14 +118,6 @@ class PinnedArena {
   // Errors  E_INTERNAL  the kernel refuses; the bytes are unchanged.
   absl::Status FreePart(const ArenaPart& part);
 
-  // Allocates a range of `size_bytes` > 0 bytes, rounded up to whole pages. O(log ranges), no system call. The bytes have the
-  // content that the previous owner of the range wrote.
-  //
-  // Errors  E_RANGE  size 0, or above the capacity.
-  //         E_LIMIT  no free run is long enough now, or kMaxRanges are live. Retry after a range
-  //                  has died.
-  absl::StatusOr<Range> Allocate(uint64_t size_bytes);
-
   // Returns the whole segment, whose address is aligned to 2 MiB.
   std::span<std::byte> bytes() const;
   uint64_t capacity_bytes() const;
@@ -170,8 +134,6 @@ class PinnedArena {
   const std::vector<int>& numa_nodes() const;
   // Returns the node that the options prefer for an offset; -1 if they prefer no node.
   int PlacedNode(uint64_t offset_bytes) const;
-  // Returns the bytes that are not allocated to ranges.
-  uint64_t free_bytes() const;
   bool locked() const;
   const std::string& name() const;
 

@@ -12,7 +12,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
-#include "protocol/os/status_macros.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U  // linux/memfd.h, 6.3

@@ -84,7 +84,6 @@ TEST_F(AdoptedArena, HasTheBytesPagesNodesAndLockOfTheOneBefore) {
       EXPECT_EQ(adopted->populated_bytes(), capacity);
       EXPECT_EQ(*options.populated_bytes, capacity);
       EXPECT_EQ(adopted->allocated_bytes(), capacity);
-      EXPECT_EQ(adopted->free_bytes(), capacity);
       EXPECT_EQ(adopted->numa_nodes(), nodes);
       EXPECT_EQ(adopted->locked(), locked);
       EXPECT_EQ(reinterpret_cast<uintptr_t>(adopted->bytes().data()) % (2 * kMib), 0u);

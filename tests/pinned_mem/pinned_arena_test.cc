@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Goal    An arena is exactly its size, zero, populated and aligned. Freed ranges can be allocated again. Its seals block
-//         attacks that succeed on a segment without seals.
+// Goal    An arena is exactly its size, zero, populated and aligned. Its seals block attacks that succeed on a segment without
+//         seals.
 // Method  Make arenas of odd sizes, query the kernel (st_blocks, mincore), then attack them with the system calls that a client
 //         could use on its descriptor.
 
@@ -14,7 +14,6 @@
 #include <atomic>
 #include <cerrno>
 #include <fstream>
-#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -31,7 +30,6 @@ using ::forebay::testing::kMib;
 using ::forebay::testing::kPage;
 using ::forebay::testing::MakeArena;
 using ::forebay::testing::OptionsFor;
-using ::testing::HasSubstr;
 
 class PinnedArenaTest : public ::forebay::testing::DescriptorsAsBefore {};
 class PinnedArenaSeals : public ::forebay::testing::DescriptorsAsBefore {};
@@ -191,39 +189,6 @@ TEST_F(PinnedArenaTest, IsLockedWherePossibleAndLeftOutOfCoreFiles) {
     }
   }
   EXPECT_TRUE(dont_dump);
-}
-
-TEST_F(PinnedArenaTest, RangesGiveTheirBytesBackWhenTheyDie) {
-  const auto arena = MakeArena(OptionsFor(8 * kPage, Access::kPrivate));
-  ASSERT_NE(arena, nullptr);
-  {
-    auto first = arena->Allocate(1);
-    ASSERT_TRUE(first.ok());
-    EXPECT_EQ(first->bytes().size(), 1u) << "what was asked for";
-    EXPECT_EQ(arena->free_bytes(), 7 * kPage) << "rounded up to the page";
-    auto second = arena->Allocate(7 * kPage);
-    ASSERT_TRUE(second.ok());
-    EXPECT_EQ(second->offset_bytes(), kPage);
-    EXPECT_EQ(second->bytes().data(), arena->bytes().data() + kPage);
-    EXPECT_EQ(IdOf(arena->Allocate(1).status()), ErrorId::kLimit);
-
-    PinnedArena::Range moved = *std::move(second);
-    moved = *std::move(first);  // frees the seven pages of `second`, once
-    EXPECT_EQ(arena->free_bytes(), 7 * kPage);
-    EXPECT_EQ(moved.offset_bytes(), 0u);
-  }
-  EXPECT_EQ(arena->free_bytes(), 8 * kPage);
-  EXPECT_TRUE(arena->Allocate(8 * kPage).ok());
-}
-
-TEST_F(PinnedArenaTest, ARangeThatCannotBeIsRefusedWithTheNumbers) {
-  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kPrivate));
-  ASSERT_NE(arena, nullptr);
-  EXPECT_EQ(IdOf(arena->Allocate(0).status()), ErrorId::kRange);
-  EXPECT_EQ(IdOf(arena->Allocate(4 * kPage + 1).status()), ErrorId::kRange);
-  EXPECT_EQ(IdOf(arena->Allocate(UINT64_MAX).status()), ErrorId::kRange);
-  const auto half = arena->Allocate(2 * kPage);
-  EXPECT_THAT(std::string(arena->Allocate(3 * kPage).status().message()), HasSubstr("free 8192"));
 }
 
 TEST_F(PinnedArenaTest, WrongOptionsAreRefusedByName) {
@@ -436,16 +401,6 @@ TEST_F(PinnedArenaTest, ItsEndUnmapsIt) {
   unsigned char resident[4 * kMib / kPage];
   EXPECT_EQ(mincore(begin, 4 * kPage, resident), 0);
   EXPECT_EQ(mincore(other_begin, 4 * kMib, resident), -1) << "still mapped";
-}
-
-TEST(PinnedArenaDeathTest, ARangeMustNotOutliveItsArena) {
-  EXPECT_DEATH(
-      {
-        auto arena = MakeArena(OptionsFor(kPage, Access::kPrivate));
-        auto range = arena->Allocate(kPage);
-        arena.reset();
-      },
-      "CHECK failed");
 }
 
 }  // namespace
