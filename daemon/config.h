@@ -4,13 +4,11 @@
 
 #include <chrono>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "daemon/exec/volume_place.h"
 #include "nvme/io/engine_factory.h"
 #include "nvme/swap_files.h"
@@ -78,7 +76,7 @@ struct ConfigKey {
   std::string_view help;
 };
 
-std::span<const ConfigKey> ConfigKeys();
+std::vector<ConfigKey> ConfigKeys();
 
 // Reads a TOML file. Its settings override those in `config`.
 //
