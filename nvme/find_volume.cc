@@ -12,7 +12,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -103,13 +102,7 @@ class EndsReader {
     RETURN_IF_ERROR(ReadPage(offset_bytes));
     const std::optional<uint32_t> version = internal::LabelVersion(page_.bytes());
     if (version && *version > internal::kFormatVersion) {
-      return MakeError(
-          ErrorId::kSwapPath,
-          absl::StrFormat("%s: it holds a volume of swap format %d; this version of Forebay "
-                          "reads format %d",
-                          ends_.name, *version, internal::kFormatVersion),
-          "start the version that made it, or delete the file or wipe the device if "
-          "nothing of it is needed");
+      return internal::OtherFormatError(ends_.name, *version);
     }
     Label label;
     if (DecodePage(page_.bytes(), label)) ends_.labels.push_back(label);

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -68,13 +67,7 @@ absl::Status CheckVersion(OpenMode mode, std::string_view name, std::span<const 
   const std::optional<uint32_t> version = internal::LabelVersion(page);
   if (!version || *version == internal::kFormatVersion) return absl::OkStatus();
   if (mode == OpenMode::kReclaim && *version <= internal::kOldVersionMax) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kSwapPath,
-      absl::StrFormat("%s: it holds a volume of swap format %d; this version of Forebay "
-                      "reads format %d",
-                      name, *version, internal::kFormatVersion),
-      "start the version that made it, or delete the file or wipe the device if "
-      "nothing of it is needed");
+  return internal::OtherFormatError(name, *version);
 }
 
 }  // namespace

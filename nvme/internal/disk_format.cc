@@ -6,6 +6,10 @@
 #include <cstring>
 #include <optional>
 
+#include "absl/strings/str_format.h"
+#include "nvme/checksum.h"
+#include "protocol/error.h"
+
 namespace forebay::nvme::internal {
 namespace {
 
@@ -59,6 +63,16 @@ std::optional<uint64_t> AreaBytes(uint64_t slots, uint64_t ledger_bytes) {
   constexpr uint64_t kBytesMax = uint64_t{1} << 48;
   if (slots > kBytesMax / sizeof(SlotEntry) || ledger_bytes > kBytesMax) return std::nullopt;
   return protocol::RoundUp(slots * sizeof(SlotEntry) + ledger_bytes, kPageBytes);
+}
+
+absl::Status OtherFormatError(std::string_view path, uint32_t version) {
+  return protocol::MakeError(
+      protocol::ErrorId::kSwapPath,
+      absl::StrFormat("%s: it holds a volume of swap format %d; this version of Forebay "
+                      "reads format %d",
+                      path, version, kFormatVersion),
+      "start the version that made it, or delete the file or wipe the device if "
+      "nothing of it is needed");
 }
 
 uint64_t PageChecksum(std::span<const std::byte> page) {

@@ -7,8 +7,9 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string_view>
 
-#include "nvme/checksum.h"
+#include "absl/status/status.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/slot_map.h"
 #include "protocol/units.h"
@@ -82,6 +83,8 @@ bool DecodePage(std::span<const std::byte> page, Record& record);
 
 // Returns the version of an intact label of any version. Returns nothing if the page holds no intact label.
 std::optional<uint32_t> LabelVersion(std::span<const std::byte> page);
+// Returns the error (E_SWAP_PATH) of a path whose label has another version that this release cannot read.
+absl::Status OtherFormatError(std::string_view path, uint32_t version);
 
 // Returns the checksum that is stored in the page.
 uint64_t PageChecksum(std::span<const std::byte> page);
