@@ -23,10 +23,15 @@
 #include "protocol/os/status_macros.h"
 
 namespace forebay::tools {
+
+// The saved state of a run. The name is that of its folder.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(KeptTraining, job, step)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(KeptRun, places, paths, swap_bytes, dram_bytes, dram, config,
+                                   settings, run, trainings)
+
 namespace {
 
 namespace fs = std::filesystem;
-using json = nlohmann::ordered_json;
 using protocol::ErrnoText;
 using protocol::ErrorId;
 using protocol::MakeError;
@@ -56,33 +61,6 @@ absl::Status CheckStateFolder(const fs::path& state_folder) {
   if (!state_folder.empty()) return absl::OkStatus();
   return MakeError(ErrorId::kOption, "there is no folder for the names of kept runs",
                    "set XDG_STATE_HOME, or HOME, to an absolute path");
-}
-
-json JsonOf(const KeptRun& run) {
-  json trainings = json::array();
-  for (const KeptTraining& training : run.trainings) {
-    trainings.push_back({{"job", training.job}, {"step", training.step}});
-  }
-  return {{"places", run.places},         {"paths", run.paths}, {"swap_bytes", run.swap_bytes},
-          {"dram_bytes", run.dram_bytes}, {"dram", run.dram},   {"config", run.config},
-          {"settings", run.settings},     {"run", run.run},     {"trainings", trainings}};
-}
-
-// Parses the state of a run. Throws nlohmann's errors.
-KeptRun RunOf(const json& state, const std::string& name) {
-  KeptRun run{.name = name,
-              .places = state.at("places"),
-              .paths = state.at("paths"),
-              .swap_bytes = state.at("swap_bytes"),
-              .dram_bytes = state.at("dram_bytes"),
-              .dram = state.at("dram"),
-              .config = state.at("config"),
-              .settings = state.at("settings"),
-              .run = state.at("run")};
-  for (const json& training : state.at("trainings")) {
-    run.trainings.push_back({.job = training.at("job"), .step = training.at("step")});
-  }
-  return run;
 }
 
 UniqueFd Lock(const fs::path& folder) {
@@ -192,8 +170,10 @@ absl::StatusOr<KeptRun> ReadKeptRun(const fs::path& state_folder, const std::str
   std::stringstream text;
   text << std::ifstream(folder / kStateName).rdbuf();
   try {
-    return RunOf(json::parse(text.str()), name);
-  } catch (const json::exception& error) {
+    KeptRun run = nlohmann::json::parse(text.str());
+    run.name = name;
+    return run;
+  } catch (const nlohmann::json::exception& error) {
     return MakeError(
         ErrorId::kCorrupt,
         absl::StrCat((folder / kStateName).string(), " cannot be read: ", error.what()),
@@ -204,7 +184,7 @@ absl::StatusOr<KeptRun> ReadKeptRun(const fs::path& state_folder, const std::str
 
 absl::Status KeptRunFile::Save(KeptRun run) {
   run_ = std::move(run);
-  return WriteDurably(folder_ / kStateName, JsonOf(run_).dump(2) + "\n");
+  return WriteDurably(folder_ / kStateName, nlohmann::json(run_).dump(2) + "\n");
 }
 
 absl::Status KeptRunFile::Remove() {
