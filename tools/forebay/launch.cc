@@ -3,8 +3,6 @@
 
 #include <poll.h>
 #include <signal.h>
-#include <sys/signalfd.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -93,10 +91,9 @@ class Nodes {
   int Wait() {
     while (std::ranges::any_of(nodes_, IsRunning)) {
       Poll();
-      const std::optional<int> number = NextSignal();
-      if (number.has_value()) {
+      if (const auto signal = ReadSignal(signal_fd_)) {
         is_signalled_ = true;
-        for (const auto& node : nodes_) Send(*node, absl::StrCat(*number, "\n"));
+        for (const auto& node : nodes_) Send(*node, absl::StrCat(signal->ssi_signo, "\n"));
       }
       for (const auto& node : nodes_) Handle(*node);
       if (end_.has_value() && Clock::now() > *end_) {
@@ -114,12 +111,6 @@ class Nodes {
   // Writes `text` into the pipe to launch-node. The pipe has room for it. Has no effect if the reader has ended.
   static void Send(const Node& node, const std::string& text) {
     (void)!::write(node.remote.stdin_fd.get(), text.data(), text.size());
-  }
-
-  std::optional<int> NextSignal() const {
-    signalfd_siginfo info;
-    if (::read(signal_fd_, &info, sizeof(info)) != sizeof(info)) return std::nullopt;
-    return static_cast<int>(info.ssi_signo);
   }
 
   void Poll() {

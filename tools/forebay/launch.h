@@ -2,7 +2,6 @@
 // `forebay launch`: runs one command on each host of a hostfile, over ssh.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 

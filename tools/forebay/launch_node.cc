@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/forebay/launch_node.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
@@ -13,7 +12,6 @@
 #include <chrono>
 #include <cstdio>
 #include <optional>
-#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -39,12 +37,7 @@ int Fail(const absl::Status& status, int exit_status) {
 class Lines {
  public:
   // Waits for more bytes. Returns false at the end of stdin or if too many bytes are unread.
-  bool Read() {
-    std::array<char, 4096> bytes;
-    const ssize_t got = ::read(STDIN_FILENO, bytes.data(), bytes.size());
-    if (got > 0) text_.append(bytes.data(), static_cast<size_t>(got));
-    return (got > 0 && text_.size() <= kNodeMessageMax) || (got < 0 && errno == EINTR);
-  }
+  bool Read() { return ReadSome(STDIN_FILENO, text_) > 0 && text_.size() <= kNodeMessageMax; }
 
   std::optional<std::string> Next() {
     const size_t end = text_.find('\n');

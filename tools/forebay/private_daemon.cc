@@ -4,9 +4,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
-#include <sys/signalfd.h>
 #include <sys/un.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -262,8 +260,7 @@ int PrivateDaemon::StopDurably(int signal_fd) {
   while (watched[1].revents == 0 && Clock::now() < end) {
     ::poll(watched.data(), watched.size(), 1000);
     store_.Drain();
-    signalfd_siginfo info;
-    while (watched[2].revents != 0 && ::read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
+    while (watched[2].revents != 0 && ReadSignal(signal_fd)) {
       process_->Signal(SIGINT);
     }
   }

@@ -6,7 +6,6 @@
 #include <poll.h>
 #include <string.h>
 #include <sys/prctl.h>
-#include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -167,25 +166,21 @@ absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
       launch.listen_pid = variable.data() + kListenPid.size();
     }
   }
-  std::array<int, 2> pipe_ends;  // carries the errno of a failed exec; a successful exec closes it
-  if (::pipe2(pipe_ends.data(), O_CLOEXEC) != 0) {
-    return MakeError(ErrorId::kLimit, ErrnoText("pipe", errno));
-  }
-  UniqueFd read_end(pipe_ends[0]);
-  UniqueFd write_end(pipe_ends[1]);
+  // The pipe carries the errno of a failed exec. A successful exec closes it.
+  ASSIGN_OR_RETURN(Pipe failure, MakePipe());
   const pid_t parent = ::getpid();
   const pid_t pid = ::fork();
   if (pid < 0) return MakeError(ErrorId::kLimit, ErrnoText("fork", errno));
   if (pid == 0) {
-    launch.errno_fd = write_end.get();
+    launch.errno_fd = failure.write_end.get();
     const int error = BecomeProgram(options, parent, launch);
     const ssize_t sent = ::write(launch.errno_fd, &error, sizeof(error));
     ::_exit(sent == sizeof(error) ? 127 : 126);
   }
-  write_end.Reset();
+  failure.write_end.Reset();
   Process process(pid, protocol::OpenPidfd(pid));
   int error = 0;
-  if (::read(read_end.get(), &error, sizeof(error)) == sizeof(error)) {
+  if (::read(failure.read_end.get(), &error, sizeof(error)) == sizeof(error)) {
     return MakeError(
         ErrorId::kOption, ErrnoText(absl::StrCat("execute ", words[0]), error),
         "name a program that is there and may be executed: its path, or its name where "
@@ -211,6 +206,30 @@ std::optional<int> Process::WaitFor(std::chrono::milliseconds limit) {
   int status = 0;
   if (::waitpid(pid_, &status, 0) == pid_) status_ = status;
   return status_;
+}
+
+absl::StatusOr<Pipe> MakePipe() {
+  std::array<int, 2> ends;
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
+    return MakeError(ErrorId::kLimit, ErrnoText("pipe", errno));
+  }
+  return Pipe{UniqueFd(ends[0]), UniqueFd(ends[1])};
+}
+
+ssize_t ReadSome(int fd, std::string& text) {
+  std::array<char, 4096> bytes;
+  ssize_t got = -1;
+  do {
+    got = ::read(fd, bytes.data(), bytes.size());
+  } while (got < 0 && errno == EINTR);
+  if (got > 0) text.append(bytes.data(), static_cast<size_t>(got));
+  return got;
+}
+
+std::optional<signalfd_siginfo> ReadSignal(int signal_fd) {
+  signalfd_siginfo info;
+  if (::read(signal_fd, &info, sizeof(info)) != sizeof(info)) return std::nullopt;
+  return info;
 }
 
 protocol::UniqueFd CatchForwardedSignals(sigset_t* before) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <signal.h>
+#include <sys/signalfd.h>
 #include <sys/types.h>
 
 #include <chrono>
@@ -67,9 +68,23 @@ class Process {
   std::optional<int> status_;
 };
 
+struct Pipe {
+  protocol::UniqueFd read_end;
+  protocol::UniqueFd write_end;
+};
+
+// Errors  E_LIMIT  a limit on descriptors is reached.
+absl::StatusOr<Pipe> MakePipe();
+
+// Appends the bytes that read(2) returns to `text`. Returns its result; repeats the call after EINTR.
+ssize_t ReadSome(int fd, std::string& text);
+
 // Blocks the signals that a wrapper command passes on to its child and returns a signalfd for them. The signalfd is invalid if
 // it cannot be created; errno says why. `before` gets the previous mask.
 protocol::UniqueFd CatchForwardedSignals(sigset_t* before = nullptr);
+
+// Reads the next signal from a signalfd. Returns nothing if none is pending.
+std::optional<signalfd_siginfo> ReadSignal(int signal_fd);
 
 // Exit statuses of a wrapper command for its own failures.
 inline constexpr int kFailed = 1;

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/forebay/run.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,7 +14,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -53,11 +50,11 @@ struct Signal {
 
 // Reads the next signal from a signalfd. Returns nothing if none is pending.
 std::optional<Signal> NextSignal(int signal_fd) {
-  signalfd_siginfo info;
-  if (::read(signal_fd, &info, sizeof(info)) != sizeof(info)) return std::nullopt;
-  const bool handed_on = info.ssi_code == SI_QUEUE && info.ssi_int == kOfTerminal;
-  return Signal{.number = static_cast<int>(info.ssi_signo),
-                .of_terminal = info.ssi_code == SI_KERNEL || handed_on};
+  const std::optional<signalfd_siginfo> info = ReadSignal(signal_fd);
+  if (!info) return std::nullopt;
+  const bool handed_on = info->ssi_code == SI_QUEUE && info->ssi_int == kOfTerminal;
+  return Signal{.number = static_cast<int>(info->ssi_signo),
+                .of_terminal = info->ssi_code == SI_KERNEL || handed_on};
 }
 
 void HandOn(pid_t to, const Signal& signal) {
@@ -77,12 +74,7 @@ class Report {
   }
 
   // Reads more of the report. Returns false at the end of the pipe or after an error.
-  bool Read(int fd) {
-    std::array<char, 4096> bytes;
-    const ssize_t got = ::read(fd, bytes.data(), bytes.size());
-    if (got > 0) text_.append(bytes.data(), static_cast<size_t>(got));
-    return got > 0 || (got < 0 && errno == EINTR);
-  }
+  bool Read(int fd) { return ReadSome(fd, text_) > 0; }
 
   std::optional<int> status() const {
     for (const std::string& line : Lines('S')) return std::atoi(line.c_str());
@@ -283,15 +275,17 @@ int PassOn(pid_t supervisor, int signal_fd, int report_fd, const KeptRunFile* ke
 int Run(const RunOptions& options) {
   sigset_t before;
   const UniqueFd signal_fd = CatchForwardedSignals(&before);
-  std::array<int, 2> report_ends = {-1, -1};
   const pid_t self = ::getpid();
   UniqueFd self_pidfd = protocol::OpenPidfd(self);
-  if (!signal_fd.valid() || !self_pidfd.valid() || ::pipe2(report_ends.data(), O_CLOEXEC) != 0) {
-    PrintError(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd, pidfd or pipe", errno)));
+  if (!signal_fd.valid() || !self_pidfd.valid()) {
+    PrintError(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd or pidfd", errno)));
     return kFailed;
   }
-  UniqueFd report_read(report_ends[0]);
-  UniqueFd report_write(report_ends[1]);
+  absl::StatusOr<Pipe> report = MakePipe();
+  if (!report.ok()) {
+    PrintError(report.status());
+    return kFailed;
+  }
   RunOptions wanted = options;
   std::optional<KeptRunFile> kept;
   if (options.keep.is_wanted()) {
@@ -311,20 +305,21 @@ int Run(const RunOptions& options) {
     return kFailed;
   }
   if (supervisor == 0) {
-    report_read.Reset();
+    report->read_end.Reset();
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
     ::setpgid(0, 0);  // cleans up also after a SIGKILL of the first process's group
     wanted.daemon.can_start_again = true;
-    wanted.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
+    wanted.daemon.folder_made = [fd =
+                                     report->write_end.get()](const std::filesystem::path& folder) {
       Report::Folder(fd, folder);
     };
     const int status =
         Supervisor(wanted, kept_run, signal_fd.get(), before, group, std::move(self_pidfd))
             .Supervise();
-    ::_exit(Report::Status(report_write.get(), status) ? 0 : kFailed);
+    ::_exit(Report::Status(report->write_end.get(), status) ? 0 : kFailed);
   }
-  report_write.Reset();
-  const int status = PassOn(supervisor, signal_fd.get(), report_read.get(), kept_run);
+  report->write_end.Reset();
+  const int status = PassOn(supervisor, signal_fd.get(), report->read_end.get(), kept_run);
   if (WIFSIGNALED(status)) EndBySignal(WTERMSIG(status));
   return WEXITSTATUS(status);
 }

@@ -1,12 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/forebay/scrub.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <array>
-#include <cerrno>
 #include <chrono>
 #include <optional>
 #include <utility>
@@ -30,35 +24,21 @@ namespace {
 using json = nlohmann::ordered_json;
 using protocol::ErrorId;
 using protocol::MakeError;
-using protocol::UniqueFd;
 
 constexpr size_t kParamsShown = 3;
 
-std::string ReadAll(int fd) {
-  std::string text;
-  std::array<char, 4096> bytes;
-  while (true) {
-    const ssize_t got = ::read(fd, bytes.data(), bytes.size());
-    if (got > 0) text.append(bytes.data(), static_cast<size_t>(got));
-    if (got == 0 || (got < 0 && errno != EINTR)) return text;
-  }
-}
-
 // Runs a program to its end and returns its stdout.
 absl::StatusOr<std::string> Run(const std::vector<std::string>& arguments) {
-  std::array<int, 2> ends;
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
-    return MakeError(ErrorId::kLimit, protocol::ErrnoText("pipe", errno));
-  }
-  const UniqueFd read_end(ends[0]);
-  UniqueFd write_end(ends[1]);
+  ASSIGN_OR_RETURN(Pipe out, MakePipe());
   ProcessOptions options;
   options.arguments = arguments;
   options.null_stdin = true;
-  options.stdout_fd = write_end.get();
+  options.stdout_fd = out.write_end.get();
   ASSIGN_OR_RETURN(Process process, Process::Start(options));
-  write_end.Reset();
-  std::string output = ReadAll(read_end.get());
+  out.write_end.Reset();
+  std::string output;
+  while (ReadSome(out.read_end.get(), output) > 0) {
+  }
   // The program has closed its stdout, so it ends soon.
   if (process.WaitFor(std::chrono::minutes(1))) return output;
   return MakeError(ErrorId::kTimeout, absl::StrCat("forebayd ", arguments[1], " does not end"));

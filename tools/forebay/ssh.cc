@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <filesystem>
 #include <system_error>
@@ -20,25 +19,10 @@
 namespace forebay::tools {
 namespace {
 
-using protocol::ErrorId;
-using protocol::MakeError;
 using protocol::UniqueFd;
 
 constexpr size_t kReadMax = 1 << 20;
 constexpr int kStdinBytesMax = 1 << 20;  // capacity that an unprivileged pipe may have
-
-struct Pipe {
-  UniqueFd read_end;
-  UniqueFd write_end;
-};
-
-absl::StatusOr<Pipe> MakePipe() {
-  std::array<int, 2> ends;
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
-    return MakeError(ErrorId::kLimit, protocol::ErrnoText("pipe", errno));
-  }
-  return Pipe{UniqueFd(ends[0]), UniqueFd(ends[1])};
-}
 
 void SetNonBlocking(const UniqueFd& fd) { ::fcntl(fd.get(), F_SETFL, O_NONBLOCK); }
 
@@ -124,15 +108,10 @@ absl::StatusOr<RemoteForebay> RemoteForebay::Start(const SshOptions& options,
 }
 
 bool ReadAvailable(int fd, std::string& text) {
-  std::array<char, 4096> bytes;
-  for (size_t all = 0; all < kReadMax;) {
-    const ssize_t got = ::read(fd, bytes.data(), bytes.size());
-    if (got > 0) {
-      text.append(bytes.data(), static_cast<size_t>(got));
-      all += static_cast<size_t>(got);
-    } else if (got == 0 || errno != EINTR) {
-      return got != 0 && errno == EAGAIN;
-    }
+  const size_t end = text.size() + kReadMax;
+  while (text.size() < end) {
+    const ssize_t got = ReadSome(fd, text);
+    if (got <= 0) return got < 0 && errno == EAGAIN;
   }
   return true;
 }
