@@ -99,6 +99,7 @@ absl::Status BenchCluster(const BenchOptions& options, const ClusterBenchOptions
       {"compute_s", node.compute_s},
       {"disk_s", steps.disk_s},
       {"gpu_wait_s", steps.gpu_wait_s},
+      {"exposed", node.compute_s > 0 ? steps.step_s / node.compute_s - 1 : 0},
       {"tflops_per_gpu", steps.step_s > 0 ? ClusterFlops(model, cluster) / steps.step_s / 1e12 : 0},
       {"blocks", steps.blocks},
       {"resident_blocks", steps.resident_blocks},

@@ -39,6 +39,7 @@ TEST(ClusterModel, EachNodeHasItsShareAndItsLinksTheirBytes) {
   EXPECT_DOUBLE_EQ(plan.traffic.to_gpus, 2 * 2 * kOfNode);
   EXPECT_DOUBLE_EQ(plan.traffic.from_gpus, 2 * kOfNode);
   EXPECT_DOUBLE_EQ(plan.traffic.update, 26 * kOfNode);
+  EXPECT_DOUBLE_EQ(plan.traffic.additions, 4 * kOfNode);
   EXPECT_DOUBLE_EQ(plan.seconds.step, 0);  // without rates each part takes no time
 }
 
@@ -82,40 +83,94 @@ TEST(ClusterModel, StatesLeaveForSwapBeforeWeights) {
   EXPECT_DOUBLE_EQ(weights.traffic.swap_written, 40e9 + 4e9);
 }
 
-TEST(ClusterModel, AStepIsAsLongAsTheLongestOfItsParts) {
+// Forward computes for 1/3 s and backward for 2/3 s. Of 40 layers, the first one fills a pass: each of its stages takes a
+// fortieth of its seconds.
+constexpr double kLayer = 1.0 / 40;
+constexpr double kGather = 2.0 / 3;      // 8e9 bytes in and out of each node at 12 GB/s
+constexpr double kAdditions = 8.0 / 13;  // 16e9 bytes at 26 GB/s
+
+ClusterOptions OneSecond() {
   ClusterOptions options = TwoNodes();
-  options.gpu_tflops = 48;
+  options.gpu_tflops = 48;  // 6 x 8e9 x 1000 operations
+  return options;
+}
+
+TEST(ClusterModel, AStepIsAsLongAsTheLongestPartOfEachPass) {
+  ClusterOptions options = OneSecond();
   ASSERT_OK_AND_ASSIGN(const ClusterPlan compute, PlanCluster(kModel, options));
-  EXPECT_DOUBLE_EQ(compute.seconds.step, 1);  // 6 x 8e9 x 1000 operations
+  EXPECT_DOUBLE_EQ(compute.seconds.step, 1);
   EXPECT_EQ(compute.seconds.bound, "compute");
+  EXPECT_DOUBLE_EQ(compute.seconds.exposed, 0);
   EXPECT_DOUBLE_EQ(compute.seconds.tflops, 48);
 
-  options.link_rate = 12;  // two thirds of 24e9 bytes overlap backward
+  // Backward gathers a group and reduces its gradient. Layers fill forward, and the last gradient is reduced after backward.
+  options.link_rate = 12;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan link, PlanCluster(kModel, options));
-  EXPECT_DOUBLE_EQ(link.seconds.step, 2);
+  EXPECT_DOUBLE_EQ(link.seconds.step, kGather + kLayer * 1 / 3 + 2 * kGather + kLayer * kGather);
   EXPECT_EQ(link.seconds.bound, "link");
-  EXPECT_DOUBLE_EQ(link.seconds.tflops, 24);
+  EXPECT_DOUBLE_EQ(link.seconds.exposed, link.seconds.step - 1);
+  EXPECT_DOUBLE_EQ(link.seconds.tflops, 48 / link.seconds.step);
 
+  // The update of states in DRAM is as long as forward at least. Backward cannot overlap it.
   options.update_rate = 26;  // 26 GB/s for 26 x 4e9 bytes
   ASSERT_OK_AND_ASSIGN(const ClusterPlan update, PlanCluster(kModel, options));
-  EXPECT_DOUBLE_EQ(update.seconds.step, 4);
+  EXPECT_DOUBLE_EQ(update.seconds.step, 4 + kLayer * (kGather + 1.0 / 3) + 2 * kGather +
+                                            kLayer * (kGather + kAdditions));
   EXPECT_EQ(update.seconds.bound, "update");
   options.early_updates = false;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan after, PlanCluster(kModel, options));
-  EXPECT_DOUBLE_EQ(after.seconds.step, 2 + 4);
+  EXPECT_DOUBLE_EQ(after.seconds.step, link.seconds.step + kLayer * kAdditions + 4);
 
   options.dram_bytes = 34'000'000'000;
   options.read_rate = 11;  // 22e9 bytes are read and written
   options.write_rate = 5.5;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan swap, PlanCluster(kModel, options));
   EXPECT_DOUBLE_EQ(swap.seconds.swap, 2 + 4);
-  EXPECT_DOUBLE_EQ(swap.seconds.step, 2 + 6);
+  EXPECT_DOUBLE_EQ(swap.seconds.step, after.seconds.step - 4 + 6);
   EXPECT_EQ(swap.seconds.bound, "swap");
 }
 
+TEST(ClusterModel, OnlyUpdatesOfStatesInDramLengthenForward) {
+  ClusterOptions options = OneSecond();
+  options.update_rate = 130;  // 0.8 s
+  options.dram_bytes = 34'000'000'000;
+  ASSERT_OK_AND_ASSIGN(const ClusterPlan plan, PlanCluster(kModel, options));
+  const double resident = plan.node.states / 40e9;
+  ASSERT_GT(resident, 0.25);
+  ASSERT_LT(resident, 1.0 / 3);
+  // Compute is the longest part of forward. The update of the first group precedes it.
+  const double additions = 16e9 / 130e9;
+  EXPECT_DOUBLE_EQ(plan.seconds.step, 1 + kLayer * 0.8 * resident + kLayer * additions);
+  EXPECT_EQ(plan.seconds.bound, "compute");
+
+  // The pass over all states takes longer than forward and backward.
+  options.update_rate = 52;
+  ASSERT_OK_AND_ASSIGN(const ClusterPlan slow, PlanCluster(kModel, options));
+  EXPECT_DOUBLE_EQ(slow.seconds.step, 2 + 16e9 / 52e9);
+  EXPECT_EQ(slow.seconds.bound, "update");
+}
+
+TEST(ClusterModel, TwoGradientsAreUnderWayFromAGpu) {
+  ClusterModel model = kModel;
+  model.layers = 8;  // gradients of 1e9 bytes a group
+  ClusterOptions options = OneSecond();
+  options.nodes = 1;
+  options.gpus = 1;
+  options.host_link_rate = 32;  // 0.5 s for the weights of a pass, and as much for the gradients
+  ASSERT_OK_AND_ASSIGN(const ClusterPlan copied, PlanCluster(model, options));
+  EXPECT_DOUBLE_EQ(copied.seconds.step, 0.5 + 1.0 / 3 / 8 + 2.0 / 3 + 0.5 / 8);
+  EXPECT_EQ(copied.seconds.bound, "host_link");
+
+  // Additions of the pieces beyond 64 MiB a rank are part of a gradient's way.
+  options.update_rate = 32;  // 6.5 s for the update, 1 s for additions
+  ASSERT_OK_AND_ASSIGN(const ClusterPlan added, PlanCluster(model, options));
+  const double waiting = 1 - 8 * 67108864 / 16e9;
+  EXPECT_DOUBLE_EQ(added.seconds.step,
+                   6.5 + (1.0 / 3 + 0.5) / 8 + (2.0 / 3 + 0.5 + waiting) / 2 + (0.5 + 1) / 8);
+}
+
 TEST(ClusterModel, RecomputationIsAThirdMoreWork) {
-  ClusterOptions options = TwoNodes();
-  options.gpu_tflops = 48;
+  ClusterOptions options = OneSecond();
   options.recompute = true;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan plan, PlanCluster(kModel, options));
   EXPECT_DOUBLE_EQ(plan.seconds.step, 4.0 / 3);
@@ -132,15 +187,14 @@ TEST(ClusterModel, OneNodeNeedsNoLink) {
 
 // With fixed tokens for each GPU, more nodes shorten the update of a node but not its compute.
 TEST(ClusterModel, AnUpdateThatIsNotHiddenMakesScalingSuperlinear) {
-  ClusterOptions options = TwoNodes();
-  options.gpu_tflops = 48;
+  ClusterOptions options = OneSecond();
   options.update_rate = 26;
   options.early_updates = false;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan two, PlanCluster(kModel, options));
   options.nodes = 4;
   ASSERT_OK_AND_ASSIGN(const ClusterPlan four, PlanCluster(kModel, options));
-  EXPECT_DOUBLE_EQ(two.seconds.step, 1 + 4);
-  EXPECT_DOUBLE_EQ(four.seconds.step, 1 + 2);
+  EXPECT_DOUBLE_EQ(two.seconds.step, 1 + 4 + kLayer * kAdditions);
+  EXPECT_DOUBLE_EQ(four.seconds.step, 1 + 2 + kLayer * kAdditions / 2);
   EXPECT_GT(four.seconds.tflops, two.seconds.tflops);
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "protocol/optimizer.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
+#include "protocol/wire.h"
 #include "tools/forebay/table.h"
 
 namespace forebay::tools {
@@ -25,6 +27,8 @@ using protocol::MakeError;
 
 constexpr double kSlotsPerBlock = 2;  // the current slot, and the slot that the next step writes
 constexpr uint64_t kSampleElems = uint64_t{1} << 20;
+// Pieces of gradients that the arena of a rank has room for.
+constexpr double kPiecesOfARank = 2;
 
 double WeightsWidth(const ClusterModel& model) {
   return static_cast<double>(protocol::SizeBytes(model.dtype));
@@ -138,6 +142,7 @@ ClusterTraffic TrafficOf(const ClusterModel& model, const ClusterOptions& option
   traffic.swap_read = node.states_on_swap + 3 * node.weights_on_swap;
   traffic.swap_written = node.states_on_swap + node.weights_on_swap;
   traffic.update = node.params * UpdateBytesPerParam(model);
+  traffic.additions = 2 * node.gradients;
   return traffic;
 }
 
@@ -148,44 +153,103 @@ Part Longest(const std::array<Part, kParts>& parts) {
   return *std::ranges::max_element(parts, {}, &Part::second);
 }
 
+// Seconds of one pass over equal layers through stages that work at once on different layers. `stages` are the seconds of
+// each stage for all layers.
+double Pipelined(const std::array<double, 4>& stages, double layers) {
+  const double first = std::accumulate(stages.begin(), stages.end(), 0.0) / layers;
+  return first + (1 - 1 / layers) * *std::ranges::max_element(stages);
+}
+
+// Transfers of one pass over all groups, and the compute of that pass.
+struct Pass {
+  double compute = 0;
+  double fetched = 0;  // reads of the weights on swap
+  Part gather = {};
+  Part ahead = {};  // copy and gather of a group, while the group before it computes
+
+  // The longest part and the seconds of the whole pass. waits() is what the longest part takes beyond compute.
+  Part longest = {};
+  double seconds = 0;
+  double waits() const { return longest.second - compute; }
+};
+
+Pass PassOf(const ClusterTime& time, double compute, double to_gpus, double fetched) {
+  Pass pass{.compute = compute, .fetched = fetched};
+  pass.gather = Longest<2>(
+      {Part("link", time.link / kCollectives), {"gpu_link", time.gpu_link / kCollectives}});
+  pass.ahead = Part(to_gpus > pass.gather.second ? "host_link" : pass.gather.first,
+                    to_gpus + pass.gather.second);
+  return pass;
+}
+
+// States in DRAM change only after the decision. Forward waits for the update of each group in turn. `update` is the seconds
+// of these updates.
+void TimeForward(double update, double layers, Pass& pass) {
+  pass.longest = Longest<4>(
+      {Part("compute", pass.compute), {"update", update}, pass.ahead, {"swap", pass.fetched}});
+  pass.seconds = Pipelined({pass.compute, update, pass.ahead.second, pass.fetched}, layers);
+}
+
+// The decision waits until the gradient of the last group is reduced, copied and added up.
+void TimeBackward(const ClusterOptions& options, const ClusterTraffic& traffic, double additions,
+                  double layers, Pass& pass) {
+  const double from_gpus = TransferSeconds(traffic.from_gpus, options.host_link_rate);
+  // The gradients of two groups are under way from a GPU at most. A rank without a GPU waits for each. Pieces that find no
+  // room in the arenas wait for additions.
+  const double under_way = options.host_link_rate > 0 ? 2 : 1;
+  const double arenas =
+      kPiecesOfARank * static_cast<double>(protocol::kGradPieceBytesMax) * options.gpus;
+  const double waiting = std::max(0.0, 1 - arenas * layers / traffic.from_gpus);
+  const double delivered = pass.gather.second + from_gpus + waiting * additions;
+  const std::string_view link = from_gpus > pass.gather.second ? "host_link" : pass.gather.first;
+  pass.longest = Longest<7>({Part("compute", pass.compute),
+                             {link, (pass.compute + delivered) / under_way},
+                             pass.ahead,
+                             {pass.gather.first, 2 * pass.gather.second},
+                             {"host_link", from_gpus},
+                             {"update", additions},
+                             {"swap", pass.fetched}});
+  pass.seconds = pass.longest.second + (pass.gather.second + from_gpus + additions) / layers;
+}
+
 ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
                    const ClusterMemory& node, const ClusterTraffic& traffic) {
   ClusterTime time;
   const double flops = ClusterFlops(model, options);
+  const auto layers = static_cast<double>(model.layers);
   time.compute = options.gpu_tflops > 0 ? flops / (options.gpu_tflops * 1e12) : 0;
   time.link = TransferSeconds(traffic.link, options.link_rate);
   time.gpu_link = TransferSeconds(traffic.gpu_link, options.gpu_link_rate);
   const double to_gpus = TransferSeconds(traffic.to_gpus, options.host_link_rate);
-  const double from_gpus = TransferSeconds(traffic.from_gpus, options.host_link_rate);
-  time.host_link = std::max(to_gpus, from_gpus);
+  time.host_link = std::max(to_gpus, TransferSeconds(traffic.from_gpus, options.host_link_rate));
   time.swap = TransferSeconds(traffic.swap_read, options.read_rate) +
               TransferSeconds(traffic.swap_written, options.write_rate);
   time.update = TransferSeconds(traffic.update, options.update_rate);
-  const double forward_share = ForwardShare(options);
-  // Seconds to read all weights on swap once, in forward and again in backward.
+  time.additions = TransferSeconds(traffic.additions, options.update_rate);
+
   const double fetched = TransferSeconds(node.weights_on_swap, options.read_rate);
-  const Part forward = Longest<5>({Part("compute", time.compute * forward_share),
-                                   {"link", time.link / kCollectives},
-                                   {"gpu_link", time.gpu_link / kCollectives},
-                                   {"host_link", to_gpus / 2},
-                                   {"swap", fetched}});
-  const Part backward = Longest<5>({Part("compute", time.compute * (1 - forward_share)),
-                                    {"link", time.link * 2 / kCollectives},
-                                    {"gpu_link", time.gpu_link * 2 / kCollectives},
-                                    {"host_link", std::max(to_gpus / 2, from_gpus)},
-                                    {"swap", fetched}});
-  const double both = forward.second + backward.second;
-  const std::string_view of_both = Longest<2>({forward, backward}).first;
-  const Part update = Longest<2>(
-      {Part("swap", time.swap - 2 * fetched), {"update", time.update}});  // without early updates
+  const double forward_compute = time.compute * ForwardShare(options);
+  Pass forward = PassOf(time, forward_compute, to_gpus / 2, fetched);
+  Pass backward = PassOf(time, time.compute - forward_compute, to_gpus / 2, fetched);
+  const double states = node.states + node.states_on_swap;
+  const bool updates_in_forward = options.early_updates && states > 0;
+  TimeForward(updates_in_forward ? time.update * node.states / states : 0, layers, forward);
+  TimeBackward(options, traffic, time.additions, layers, backward);
+  const Part passes(
+      forward.waits() > backward.waits() ? forward.longest.first : backward.longest.first,
+      forward.seconds + backward.seconds);
   Part step;
   if (options.early_updates) {
-    step = Longest<3>({Part(of_both, both), {"swap", time.swap}, {"update", time.update}});
+    step = Longest<3>({passes, {"swap", time.swap}, {"update", time.update + time.additions}});
   } else {
-    step = Part(update.second > both ? update.first : of_both, both + update.second);
+    const Part update =
+        Longest<2>({Part("swap", time.swap - 2 * fetched), {"update", time.update}});
+    step = Part(update.second > passes.second ? update.first : passes.first,
+                passes.second + update.second);
   }
   time.step = step.second;
   time.bound = step.second > 0 ? std::string(step.first) : "";
+  time.exposed = time.compute > 0 ? time.step / time.compute - 1 : 0;
   time.tflops = time.step > 0 ? flops / time.step / 1e12 : 0;
   return time;
 }
@@ -244,12 +308,20 @@ nlohmann::ordered_json ClusterJson(const ClusterModel& model, const ClusterOptio
                                    {"from_gpus", traffic.from_gpus},
                                    {"swap_read", traffic.swap_read},
                                    {"swap_written", traffic.swap_written},
-                                   {"update", traffic.update}}}};
+                                   {"update", traffic.update},
+                                   {"additions", traffic.additions}}}};
   if (time.step > 0) {
-    json["seconds"] = {
-        {"compute", time.compute},     {"link", time.link},   {"gpu_link", time.gpu_link},
-        {"host_link", time.host_link}, {"swap", time.swap},   {"update", time.update},
-        {"step", time.step},           {"bound", time.bound}, {"tflops_per_gpu", time.tflops}};
+    json["seconds"] = {{"compute", time.compute},
+                       {"link", time.link},
+                       {"gpu_link", time.gpu_link},
+                       {"host_link", time.host_link},
+                       {"swap", time.swap},
+                       {"update", time.update},
+                       {"additions", time.additions},
+                       {"step", time.step},
+                       {"exposed", time.exposed},
+                       {"bound", time.bound},
+                       {"tflops_per_gpu", time.tflops}};
   }
   return json;
 }
@@ -277,15 +349,18 @@ std::string ClusterText(const ClusterModel& model, const ClusterOptions& options
   add("swap, read", Bytes(traffic.swap_read), time.swap);
   add("swap, written", Bytes(traffic.swap_written), 0);
   add("DRAM, of the optimizer", Bytes(traffic.update), time.update);
+  add("DRAM, to add gradients up", Bytes(traffic.additions), time.additions);
   std::string text =
       absl::StrCat(model.params, " parameters in ", model.layers, " layers on ", options.nodes,
                    options.nodes == 1 ? " node" : " nodes", " of ", options.gpus, " GPUs, ",
                    options.tokens, " tokens a GPU\n\n", memory.Text(), "\n", step.Text());
   if (time.step > 0) {
     absl::StrAppendFormat(
-        &text, "\na step takes %.3f s, %s for %s: %.1f TFLOPS a GPU\n", time.step,
+        &text, "\na step takes %.3f s, %s for %s: %.1f TFLOPS a GPU", time.step,
         options.early_updates ? "and waits" : "the update after compute, and waits", time.bound,
         time.tflops);
+    if (time.compute > 0) absl::StrAppendFormat(&text, ", %.0f %% exposed", 100 * time.exposed);
+    absl::StrAppend(&text, "\n");
   }
   return text;
 }

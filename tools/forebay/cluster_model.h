@@ -65,7 +65,8 @@ struct ClusterTraffic {
   double from_gpus = 0;
   double swap_read = 0;
   double swap_written = 0;
-  double update = 0;  // DRAM bytes of the optimizer's pass
+  double update = 0;     // DRAM bytes of the optimizer's pass
+  double additions = 0;  // DRAM bytes to add gradients up: each piece is read, and its sum written
 };
 
 // Seconds of one step. Each part counts the seconds that it takes alone.
@@ -76,9 +77,11 @@ struct ClusterTime {
   double host_link = 0;  // the longer of both directions
   double swap = 0;
   double update = 0;
+  double additions = 0;
   double step = 0;
-  std::string bound;  // the part that determines the step: "compute"
-  double tflops = 0;  // rate of one GPU averaged over the whole step
+  std::string bound;   // the part that determines the step: "compute"
+  double exposed = 0;  // (step - compute) / compute
+  double tflops = 0;   // rate of one GPU averaged over the whole step
 };
 
 struct ClusterPlan {
@@ -87,8 +90,11 @@ struct ClusterPlan {
   ClusterTime seconds;
 };
 
-// Computes memory, traffic and time of a step. Gathers and copies of one group overlap the compute of another group. The
-// update's swap traffic and pass overlap forward and backward if updates are early, and otherwise follow backward.
+// Computes memory, traffic and time of a step:
+// - The copy and the gather of one group overlap the compute of the group before it.
+// - The update of states on swap overlaps forward and backward.
+// - The update of states in DRAM follows the decision. It overlaps the next forward, which waits for each group in turn.
+// - Without early updates, all updates follow backward.
 //
 // Errors  E_OPTION      a number breaks its rule above, or the format does not support the weights' type.
 //         E_DRAM_LIMIT  the gradients, or the gradients and two layers of weights, do not fit; names both sizes in bytes.
