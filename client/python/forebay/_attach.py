@@ -245,7 +245,7 @@ def attach_sharded(model: nn.Module, optimizer: Optimizer, request: Request) -> 
     """See forebay.attach, of a model that fully_shard() was called on."""
     from . import _activations, _core
     from .sharded import collectives, fsdp, shard_plan
-    from .sharded.costs import costs, gathered
+    from .sharded.costs import costs, gathered, large_roots
     from .sharded.engine import ShardedEngine, ShardedGuards, bind, install as install_sharded
     from .sharded.initial import Initial
     from .sharded.nodes import find as find_nodes, run_of_all
@@ -331,6 +331,8 @@ def attach_sharded(model: nn.Module, optimizer: Optimizer, request: Request) -> 
             _report.say(f"forebay plan --job {request.job} will say what the job takes, now: {error}")
         staying = fsdp.staying_gathered(model, units)
         _report.say(gathered(units, staying, prefetch_bytes, plan.copies_ahead))
+        for line in large_roots(model, units):
+            _report.say(line)
     return opt
 
 

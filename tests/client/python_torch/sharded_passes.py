@@ -152,6 +152,50 @@ def rank_0_prints_what_the_job_takes(ranks):
     twins.opt.detach()
 
 
+def untied_net():
+    model = small_net()
+    model.head.weight = nn.Parameter(torch.ones_like(model.embedding.weight))
+    return model
+
+
+@case(1, 2)
+def a_root_group_with_much_of_the_model_is_a_line_of_rank_0(ranks):
+    """The line names the modules that are to be groups of their own. It is not printed if they are, or if they share
+    their parameter."""
+
+    def said(name, make, *names, train=True):
+        model = make()
+        for parameter in [] if train else [model.embedding.weight, model.head.weight]:
+            parameter.requires_grad_(False)
+        modules = [model.get_submodule(one) for one in names]
+        ranks.shard(model, layers=[*modules, *model.layers])
+        with contextlib.redirect_stderr(io.StringIO()) as out:
+            opt = ranks.attach(model, job=f"{ranks.job}.{name}")
+        loss_of(model, ranks.batch(1)).backward()
+        opt.step()
+        opt.detach()
+        return [line for line in out.getvalue().splitlines() if "reduced last" in line]
+
+    lines = said("root", untied_net)
+    if ranks.rank == 0:
+        sizes = {name: one.numel() for name, one in untied_net().named_parameters()}
+        root = sum(size for name, size in sizes.items() if not name.startswith("layers."))
+        total = sum(sizes.values())
+        numbers = f"group root holds {root:,} of {total:,} trained parameters ({root / total:.0%})"
+        calls = "fully_shard(model.embedding) and fully_shard(model.head) before the call for the root"
+        wrap = "sharding=forebay.Sharding(wrap=[..., model.embedding, model.head])"
+        (line,) = lines
+        assert numbers in line and calls in line and line.endswith(wrap), line
+    else:
+        assert lines == []
+    assert said("apart", untied_net, "embedding", "head") == []
+    assert said("tied", small_net) == []
+    assert said("frozen", untied_net, train=False) == []
+    # One module suffices if the rest is small.
+    line = "".join(said("half", untied_net, "embedding"))
+    assert ("Write fully_shard(model.head) before" in line) == (ranks.rank == 0), line
+
+
 @case(1, 2)
 def zero_grad_drops_what_is_not_reduced(ranks):
     """torch's zero_grad() leaves it: FSDP2 has it, beside the parameters."""

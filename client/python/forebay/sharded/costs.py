@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._plan import DTYPE_NAMES
 from .._report import size
+from . import fsdp
 from .copy_ahead import HELD
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .fsdp import Unit
     from .shard_plan import ShardedPlan
+
+ROOT_SHARE_MOST = 1 / 20  # share of the trained parameters that a root group may hold without a line about it
 
 
 def costs(
@@ -97,6 +103,37 @@ def gathered(
         f"{size(in_use + ahead + stay)} in {dtypes}: {size(in_use)} in use, {size(ahead)} {how} "
         f"ahead{kept}"
     )
+
+
+def large_roots(model: nn.Module, units: Sequence[Unit]) -> Iterator[str]:
+    """A line about each root group that holds much of what is trained, if it would hold less with the largest of its modules
+    as groups of their own. Modules that share a parameter (tied embeddings) stay in one group."""
+    elems = {id(one.parameter): one.parameter.numel() for unit in units for one in unit.shards if one.trained}
+    total = sum(elems.values())
+    modules = dict(fsdp.ungrouped_modules(model))
+    held = {name: set(map(id, module.parameters())) & elems.keys() for name, module in modules.items()}
+    users = Counter(one for params in held.values() for one in params)
+    for unit in fsdp.root_units(model, units):
+        of_root = {id(one.parameter) for one in unit.shards} & elems.keys()
+        count = rest = sum(elems[one] for one in of_root)
+        sizes = {
+            name: sum(elems[one] for one in params)
+            for name, params in held.items()
+            if params <= of_root and all(users[one] == 1 for one in params)
+        }
+        apart = []
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            if rest > ROOT_SHARE_MOST * total:
+                apart.append(name)
+                rest -= sizes[name]
+        if not apart or rest > ROOT_SHARE_MOST * total:
+            continue
+        calls = " and ".join(f"fully_shard({name})" for name in apart)
+        yield (
+            f"group {unit.name} holds {count:,} of {total:,} trained parameters ({count / total:.0%}). It is gathered first "
+            f"and reduced last: compute hides little of its update and of its copies. Write {calls} before the call for the "
+            f"root, or sharding=forebay.Sharding(wrap=[..., {', '.join(apart)}])"
+        )
 
 
 def _disk_time(status: Mapping[str, Any], read: int, written: int) -> str:

@@ -95,6 +95,10 @@ class Shard:
         return parameter
 
     @property
+    def trained(self) -> bool:
+        return self.parameter.requires_grad
+
+    @property
     def mesh(self) -> DeviceMesh:
         """Of the sharded parameter: data parallel, with the replicas, and tensor parallel."""
         mesh: DeviceMesh = self._param.sharded_param.device_mesh
@@ -417,10 +421,30 @@ def roots_of(module: nn.Module) -> Iterator[nn.Module]:
         yield from roots_of(child)
 
 
+def root_units(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Groups of the roots. FSDP2 gathers them first and reduces their gradients last."""
+    roots = {id(root) for root in roots_of(model)}
+    return [unit for unit in units if id(unit._module) in roots]
+
+
 def staying_gathered(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """What FSDP2 keeps gathered from forward to backward."""
-    roots = {id(root) for root in roots_of(model)}
-    return [unit for unit in units if unit.stays_gathered(id(unit._module) in roots)]
+    roots = root_units(model, units)
+    return [unit for unit in units if unit.stays_gathered(unit in roots)]
+
+
+def ungrouped_modules(module: nn.Module, name: str = "model") -> Iterator[tuple[str, nn.Module]]:
+    """(expression, module) of the outermost modules that fully_shard() was not called on, neither on modules within them.
+    Containers without a forward are not among them."""
+    for child_name, child in module.named_children():
+        expression = f"{name}[{child_name}]" if child_name.isdigit() else f"{name}.{child_name}"
+        if isinstance(child, FSDPModule):
+            continue
+        has_groups = any(isinstance(one, FSDPModule) for one in child.modules())
+        if has_groups or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from ungrouped_modules(child, expression)
+        else:
+            yield expression, child
 
 
 def units_of(model: nn.Module, prefix: str) -> list[Unit]:
