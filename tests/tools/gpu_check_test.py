@@ -98,11 +98,13 @@ def test_on_an_old_kernel_every_item_goes_on_and_names_what_is_missing(unpacked)
 def test_the_items_about_speed_print_both_sides(unpacked):
     done, items = gpu_check(unpacked, "--rehearse", "--only", "exposed", "peer", "largest")
     assert done.returncode == 0, done.stdout + done.stderr
-    bare, ours = items["exposed time, small, 256 tokens"]["figures"]
+    bare, ours, asked = items["exposed time, small, 256 tokens"]["figures"]
     assert (bare["who"], ours["who"]) == ("compute", "forebay")
     exposed = (ours["median_s"] - bare["median_s"]) / bare["median_s"]
     assert f" takes {exposed:.0%} more than compute alone " in items["exposed time, small, 256 tokens"]["seen"]
     assert bare["params"] == ours["params"] and bare["tokens"] == ours["tokens"] == 256
+    assert asked["most_s"] > 1.1 * bare["median_s"]
+    assert all(asked[name] > 0 for name in ("to_device", "from_device", "passes"))
     ours, theirs = items["beside FSDP2's offload, 256 tokens"]["figures"]
     assert theirs["who"] == "offload" and ours["tokens_per_s"] > 0
     deepspeed = items["beside DeepSpeed, 256 tokens"]
@@ -148,6 +150,37 @@ def loaded(folder):
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
     loader.exec_module(module)
     return module
+
+
+def test_what_goal_g9_asks_of_a_step(unpacked):
+    check = loaded(unpacked)
+    shape = check.SHAPES["3B"]
+    rates = {"to_device": 55.0, "from_device": 55.0, "passes": 155.0}
+    assert check.most_step_s(shape, 16384, 1.0, rates) == pytest.approx(1.08)
+    # The passes take longer than compute and copies. A layer is the largest group.
+    params = 26 * (4 * 3200**2 + 3 * 3200 * 8640 + 2 * 3200) + 2 * 32000 * 3200 + 3200
+    group = 4 * 3200**2 + 3 * 3200 * 8640 + 2 * 3200
+    tail_s = group * (2 / 55e9 + 30 / 155e9 + 2 / 55e9) + 0.010
+    assert check.most_step_s(shape, 4096, 0.27, rates) == pytest.approx(1.10 * params * 30 / 155e9 + tail_s)
+    slow = {**rates, "to_device": 5.0}
+    assert check.most_step_s(shape, 4096, 0.27, slow) > 1.10 * params * 4 / 5e9
+    assert check.most_step_s(shape, 4096, 9.0, rates) == pytest.approx(9.9 + tail_s)
+
+
+def test_embedding_and_head_of_the_trained_model_are_groups_of_their_own(unpacked):
+    """In a process of its own, whose process group has one rank."""
+    program = """
+import sys, train
+from torch.distributed.fsdp import FSDPModule
+sys.argv = ["train.py", "--who=offload", "--device=cpu", "--shape=2,64,4,128,256"]
+import torch
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model, _ = train.prepare(train.parse_args(), [2, 64, 4, 128, 256])
+modules = [model, model.embedding, *model.layers, model.head]
+assert all(isinstance(module, FSDPModule) for module in modules)
+assert not isinstance(model.norm, FSDPModule)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=unpacked, check=True, timeout=DEADLINE_S)
 
 
 def test_libraries_and_modules_of_the_caller_are_found_behind_its_own(

@@ -171,8 +171,9 @@ def prepare(args, shape):
         sharding["offload_policy"] = CPUOffloadPolicy()
     with torch.device("meta"):
         model = Llama(*shape)
-    for layer in model.layers:
-        fully_shard(layer, **sharding)
+    # Embedding and head are groups of their own. FSDP2 gathers the root group first and reduces it last.
+    for module in (model.embedding, *model.layers, model.head):
+        fully_shard(module, **sharding)
     fully_shard(model, **sharding)
     if args.who == "forebay":
         import forebay
