@@ -225,6 +225,41 @@ def test_plan_shows_each_rank_and_what_trainers_hold(folders):
     assert "LARGEST SHARD" not in plan(folders, *decoder, "--shared").stdout
 
 
+def test_plan_of_a_gpu_says_what_shows_beside_compute(folders):
+    """The memory is the daemon's, the time is that of `forebay plan --nodes 1`."""
+    model = ("--params", 3_430_000_000, "--layers", 28, "--recompute", "--gpu-tflops", 450)
+    rates = ("--host-link-rate", 45, "--update-rate", 155)
+    on_node = ("--gpu", *model, *rates)
+    on_gpu = ("--dram", "60GiB", *on_node)
+    text = plan(folders, *on_gpu, "--tokens", 16384).stdout
+    for part in ("compute of 16384 tokens", "DRAM to the GPUs", "update, after", "additions", "tail"):
+        assert re.search(rf"^{part}.* 0\.\d\d\d$", text, re.M), (part, text)
+    assert "a step takes 1.348 s and waits for update: 35 % more than compute" in text, text
+    assert re.search(r"^--format int8 takes 1\.08\d s, 9 % more than compute$", text, re.M), text
+    (tokens,) = map(int, re.findall(r"^more tokens a step hide more: from (\d+) on, only the tail shows$", text, re.M))
+    closed = plan(folders, "--nodes", 1, "--gpus", 1, *model, *rates, "--tokens", 16384, "--json")
+    found = json.loads(plan(folders, *on_gpu, "--tokens", 16384, "--json").stdout)["seconds"]
+    expected = json.loads(closed.stdout)["seconds"]
+    assert all(found[part] == pytest.approx(expected[part]) for part in expected if part != "bound")
+    assert found["hiding_tokens"] == tokens
+    # From that number on only the tail shows. With one part in a hundred less, the update shows.
+    enough, few = (
+        json.loads(plan(folders, *on_gpu, "--tokens", count, "--json").stdout)["seconds"]
+        for count in (tokens, tokens * 99 // 100)
+    )
+    assert enough["step"] == pytest.approx(enough["compute"] + enough["tail"], rel=1e-4)
+    assert few["step"] > (few["compute"] + few["tail"]) * 1.001
+    assert "more tokens" not in plan(folders, *on_gpu, "--tokens", tokens).stdout
+    # The states that the limit has no room for are read and written.
+    swapped = (*on_node, "--tokens", 16384, "--dram", "30GiB", "--swap-size", "256GiB")
+    text = plan(folders, *swapped, "--read-rate", 6, "--write-rate", 4).stdout
+    assert re.search(r"a step takes \d+\.\d+ s and waits for swap: \d+ % more than compute", text), text
+    assert "not counted" not in text
+    assert "the disk is not counted: give --read-rate" in plan(folders, *swapped).stdout
+    refused = plan(folders, *model, *rates)
+    assert refused.returncode == 1 and "hint: give --gpu or --nodes" in refused.stderr
+
+
 def test_plan_counts_buffers(folders):
     """As an attach of them does: room in whole units of 64 KiB, for two steps of each rank."""
     model = ("--params", 10**6, "--ranks", 2, "--dram", "4GiB", "--json")

@@ -139,8 +139,8 @@ ClusterTraffic TrafficOf(const ClusterModel& model, const ClusterOptions& option
   traffic.to_gpus = 2 * node.params * width;
   traffic.from_gpus = node.params * width;
   // Forward, backward and the update each read the weights on swap.
-  traffic.swap_read = node.states_on_swap + 3 * node.weights_on_swap;
-  traffic.swap_written = node.states_on_swap + node.weights_on_swap;
+  traffic.swap_read = node.states_on_swap + 3 * node.weights_on_swap + node.gradients_on_swap;
+  traffic.swap_written = node.states_on_swap + node.weights_on_swap + node.gradients_on_swap;
   traffic.update = node.params * UpdateBytesPerParam(model);
   traffic.additions = 2 * node.gradients;
   return traffic;
@@ -167,9 +167,11 @@ struct Pass {
   Part gather = {};
   Part ahead = {};  // copy and gather of a group, while the group before it computes
 
-  // The longest part and the seconds of the whole pass. waits() is what the longest part takes beyond compute.
+  // The longest part and the seconds of the whole pass. waits() is what the longest part takes beyond compute. `hiding` is the
+  // compute from which it is the longest part.
   Part longest = {};
   double seconds = 0;
+  double hiding = 0;
   double waits() const { return longest.second - compute; }
 };
 
@@ -185,8 +187,9 @@ Pass PassOf(const ClusterTime& time, double compute, double to_gpus, double fetc
 // States in DRAM change only after the decision. Forward waits for the update of each group in turn. `update` is the seconds
 // of these updates.
 void TimeForward(double update, double layers, Pass& pass) {
-  pass.longest = Longest<4>(
-      {Part("compute", pass.compute), {"update", update}, pass.ahead, {"swap", pass.fetched}});
+  const Part other = Longest<3>({Part("update", update), pass.ahead, {"swap", pass.fetched}});
+  pass.hiding = other.second;
+  pass.longest = Longest<2>({Part("compute", pass.compute), other});
   pass.seconds = Pipelined({pass.compute, update, pass.ahead.second, pass.fetched}, layers);
 }
 
@@ -202,13 +205,14 @@ void TimeBackward(const ClusterOptions& options, const ClusterTraffic& traffic, 
   const double waiting = std::max(0.0, 1 - arenas * layers / traffic.from_gpus);
   const double delivered = pass.gather.second + from_gpus + waiting * additions;
   const std::string_view link = from_gpus > pass.gather.second ? "host_link" : pass.gather.first;
-  pass.longest = Longest<7>({Part("compute", pass.compute),
-                             {link, (pass.compute + delivered) / under_way},
-                             pass.ahead,
-                             {pass.gather.first, 2 * pass.gather.second},
-                             {"host_link", from_gpus},
-                             {"update", additions},
-                             {"swap", pass.fetched}});
+  const Part other = Longest<5>({pass.ahead,
+                                 Part(pass.gather.first, 2 * pass.gather.second),
+                                 {"host_link", from_gpus},
+                                 {"update", additions},
+                                 {"swap", pass.fetched}});
+  pass.hiding = std::max(other.second, delivered);
+  pass.longest = Longest<3>(
+      {Part("compute", pass.compute), {link, (pass.compute + delivered) / under_way}, other});
   pass.seconds = pass.longest.second + (pass.gather.second + from_gpus + additions) / layers;
 }
 
@@ -239,7 +243,11 @@ ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
       forward.waits() > backward.waits() ? forward.longest.first : backward.longest.first,
       forward.seconds + backward.seconds);
   Part step;
+  time.tail = forward.seconds - forward.longest.second + backward.seconds - backward.longest.second;
   if (options.early_updates) {
+    const double share = ForwardShare(options);
+    time.hiding = std::max({forward.hiding / share, backward.hiding / (1 - share), time.swap,
+                            time.update + time.additions});
     step = Longest<3>({passes, {"swap", time.swap}, {"update", time.update + time.additions}});
   } else {
     const Part update =
@@ -275,11 +283,23 @@ double ClusterFlops(const ClusterModel& model, const ClusterOptions& options) {
 
 absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options) {
   RETURN_IF_ERROR(CheckCluster(model, options));
-  ClusterPlan plan;
-  ASSIGN_OR_RETURN(plan.node, PlaceOn(model, options));
-  plan.traffic = TrafficOf(model, options, plan.node);
-  plan.seconds = TimeOf(model, options, plan.node, plan.traffic);
+  ASSIGN_OR_RETURN(const ClusterMemory node, PlaceOn(model, options));
+  return PlanPlaced(model, options, node);
+}
+
+absl::StatusOr<ClusterPlan> PlanPlaced(const ClusterModel& model, const ClusterOptions& options,
+                                       const ClusterMemory& node) {
+  RETURN_IF_ERROR(CheckCluster(model, options));
+  ClusterPlan plan{.node = node, .traffic = TrafficOf(model, options, node), .seconds = {}};
+  plan.seconds = TimeOf(model, options, node, plan.traffic);
   return plan;
+}
+
+nlohmann::ordered_json SecondsJson(const ClusterTime& time) {
+  return {{"compute", time.compute},     {"link", time.link},   {"gpu_link", time.gpu_link},
+          {"host_link", time.host_link}, {"swap", time.swap},   {"update", time.update},
+          {"additions", time.additions}, {"tail", time.tail},   {"step", time.step},
+          {"exposed", time.exposed},     {"bound", time.bound}, {"tflops_per_gpu", time.tflops}};
 }
 
 nlohmann::ordered_json ClusterJson(const ClusterModel& model, const ClusterOptions& options,
@@ -311,17 +331,7 @@ nlohmann::ordered_json ClusterJson(const ClusterModel& model, const ClusterOptio
                                    {"update", traffic.update},
                                    {"additions", traffic.additions}}}};
   if (time.step > 0) {
-    json["seconds"] = {{"compute", time.compute},
-                       {"link", time.link},
-                       {"gpu_link", time.gpu_link},
-                       {"host_link", time.host_link},
-                       {"swap", time.swap},
-                       {"update", time.update},
-                       {"additions", time.additions},
-                       {"step", time.step},
-                       {"exposed", time.exposed},
-                       {"bound", time.bound},
-                       {"tflops_per_gpu", time.tflops}};
+    json["seconds"] = SecondsJson(time);
   }
   return json;
 }

@@ -52,7 +52,8 @@ struct ClusterMemory {
   double new_weights = 0;  // those of swapped blocks that are updated early
   double weights_on_swap = 0;
   double states_on_swap = 0;
-  double swap = 0;  // two slots for each block
+  double gradients_on_swap = 0;  // written and read again, at most; the closed form places none
+  double swap = 0;               // two slots for each block
 
   double dram() const { return weights + states + gradients + new_weights; }
 };
@@ -78,6 +79,10 @@ struct ClusterTime {
   double swap = 0;
   double update = 0;
   double additions = 0;
+  // The first group of forward and the last gradient of backward, which no compute hides.
+  double tail = 0;
+  // Seconds of compute from which only the tail shows. 0 without early updates.
+  double hiding = 0;
   double step = 0;
   std::string bound;   // the part that determines the step: "compute"
   double exposed = 0;  // (step - compute) / compute
@@ -100,6 +105,9 @@ struct ClusterPlan {
 //         E_DRAM_LIMIT  the gradients, or the gradients and two layers of weights, do not fit; names both sizes in bytes.
 //         E_SWAP_NOSPC  the bytes that do not fit in DRAM do not fit on swap either.
 absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options);
+// The same for a node whose bytes are placed already.
+absl::StatusOr<ClusterPlan> PlanPlaced(const ClusterModel& model, const ClusterOptions& options,
+                                       const ClusterMemory& node);
 
 // The closed form and the simulation of a node share the following functions and the constant.
 
@@ -115,6 +123,7 @@ double ForwardShare(const ClusterOptions& options);
 // Operations of one GPU in one step: 6 a parameter and token, 8 with recomputation.
 double ClusterFlops(const ClusterModel& model, const ClusterOptions& options);
 
+nlohmann::ordered_json SecondsJson(const ClusterTime& time);
 nlohmann::ordered_json ClusterJson(const ClusterModel& model, const ClusterOptions& options,
                                    const ClusterPlan& plan);
 std::string ClusterText(const ClusterModel& model, const ClusterOptions& options,

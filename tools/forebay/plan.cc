@@ -23,6 +23,7 @@
 #include "protocol/os/status_macros.h"
 #include "protocol/standard_output.h"
 #include "protocol/units.h"
+#include "tools/forebay/gpu_step.h"
 #include "tools/forebay/model_shape.h"
 #include "tools/forebay/table.h"
 
@@ -306,6 +307,34 @@ std::string SwapText(const PlanOptions& options, schema::JobPlan::Reader plan,
   return text;
 }
 
+// True if the options have a rate of a step on GPUs.
+bool HasGpuRates(const ClusterOptions& rates) {
+  return rates.gpu_tflops > 0 || rates.host_link_rate > 0 || rates.update_rate > 0;
+}
+
+// Returns the closed form of the step of a job on GPUs, with the memory of `plan`. `plan_of` asks the daemon for another format.
+absl::StatusOr<GpuStep> GpuStepOf(
+    const PlanOptions& options, const DiskRates& rates, const client::JobPlan& plan,
+    const std::function<absl::StatusOr<client::JobPlan>(protocol::Format)>& plan_of) {
+  GpuStep step;
+  ASSIGN_OR_RETURN(step.model, ClusterModelOf(options));
+  ASSIGN_OR_RETURN(step.options, ClusterOptionsOf(options));
+  step.options.nodes = 1;
+  step.options.gpus = options.ranks;
+  step.options.read_rate = rates.read;
+  step.options.write_rate = rates.write;
+  ASSIGN_OR_RETURN(step.plan, PlanGpuStep(step.model, step.options, *plan));
+  ClusterModel int8 = step.model;
+  int8.format = protocol::Format::kInt8;
+  const bool is_larger = UpdateBytesPerParam(step.model) > UpdateBytesPerParam(int8);
+  if (!is_larger || int8.dtype != protocol::DType::kBFloat16) return step;
+  const absl::StatusOr<client::JobPlan> other = plan_of(int8.format);
+  if (!other.ok()) return step;  // this optimizer has no such states
+  ASSIGN_OR_RETURN(const ClusterPlan with_int8, PlanGpuStep(int8, step.options, **other));
+  if (with_int8.seconds.step < step.plan.seconds.step) step.with_int8 = with_int8;
+  return step;
+}
+
 std::string Text(const PlanOptions& options, const ModelShape& model, protocol::DType dtype,
                  schema::JobPlan::Reader plan, const DiskRates& rates) {
   return absl::StrCat(model.what, ": ", model.elems(), " parameters in ", model.groups.size(),
@@ -374,6 +403,10 @@ absl::Status Plan(const PlanOptions& options) {
     return MakeError(ErrorId::kOption, "nan is no rate", "write GB/s, as 3.5");
   }
   if (options.cluster.nodes > 0) return PlanOfCluster(options);
+  if (HasGpuRates(options.cluster) && (!options.is_on_gpu || options.compute_s > 0)) {
+    return MakeError(ErrorId::kOption, "rates of GPUs are of a step on GPUs",
+                     "give --gpu or --nodes, and --tokens with --gpu-tflops instead of --compute");
+  }
   RETURN_IF_ERROR(CheckOneModel(options));
   ASSIGN_OR_RETURN(const auto node, NodeOf(options));
   const auto connect = [&] { return client::AdminClient::Connect({.socket = options.socket}); };
@@ -395,14 +428,27 @@ absl::Status Plan(const PlanOptions& options) {
   if (!options.durability.empty()) {
     ASSIGN_OR_RETURN(attach.durability.level, protocol::ParseDurability(options.durability));
   }
-  attach.layout = LayoutOf(model, choice);
   attach.is_on_gpu = options.is_on_gpu;
   ASSIGN_OR_RETURN(const auto admin, connect());
-  ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
+  const auto plan_of = [&](protocol::Format format) {
+    LayoutChoice other = choice;
+    other.format = format;
+    attach.layout = LayoutOf(model, other);
+    return admin->Plan(attach, node);
+  };
+  ASSIGN_OR_RETURN(const client::JobPlan plan, plan_of(choice.format));
   ASSIGN_OR_RETURN(const client::NodeStatus status, admin->Status());
-  return protocol::WriteOutput(options.as_json ? protocol::JsonOf(*plan) + "\n"
-                                               : Text(options, model, attach.layout.dtype, *plan,
-                                                      RatesOf(options, *status)));
+  const DiskRates rates = RatesOf(options, *status);
+  std::string text = options.as_json ? protocol::JsonOf(*plan) + "\n"
+                                     : Text(options, model, choice.dtype, *plan, rates);
+  if (!HasGpuRates(options.cluster)) return protocol::WriteOutput(text);
+  ASSIGN_OR_RETURN(const GpuStep step, GpuStepOf(options, rates, plan, plan_of));
+  if (options.as_json) {
+    nlohmann::ordered_json json = nlohmann::ordered_json::parse(text);
+    json["seconds"] = GpuStepJson(step);
+    return protocol::WriteOutput(json.dump(2) + "\n");
+  }
+  return protocol::WriteOutput(text + GpuStepText(step));
 }
 
 }  // namespace forebay::tools

@@ -39,18 +39,21 @@ CLI::Option* AddClusterOptions(CLI::App* command, ClusterOptions& cluster) {
   add("--gpus", cluster.gpus, "of a node (8)")->check(CLI::Range(1, 1024));
   add("--tensor-parallel", cluster.tensor_parallel, "GPUs of a node that split each layer (1)")
       ->check(CLI::Range(1, 1024));
-  add("--tokens", cluster.tokens, "of a step, for each GPU of the cluster (2048)")
-      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40));
-  command->add_flag("--recompute", cluster.recompute, "activation checkpointing")->needs(nodes);
   const CLI::Range rates(1e-3, 1e9);
-  add("--gpu-tflops", cluster.gpu_tflops, "what a GPU achieves, without waiting")->check(rates);
   add("--gpu-link-rate", cluster.gpu_link_rate, "GB/s of a GPU to others of its node")
       ->check(rates);
   add("--link-rate", cluster.link_rate, "GB/s of a node to the others, each way")->check(rates);
-  add("--host-link-rate", cluster.host_link_rate, "GB/s of DRAM to all GPUs of a node, each way")
-      ->check(rates);
-  add("--update-rate", cluster.update_rate, "GB/s of DRAM under the optimizer's pass")
-      ->check(rates);
+  // forebay plan --gpu takes these too.
+  command->add_option("--tokens", cluster.tokens, "of a step, for each GPU (2048)")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40));
+  command->add_flag("--recompute", cluster.recompute, "activation checkpointing");
+  const auto add_rate = [&](const char* name, double& value, const char* help) {
+    command->add_option(name, value, help)->check(rates);
+  };
+  add_rate("--gpu-tflops", cluster.gpu_tflops, "what a GPU achieves, without waiting");
+  add_rate("--host-link-rate", cluster.host_link_rate,
+           "GB/s of DRAM to all GPUs of a node, each way");
+  add_rate("--update-rate", cluster.update_rate, "GB/s of DRAM under the optimizer's pass");
   return nodes;
 }
 
