@@ -2,6 +2,7 @@
 #include "cpu_adam/update_kernel.h"
 
 #include "cpu_adam/internal/dispatch.h"
+#include "protocol/os/check.h"
 
 namespace forebay::cpu_adam {
 namespace {
@@ -20,6 +21,7 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
   Move(moved.weights, elems * WeightsWidth(format));
   if (moved.remainder != nullptr) moved.remainder += elems;
   if (moved.master != nullptr) moved.master += elems;
+  Move(moved.new_weights, elems * WeightsWidth(format));
   for (void*& moment : moved.moments) Move(moment, elems * MomentWidth(format));
   for (float*& scale : moved.scales) {
     if (scale != nullptr) scale += elems / kScaleElems;
@@ -46,6 +48,13 @@ size_t SavedSlotBytes(Optimizer optimizer, StateFormat format) {
 uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
                 Gradient g, const StatePlanes& state, const SavedElems* saved) {
   return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, state, saved);
+}
+
+void UpdateWeights(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
+                   Gradient g, const StatePlanes& state) {
+  internal::UpdateFn* const weights = internal::ChosenKernels().weights(optimizer, format);
+  FOREBAY_CHECK(weights != nullptr);
+  weights(scalars, n, g, state, /*saved=*/nullptr);
 }
 
 }  // namespace forebay::cpu_adam

@@ -85,6 +85,7 @@ struct StatePlanes {
   void* moments[kMomentsMax] = {};
   float* scales[kMomentsMax] = {};  // kInt8: one for each group that has begun
   float* master = nullptr;          // kFp32Bf16, kFp32Fp16
+  void* new_weights = nullptr;      // UpdateWeights: place of the new weights, in their type
   uint32_t first_elem = 0;          // index of the first element in its parameter: see Rounding
 };
 
@@ -154,5 +155,18 @@ size_t SavedSlotBytes(Optimizer optimizer, StateFormat format);
 //          the default MXCSR: no FTZ, no DAZ.
 uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
                 Gradient g, const StatePlanes& state, const SavedElems* saved = nullptr);
+
+// Computes the weights that Update with the same arguments will write, and writes them to `state.new_weights`. Writes nothing
+// else: the other planes may be read-only, and other threads may read them meanwhile. Counts no non-finite masters.
+//
+// Shapes   As Update. `new_weights` has n elements.
+// Limits   Not kLamb: its weights depend on norms of whole parameters, which its first pass over all states computes. So an
+//          optimizer with one pass has a weights pass (OptimizerInfo::passes).
+// Memory   `new_weights` and the other planes do not overlap. The stores are non-temporal if `new_weights` is aligned to 64 bytes,
+//          and are visible to other threads after any later release by this thread.
+// Threads  Pure. Disjoint ranges may run at once; the split changes no bit of the result.
+// Exact    The weights have the bits of Update, because Update computes them before it rounds the moments.
+void UpdateWeights(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
+                   Gradient g, const StatePlanes& state);
 
 }  // namespace forebay::cpu_adam

@@ -16,6 +16,9 @@ struct Kernels {
   UpdateFn* update(Optimizer optimizer, StateFormat format) const {
     return of(format).updates[static_cast<size_t>(optimizer) - 1];
   }
+  UpdateFn* weights(Optimizer optimizer, StateFormat format) const {
+    return of(format).weights[static_cast<size_t>(optimizer) - 1];
+  }
 };
 
 const Kernels& ChosenKernels();  // thread-safe; the best target at the first call

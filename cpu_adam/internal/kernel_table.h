@@ -51,6 +51,9 @@ inline constexpr bool kHasMaster = !kHasRemainder<kFormat> && kFormat.weights !=
 template <StateFormat kFormat>
 inline constexpr bool kWeightsAreMaster = kFormat.weights == DType::kFloat32;
 
+// The planes that a kernel writes: those of the state (Update), or the new weights alone (UpdateWeights).
+enum class Stores : uint8_t { kState, kNewWeights };
+
 using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes&,
                           const SavedElems*);
 
@@ -72,6 +75,7 @@ constexpr size_t SavedPlaneBytes(size_t width) { return (kSavedElems * width + 6
 // The kernels of one format.
 struct FormatKernels {
   UpdateFn* updates[kOptimizerCount];  // index: optimizer, less 1
+  UpdateFn* weights[kOptimizerCount];  // UpdateWeights: saves nothing and returns 0; null for LAMB
   // The second half of a LAMB update of n elements (lamb.h), after the update of the moments. lamb_direction computes w and u
   // from the planes. lamb_apply writes fma(-step_size, u, w) to the planes, and returns the number of non-finite masters.
   void (*lamb_direction)(const StepScalars&, size_t n, const StatePlanes&, float* w, float* u);

@@ -102,24 +102,27 @@ uint32_t LoadMaster(StateFormat format, const StatePlanes& from, size_t i) {
   return (uint32_t{weights} << 16) + static_cast<uint32_t>(int32_t{from.remainder[i]});
 }
 
-// Returns 1 where the master is non-finite.
+void StoreWeight(DType type, uint32_t master, void* weights, size_t i) {
+  if (type == DType::kFloat32) {
+    static_cast<float*>(weights)[i] = FloatOf(master);
+  } else {
+    static_cast<uint16_t*>(weights)[i] =
+        type == DType::kFloat16 ? protocol::RoundToFp16(master) : RoundToBf16(master);
+  }
+}
+
+// Returns 1 if the master is non-finite.
 template <StateFormat kFormat>
 uint64_t StoreMaster(const StatePlanes& to, size_t i, uint32_t bits) {
-  const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
-  if (kWeightsAreMaster<kFormat>) {
-    static_cast<float*>(to.weights)[i] = FloatOf(bits);
-    return magnitude >= kFp32NonFiniteBits ? 1 : 0;
-  }
+  StoreWeight(kFormat.weights, bits, to.weights, i);
   if (kHasMaster<kFormat>) to.master[i] = FloatOf(bits);
-  if (kFormat.weights == DType::kFloat16) {
-    static_cast<uint16_t*>(to.weights)[i] = protocol::RoundToFp16(bits);
-    return magnitude >= kFp16NonFiniteBits ? 1 : 0;
+  if (kHasRemainder<kFormat>) {
+    to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{RoundToBf16(bits)} << 16));
   }
-  const uint16_t weights = RoundToBf16(bits);
-  static_cast<uint16_t*>(to.weights)[i] = weights;
-  if (kHasRemainder<kFormat>)
-    to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{weights} << 16));
-  return magnitude >= kBf16NonFiniteBits ? 1 : 0;
+  const int32_t non_finite = kWeightsAreMaster<kFormat>           ? kFp32NonFiniteBits
+                             : kFormat.weights == DType::kFloat16 ? kFp16NonFiniteBits
+                                                                  : kBf16NonFiniteBits;
+  return static_cast<int32_t>(bits & 0x7FFFFFFF) >= non_finite ? 1 : 0;
 }
 
 // --------------------------------------------------------------------------------------- the moments
@@ -286,6 +289,17 @@ uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& stat
   return non_finite;
 }
 
+template <Optimizer kOptimizer, StateFormat kFormat>
+uint64_t RunWeights(const StepScalars& k, size_t n, Gradient g, const StatePlanes& state,
+                    const SavedElems*) {
+  for (size_t i = 0; i < n; ++i) {
+    Element e = Load<kOptimizer, kFormat>(state, i);
+    Step<kOptimizer>(k, LoadGrad(g, i), e);
+    StoreWeight(kFormat.weights, BitsOf(e.w), state.new_weights, i);
+  }
+  return 0;
+}
+
 template <StateFormat kFormat>
 void Direction(const StepScalars& k, size_t n, const StatePlanes& from, float* w, float* u) {
   for (size_t i = 0; i < n; ++i) {
@@ -307,14 +321,18 @@ uint64_t Apply(float step_size, size_t n, const float* w, const float* u, const 
 
 }  // namespace
 
-#define FOREBAY_KERNELS(format)                                                   \
-  {                                                                               \
-    {Run<Optimizer::kAdamW, format>,        Run<Optimizer::kAdam, format>,        \
-     Run<Optimizer::kAdamWAmsgrad, format>, Run<Optimizer::kAdamAmsgrad, format>, \
-     Run<Optimizer::kAdagrad, format>,      Run<Optimizer::kLion, format>,        \
-     Run<Optimizer::kSgd, format>,          Run<Optimizer::kSgdNesterov, format>, \
-     Run<Optimizer::kLamb, format>},                                              \
-        Direction<format>, Apply<format>                                          \
+// The last kernel is LAMB's.
+#define FOREBAY_ROW(kernel, format, lamb)                                                  \
+  {                                                                                        \
+    kernel<Optimizer::kAdamW, format>, kernel<Optimizer::kAdam, format>,                   \
+        kernel<Optimizer::kAdamWAmsgrad, format>, kernel<Optimizer::kAdamAmsgrad, format>, \
+        kernel<Optimizer::kAdagrad, format>, kernel<Optimizer::kLion, format>,             \
+        kernel<Optimizer::kSgd, format>, kernel<Optimizer::kSgdNesterov, format>, lamb     \
+  }
+#define FOREBAY_KERNELS(format)                                                    \
+  {                                                                                \
+    FOREBAY_ROW(Run, format, (Run<Optimizer::kLamb, format>)),                     \
+        FOREBAY_ROW(RunWeights, format, nullptr), Direction<format>, Apply<format> \
   }
 const FormatKernels kScalarFormats[kStateFormatCount] = {
     FOREBAY_KERNELS(StateFormat::kFp32),     FOREBAY_KERNELS(StateFormat::kExact),
@@ -322,6 +340,7 @@ const FormatKernels kScalarFormats[kStateFormatCount] = {
     FOREBAY_KERNELS(StateFormat::kFp32Bf16), FOREBAY_KERNELS(StateFormat::kFp32Fp16),
 };
 #undef FOREBAY_KERNELS
+#undef FOREBAY_ROW
 
 }  // namespace forebay::cpu_adam::internal
 
@@ -336,13 +355,7 @@ void DecodeMasters(StateFormat format, size_t n, const StatePlanes& state, float
 void EncodeMasters(StateFormat format, size_t n, const float* masters, const StatePlanes& state) {
   for (size_t i = 0; i < n; ++i) {
     const auto bits = std::bit_cast<uint32_t>(masters[i]);
-    if (format.weights == DType::kFloat32) {
-      static_cast<float*>(state.weights)[i] = masters[i];
-    } else if (format.weights == DType::kFloat16) {
-      static_cast<uint16_t*>(state.weights)[i] = protocol::RoundToFp16(bits);
-    } else {
-      static_cast<uint16_t*>(state.weights)[i] = internal::RoundToBf16(bits);
-    }
+    internal::StoreWeight(format.weights, bits, state.weights, i);
     if (state.master != nullptr) state.master[i] = masters[i];
     if (state.remainder == nullptr) continue;
     const uint32_t weights = static_cast<const uint16_t*>(state.weights)[i];

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Goal    Every instruction set gives the bits of the scalar definition for every optimizer and format, at every size, tail and
-//         misalignment, and writes nothing else. An update saves the elements that it is about to change.
+//         misalignment, and writes nothing else. An update saves the elements that it is about to change. The weights pass
+//         gives the weights of the update, and only reads the state.
 // Method  Run two steps on each target that this processor has and on "scalar", on the same seeded data with denormals and
 //         overflows; compare all planes and the count of bad masters bit by bit. At the end the slots hold the last two pieces
-//         as they were before the update.
+//         as they were before the update. The weights pass runs before each update, on copies of the planes that are mapped
+//         read-only, each up to the end of a page behind which nothing is mapped.
+
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,11 +15,14 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <span>
 #include <tuple>
 #include <vector>
 
+#include "cpu_adam/internal/kernel_table.h"
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
+#include "protocol/units.h"
 #include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
 #include "tests/cpu_adam/state_arrays.h"
@@ -50,6 +57,9 @@ std::ostream& operator<<(std::ostream& out, const Case& run) {
              << static_cast<int>(run.grad);
 }
 
+// LAMB's second pass over a parameter needs norms from the first.
+bool HasWeightsPass(Optimizer optimizer) { return protocol::Info(optimizer).passes == 1; }
+
 StepScalars ScalarsOf(Optimizer optimizer, uint64_t t) {
   const HyperParams hyper = {.lr = 3e-4,
                              .beta1 = 0.9,
@@ -65,6 +75,35 @@ StepScalars ScalarsOf(Optimizer optimizer, uint64_t t) {
   return scalars;
 }
 
+// Copies of planes that cannot be written. Each copy ends at a page that cannot be read.
+class ReadOnlyPlanes {
+ public:
+  ReadOnlyPlanes() = default;
+  ReadOnlyPlanes(const ReadOnlyPlanes&) = delete;
+  ReadOnlyPlanes& operator=(const ReadOnlyPlanes&) = delete;
+  ~ReadOnlyPlanes() {
+    for (const std::span<std::byte> mapped : mapped_) ::munmap(mapped.data(), mapped.size());
+  }
+
+  template <typename T>
+  T* Copy(const T* plane, size_t n, size_t width) {
+    const size_t used = protocol::RoundUp(n * width, protocol::kPageBytes);
+    auto* const begin =
+        static_cast<std::byte*>(::mmap(nullptr, used + protocol::kPageBytes, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    EXPECT_NE(begin, MAP_FAILED);
+    mapped_.emplace_back(begin, used + protocol::kPageBytes);
+    std::byte* const copy = begin + used - n * width;
+    if (n > 0) std::memcpy(copy, plane, n * width);
+    EXPECT_TRUE(used == 0 || ::mprotect(begin, used, PROT_READ) == 0);
+    EXPECT_EQ(::mprotect(begin + used, protocol::kPageBytes, PROT_NONE), 0);
+    return reinterpret_cast<T*>(copy);
+  }
+
+ private:
+  std::vector<std::span<std::byte>> mapped_;
+};
+
 struct GuardedGrad {
   GuardedGrad(const AdamData& data, const Case& run)
       : wide(run.n, run.offset), narrow(run.n, run.offset), type(run.grad) {
@@ -79,6 +118,39 @@ struct GuardedGrad {
   GuardedArray<uint16_t> narrow;
   DType type;
 };
+
+// Returns the weights that UpdateWeights computes from read-only copies of the planes.
+std::vector<std::byte> WeightsPass(const Case& run, const StepScalars& scalars, Gradient grad,
+                                   const StatePlanes& state) {
+  const bool has_codes = run.format.format == Format::kInt8;
+  const size_t groups = (run.n + kScaleElems - 1) / kScaleElems;
+  const size_t moments = protocol::kMomentShapes[static_cast<size_t>(run.optimizer) - 1].count;
+  const size_t width = protocol::SizeBytes(run.format.weights);
+  ReadOnlyPlanes memory;
+  StatePlanes planes{.weights = memory.Copy(static_cast<std::byte*>(state.weights), run.n, width),
+                     .first_elem = state.first_elem};
+  if (run.format.format != Format::kFp32) {
+    planes.remainder = memory.Copy(state.remainder, run.n, sizeof(int16_t));
+  } else if (run.format.weights != DType::kFloat32) {
+    planes.master = memory.Copy(state.master, run.n, sizeof(float));
+  }
+  for (size_t m = 0; m < moments; ++m) {
+    planes.moments[m] =
+        memory.Copy(static_cast<std::byte*>(state.moments[m]),
+                    has_codes ? groups * kScaleElems : run.n, internal::MomentWidth(run.format));
+    if (has_codes) planes.scales[m] = memory.Copy(state.scales[m], groups, sizeof(float));
+  }
+  const auto* const gradient = static_cast<const std::byte*>(grad.data);
+  grad.data = memory.Copy(gradient, run.n, protocol::SizeBytes(grad.type));
+  GuardedArray<float> wide(run.n, run.offset);
+  GuardedArray<uint16_t> narrow(run.n, run.offset);
+  planes.new_weights = narrow.data();
+  if (run.format.weights == DType::kFloat32) planes.new_weights = wide.data();
+  UpdateWeights(run.optimizer, run.format, scalars, run.n, grad, planes);
+  EXPECT_TRUE(wide.GuardsIntact() && narrow.GuardsIntact());
+  const auto* const written = static_cast<const std::byte*>(planes.new_weights);
+  return {written, written + run.n * width};
+}
 
 // State after the last step, and the number of bad masters in all steps.
 struct Result {
@@ -99,8 +171,14 @@ std::unique_ptr<Result> RunSteps(const AdamData& data, const Case& run, uint64_t
   auto result = std::make_unique<Result>(run.n, run.offset);
   result->state.Assign(data);
   for (uint64_t t = 1; t <= steps; ++t) {
-    result->bad += Update(run.optimizer, run.format, ScalarsOf(run.optimizer, t), run.n, grad.get(),
-                          result->state.Planes(run.format), saved);
+    const StepScalars scalars = ScalarsOf(run.optimizer, t);
+    const StatePlanes planes = result->state.Planes(run.format);
+    std::vector<std::byte> weights;
+    if (HasWeightsPass(run.optimizer)) weights = WeightsPass(run, scalars, grad.get(), planes);
+    result->bad += Update(run.optimizer, run.format, scalars, run.n, grad.get(), planes, saved);
+    const auto* const written = static_cast<const std::byte*>(planes.weights);
+    EXPECT_TRUE(std::equal(weights.begin(), weights.end(), written))
+        << "weights pass of step " << t;
   }
   result->state.ExpectGuards();
   return result;
@@ -218,19 +296,29 @@ TEST_P(UpdateTargets, SplittingTheRangeChangesNoBit) {
     const auto whole = RunSteps(data, {optimizer(), format, kElems, 0, DType::kFloat32}, 2);
     std::mt19937 random(kSeed);
     Result pieces(kElems, 0);
+    std::vector<std::byte> weights(kElems * protocol::SizeBytes(format.weights));
     pieces.state.Assign(data);
     for (const uint64_t t : {1u, 2u}) {
       for (size_t begin = 0; begin < kElems;) {
         const size_t request =
             format == StateFormat::kInt8 ? random() % 4 * kScaleElems : random() % 97;
         const size_t n = std::min<size_t>(kElems - begin, request);
-        pieces.bad += Update(optimizer(), format, ScalarsOf(optimizer(), t), n,
-                             {data.grad.data() + begin, DType::kFloat32},
-                             Advance(pieces.state.Planes(format), format, begin));
+        const StepScalars scalars = ScalarsOf(optimizer(), t);
+        const Gradient grad = {data.grad.data() + begin, DType::kFloat32};
+        StatePlanes planes = pieces.state.Planes(format);
+        planes.new_weights = weights.data();
+        planes = Advance(planes, format, begin);
+        if (HasWeightsPass(optimizer()))
+          UpdateWeights(optimizer(), format, scalars, n, grad, planes);
+        pieces.bad += Update(optimizer(), format, scalars, n, grad, planes);
         begin += n;
       }
     }
     pieces.ExpectEquals(*whole);
+    if (HasWeightsPass(optimizer())) {
+      EXPECT_EQ(std::memcmp(weights.data(), pieces.state.Planes(format).weights, weights.size()),
+                0);
+    }
   }
 }
 
@@ -270,6 +358,34 @@ TEST_P(UpdateTargets, CountsMastersThatAreNotFiniteOrRoundToInfinity) {
       EXPECT_EQ(count(std::numeric_limits<float>::quiet_NaN(), -above), n == 1 ? 1u : 2u);
     }
   }
+}
+
+TEST_P(UpdateTargets, TheWeightsPassRoundsMastersThatAreNotFiniteAsTheUpdateDoes) {
+  if (!HasWeightsPass(optimizer())) {
+    EXPECT_DEATH(UpdateWeights(optimizer(), StateFormat::kExact, {}, 0, {}, {}), "CHECK failed");
+    return;
+  }
+  constexpr size_t kElems = 200;
+  AdamData data(kElems, kSeed);
+  const float inf = std::numeric_limits<float>::infinity();
+  const float largest = std::numeric_limits<float>::max();
+  const float special[] = {inf, -inf, largest, -largest, std::numeric_limits<float>::quiet_NaN()};
+  for (size_t i = 0; i < kElems; ++i) data.w[i] = special[i % std::size(special)];
+  guard_.Force(target());
+  for (const StateFormat format : kStateFormats) {
+    SCOPED_TRACE(::testing::Message() << "format " << ::forebay::testing::NameOf(format));
+    (void)RunSteps(data, {optimizer(), format, kElems, 0, DType::kFloat32}, 1);
+  }
+}
+
+// Shows that a store to the copies of the test above does not pass unnoticed.
+TEST(ReadOnlyPlanesDeathTest, AStoreEndsTheProcess) {
+  const AdamData data(1, kSeed);
+  ReadOnlyPlanes memory;
+  float* const copy = memory.Copy(data.w.data(), 1, sizeof(float));
+  EXPECT_EQ(*copy, data.w[0]);
+  EXPECT_DEATH(*static_cast<volatile float*>(copy) = 1, "");
+  EXPECT_DEATH((void)*static_cast<volatile float*>(copy + 1), "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Supported, UpdateTargets,
