@@ -134,7 +134,7 @@ StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
   return state;
 }
 
-// Returns the planes that the update of a part reads and writes. If the new weights are written to another place
+// Returns the planes that the update of a part reads and writes. If an early update writes the new weights to another place
 // (new_offset_bytes), first copies the present weights to that place, because an update reads the weights where it writes them.
 StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
                      const UpdateMemory& update_memory) {
@@ -149,11 +149,16 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
       memory);
   state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
   if (part.segment.weights.new_offset_bytes) {
+    const bool is_weights_pass = action.pass == UpdatePass::kWeights;
     const std::span<std::byte> to =
-        Part(update_memory.new_weights, memory.dtype, *part.segment.weights.new_offset_bytes,
-             {part.skipped, part.skipped + part.elems});
-    std::memcpy(to.data(), state.weights, to.size());
-    state.weights = to.data();
+        Part(is_weights_pass ? memory.weights : update_memory.new_weights, memory.dtype,
+             *part.segment.weights.new_offset_bytes, {part.skipped, part.skipped + part.elems});
+    if (is_weights_pass) {
+      state.new_weights = to.data();
+    } else {
+      std::memcpy(to.data(), state.weights, to.size());
+      state.weights = to.data();
+    }
   }
   return state;
 }
@@ -307,6 +312,10 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
     if (action.pass == UpdatePass::kNorms) {
       found.norms[static_cast<size_t>(&segment - action.segments.data())] =
           cpu_adam::SumLamb(format, segment.scalars, part.elems, gradient, state);
+    } else if (action.pass == UpdatePass::kWeights) {
+      FOREBAY_CHECK(state.new_weights != nullptr);
+      cpu_adam::UpdateWeights(states.optimizer, format, segment.scalars, part.elems, gradient,
+                              state);
     } else {
       found.overflows += UpdatePart(part, states, gradient, state, /*saved=*/nullptr);
     }
@@ -367,7 +376,7 @@ void SetDigests(const nvme::PageDigests& digests, const nvme::Identity& identity
 }  // namespace
 
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce) {
-  const bool changes = action.pass != UpdatePass::kNorms;
+  const bool changes = action.pass != UpdatePass::kNorms && action.pass != UpdatePass::kWeights;
   const uint64_t stride = action.pass == UpdatePass::kWhole ? kTileElems : kPartElems;
   nvme::PageDigests digests(memory.states.block);
   std::vector<UpdateFound> found;

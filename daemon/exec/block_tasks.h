@@ -39,7 +39,8 @@ struct StateMemory {
   protocol::DType dtype = protocol::DType::kFloat32;  // type of the weights
 };
 
-// Memory that an update touches. The block is updated in place.
+// Memory that an update touches. The block is updated in place. UpdatePass::kWeights reads the block, and writes to the weights
+// arena alone.
 struct UpdateMemory {
   StateMemory states;
   std::span<const std::byte> accumulators;  // step arena

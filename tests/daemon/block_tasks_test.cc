@@ -365,6 +365,35 @@ TEST(UpdateForSwap, SumsWhatLambNeedsAsPartsDo) {
   }
 }
 
+TEST(WeightsPass, WritesTheWeightsOfTheUpdateToTheirPlaceAndNothingElse) {
+  using protocol::Format;
+  for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
+    SCOPED_TRACE(::testing::Message() << static_cast<int>(format));
+    constexpr uint64_t kElems = kPartElems + 3 * kTileElems + 640;
+    SwappedBlock block(protocol::Optimizer::kAdamW, format, kElems);
+    EXPECT_EQ(block.UpdateInParts().count, 0U);  // from zero, moments have few values
+    block.weights.resize(2 * kElems, 0);
+    block.memory.states.weights = BytesOf(block.weights);
+    const std::vector<uint16_t> weights(block.weights.begin(), block.weights.begin() + kElems);
+    const std::vector<std::byte> planes = block.planes;
+
+    block.action.pass = UpdatePass::kWeights;
+    for (UpdateSegment& segment : block.action.segments) {
+      segment.weights.new_offset_bytes = segment.weights.offset_bytes + kElems * 2;
+    }
+    block.UpdateInParts();
+    EXPECT_EQ(block.planes, planes);
+    EXPECT_TRUE(std::equal(weights.begin(), weights.end(), block.weights.begin()));
+    const std::vector<uint16_t> computed(block.weights.begin() + kElems, block.weights.end());
+
+    block.action.pass = UpdatePass::kWhole;
+    for (UpdateSegment& segment : block.action.segments) segment.weights.new_offset_bytes = {};
+    block.UpdateInParts();
+    EXPECT_TRUE(std::equal(computed.begin(), computed.end(), block.weights.begin()));
+    EXPECT_NE(computed, weights);
+  }
+}
+
 // The weights of a swapped block, moved from the arena to the plane behind its states.
 void MoveWeightsIntoBlock(SwappedBlock& block) {
   const std::vector<std::byte> states = block.planes;

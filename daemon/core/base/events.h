@@ -462,7 +462,8 @@ struct WeightsPlace {
   // True: in the plane behind the block's states, at the elements' place in the block. False: in the weights arena.
   bool in_block = false;
   uint64_t offset_bytes = 0;  // offset in the weights arena
-  // Early update: offset in the step arena for the new weights. The weights in the arena stay until InstallWeights.
+  // Offset for the new weights. Early update: in the step arena; the weights in the arena stay until InstallWeights.
+  // UpdatePass::kWeights: in the weights arena.
   std::optional<uint64_t> new_offset_bytes = {};
 };
 
@@ -484,6 +485,8 @@ enum class UpdatePass : uint8_t {
   kMasters,
   // Updates the states and weights.
   kWhole,
+  // Writes the new weights to another place, before kWhole. Nothing else changes.
+  kWeights,
   // LAMB, before kWhole: sums the norms of parameters, on which the step length depends. Nothing changes.
   kNorms,
 };
