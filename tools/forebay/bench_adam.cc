@@ -79,6 +79,7 @@ class CaseList {
     for (const int threads : ThreadCounts()) {
       AddPass({.format = format, .threads = threads});
       AddPass({.format = format, .threads = threads, .parameters = kManyParameters});
+      AddPass({.format = format, .threads = threads, .task = AdamPass::Task::kWeights});
     }
   }
 
@@ -99,17 +100,20 @@ class CaseList {
     std::string shape = "flat";
     if (pass.parameters > 1) shape = absl::StrCat(pass.parameters, "x", params_ / pass.parameters);
     const std::string dtype = tools::NameOf(pass.format.weights);
-    cases_.push_back({.name = absl::StrCat(
-                          "adam/opt=", std::string(protocol::Name(pass.optimizer)), "/format=",
-                          std::string(protocol::Name(pass.format.format)), "/grad=", dtype,
-                          "/param=", dtype, "/place=inplace/threads=", pass.threads,
-                          "/shape=", shape, pass.hash == AdamPass::Hash::kOn ? "/hash=on" : "",
-                          pass.data == AdamPass::Data::kDenormal ? "/data=denormal" : "", suffix_),
-                      .memory_bytes = MemoryFor(pass, params_),
-                      .target = "",
-                      .measure = [pass](const AdamFixture& fixture, const BenchCase& what) {
-                        return MeasurePass(fixture, what, pass);
-                      }});
+    const bool is_weights_pass = pass.task == AdamPass::Task::kWeights;
+    cases_.push_back(
+        {.name = absl::StrCat(
+             is_weights_pass ? "adam/task=weights/opt=" : "adam/opt=",
+             std::string(protocol::Name(pass.optimizer)), "/format=",
+             std::string(protocol::Name(pass.format.format)), "/grad=", dtype, "/param=", dtype,
+             is_weights_pass ? "/place=second" : "/place=inplace", "/threads=", pass.threads,
+             "/shape=", shape, pass.hash == AdamPass::Hash::kOn ? "/hash=on" : "",
+             pass.data == AdamPass::Data::kDenormal ? "/data=denormal" : "", suffix_),
+         .memory_bytes = MemoryFor(pass, params_),
+         .target = "",
+         .measure = [pass](const AdamFixture& fixture, const BenchCase& what) {
+           return MeasurePass(fixture, what, pass);
+         }});
   }
 
   void AddGradientTask(const GradientTask& task, int threads) {

@@ -15,11 +15,14 @@ namespace forebay::tools {
 
 // The optimizer pass that a case of bench adam measures. Gradients have the type of the weights. For LAMB the measured time
 // covers both passes over all blocks, and the limit counts the bytes of one pass.
+//
+// kWeights  computes the new weights alone, and writes them to a second place: UpdatePass::kWeights. Not for LAMB.
 struct AdamPass {
   protocol::StateFormat format = protocol::StateFormat::kExact;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   int threads = 1;
   uint64_t parameters = 1;  // number of parameters, equal in size
+  enum class Task { kUpdate, kWeights } task = Task::kUpdate;
   // kOff: resident blocks. kOn: blocks that go to disk, with their checksums.
   enum class Hash { kOff, kOn } hash = Hash::kOff;
   enum class Data { kNormal, kDenormal } data = Data::kNormal;  // second moments
@@ -32,11 +35,13 @@ uint64_t ElemsOf(const AdamPass& pass, uint64_t params);
 uint64_t StateBytesOf(const AdamPass& pass, uint64_t params);
 
 // Memory for the blocks. Gradient and weights each have ElemsOf() elements of the weights' type. The states have
-// StateBytesOf() bytes and begin at a page.
+// StateBytesOf() bytes and begin at a page. For Task::kWeights the new weights are ElemsOf() elements too, anywhere in `weights`
+// behind the weights.
 struct AdamMemory {
   std::span<std::byte> gradient;
   std::span<std::byte> weights;
   std::span<std::byte> states;
+  uint64_t new_weights_offset_bytes = 0;  // in `weights`
 };
 
 class AdamBlocks {
@@ -45,8 +50,9 @@ class AdamBlocks {
   AdamBlocks(const AdamPass& pass, uint64_t params, cpu_adam::WorkerPool& pool,
              const AdamMemory& memory);
 
-  // Runs an optimizer step over all blocks.
+  // Runs an optimizer step over all blocks, or a weights pass.
   void Update(AdamPass::Hash hash);
+  void ComputeWeights();
 
  private:
   struct Block {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/forebay/bench_adam_pass.h"
 
+#include <algorithm>
 #include <chrono>
 #include <vector>
 
@@ -21,6 +22,24 @@ uint64_t SlackBytes(const AdamPass& pass) {
   return (PlanesOf(pass).size() + 2) * protocol::kPageBytes;
 }
 
+uint64_t WeightsBytes(const AdamPass& pass) {
+  return protocol::SizeBytes(pass.format.weights) * kStreamGroupElems;
+}
+
+// The arrays of AdamMemory: gradient, weights, new weights, which an update does not have, and states. The limit's loops use the
+// same memory; a stream of Streams() that is only written begins where one of these arrays begins that holds no input.
+ArraySet BlockArrays(const AdamPass& pass, uint64_t params) {
+  const uint64_t width = WeightsBytes(pass);
+  uint64_t states = 0;
+  for (const protocol::Plane& plane : PlanesOf(pass)) {
+    states += protocol::PlaneBytes(plane, kStreamGroupElems);
+  }
+  const uint64_t new_weights = pass.task == AdamPass::Task::kWeights ? width : 0;
+  return {.shapes = {ShapeOf(width, Access::kRead), ShapeOf(width, Access::kUpdate),
+                     ShapeOf(new_weights, Access::kWrite), ShapeOf(states, Access::kUpdate)},
+          .elems = ElemsOf(pass, params)};
+}
+
 // Runs an optimizer pass in the fixture's memory.
 class PassRun {
  public:
@@ -28,12 +47,15 @@ class PassRun {
       : pass_(pass),
         elems_(fixture.params),
         blocks_(pass, fixture.params, fixture.Pool(pass.threads), Allocate(fixture, pass)),
-        // the limit's loops use the same memory
         streams_(fixture.huge->Allocate(Streams(pass, fixture.params))) {}
 
   absl::StatusOr<Sample> Run(AdamPass::Hash hash) {
     const auto began = Clock::now();
-    blocks_.Update(hash);
+    if (pass_.task == AdamPass::Task::kWeights) {
+      blocks_.ComputeWeights();
+    } else {
+      blocks_.Update(hash);
+    }
     const std::chrono::duration<double> took = Clock::now() - began;
     const PassBytes bytes = BytesOf(Streams(pass_, elems_).shapes, elems_);
     return Sample{
@@ -46,17 +68,14 @@ class PassRun {
 
  private:
   static AdamMemory Allocate(const AdamFixture& fixture, const AdamPass& pass) {
-    const ArraySet streams = Streams(pass, fixture.params);
-    ArraySet arrays{.shapes = {streams.shapes[0], streams.shapes[1]}, .elems = streams.elems};
-    arrays.shapes.push_back(ShapeOf(0, Access::kUpdate));
-    for (size_t s = 2; s < streams.shapes.size(); ++s) {
-      arrays.shapes[2].group_bytes += streams.shapes[s].group_bytes;
-    }
-    const std::vector<BenchStream> allocated = fixture.huge->Allocate(arrays);
-    // The states are the last array. The slack behind the array holds the rounding of the last block's planes.
+    const std::vector<BenchStream> allocated =
+        fixture.huge->Allocate(BlockArrays(pass, fixture.params));
+    const BenchStream &weights = allocated[1], &new_weights = allocated[2], &states = allocated[3];
+    // The slack behind the last array holds the rounding of the last block's planes.
     return {.gradient = {allocated[0].from, allocated[0].bytes},
-            .weights = {allocated[1].to, allocated[1].bytes},
-            .states = {allocated[2].to, allocated[2].bytes + SlackBytes(pass)}};
+            .weights = {weights.to, new_weights.to + new_weights.bytes},
+            .states = {states.to, states.bytes + SlackBytes(pass)},
+            .new_weights_offset_bytes = static_cast<uint64_t>(new_weights.to - weights.to)};
   }
 
   AdamPass pass_;
@@ -69,20 +88,23 @@ class PassRun {
 
 ArraySet Streams(const AdamPass& pass, uint64_t params) {
   const auto planes = PlanesOf(pass);
-  const uint64_t width = protocol::SizeBytes(pass.format.weights) * kStreamGroupElems;
-  const bool only_written = planes[0].name == "master";
+  const uint64_t width = WeightsBytes(pass);
+  const bool has_master = planes[0].name == "master";  // then weights are only written
+  const bool updates = pass.task == AdamPass::Task::kUpdate;
+  const Access access = updates ? Access::kUpdate : Access::kRead;
   ArraySet arrays{.shapes = {}, .elems = ElemsOf(pass, params)};
   arrays.shapes.push_back(ShapeOf(width, Access::kRead));
-  arrays.shapes.push_back(ShapeOf(width, only_written ? Access::kWrite : Access::kUpdate));
+  if (!has_master) arrays.shapes.push_back(ShapeOf(width, access));
+  if (has_master || !updates) arrays.shapes.push_back(ShapeOf(width, Access::kWrite));
   for (const protocol::Plane& plane : planes) {
-    arrays.shapes.push_back(
-        ShapeOf(protocol::PlaneBytes(plane, kStreamGroupElems), Access::kUpdate));
+    arrays.shapes.push_back(ShapeOf(protocol::PlaneBytes(plane, kStreamGroupElems), access));
   }
   return arrays;
 }
 
 uint64_t MemoryFor(const AdamPass& pass, uint64_t params) {
-  return BenchMemory::BytesFor(Streams(pass, params)) + SlackBytes(pass);
+  return std::max(BenchMemory::BytesFor(Streams(pass, params)),
+                  BenchMemory::BytesFor(BlockArrays(pass, params)) + SlackBytes(pass));
 }
 
 absl::StatusOr<BenchResult> MeasurePass(const AdamFixture& fixture, const BenchCase& what,
