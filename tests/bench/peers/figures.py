@@ -10,19 +10,29 @@ import ours
 SLACK = 0.10
 SAMPLES_MIN = 5  # a run with fewer quiet rounds is void
 
-SIDES = {  # name of each side's case, and limit loop with the same memory accesses as one pass
-    "torch-fused": ("by=torch-fused/format=fp32/grad=fp32/param=fp32", "fp32"),
-    "deepspeed": ("by=deepspeed/format=fp32/grad=fp32/param=fp32", "fp32"),
-    "deepspeed-3-passes": ("by=deepspeed/format=fp32/grad=bf16/param=bf16", "fp32"),
-    "ours-fp32": ("by=forebay/format=fp32/grad=fp32/param=fp32", "fp32"),
-    "ours-exact": ("by=forebay/format=exact/grad=bf16/param=bf16", "exact"),
-    "ours-master": ("by=forebay/format=fp32/grad=bf16/param=bf16", "master"),
+# Name of each side's case, limit loop with the memory accesses of its update, and bytes that all its passes read and write.
+SIDES = {
+    "torch-fused": ("by=torch-fused/format=fp32/grad=fp32/param=fp32", "fp32", 28),
+    "deepspeed": ("by=deepspeed/format=fp32/grad=fp32/param=fp32", "fp32", 28),
+    "deepspeed-3-passes": ("by=deepspeed/format=fp32/grad=bf16/param=bf16", "fp32", 40),
+    # 2 + 4: gradient widened; 4 + 12 + 12 + 2: update
+    "prime-rl": ("by=prime-rl/format=fp32/grad=bf16/param=bf16/from=delivery", "fp32", 36),
+    "ours-fp32": ("by=forebay/format=fp32/grad=fp32/param=fp32", "fp32", 28),
+    "ours-exact": ("by=forebay/format=exact/grad=bf16/param=bf16", "exact", 26),
+    # 2 + 2: gradient checked, its squares summed; 26: update
+    "ours-exact-from-delivery": (
+        "by=forebay/format=exact/grad=bf16/param=bf16/from=delivery",
+        "exact",
+        30,
+    ),
+    "ours-master": ("by=forebay/format=fp32/grad=bf16/param=bf16", "master", 28),
 }
 GOALS = {  # (peer, Forebay's side): {shape: least speedup over the peer}
     ("torch-fused", "ours-fp32"): {"flat": 0.97, "1000": 1.35},
     ("deepspeed", "ours-fp32"): {},
     ("deepspeed-3-passes", "ours-exact"): {"flat": 1.8, "1000": 2.8},
     ("deepspeed-3-passes", "ours-master"): {"flat": 1.8, "1000": 2.8},
+    ("prime-rl", "ours-exact-from-delivery"): {"flat": 1.25, "1000": 1.25},
 }
 PHASE_GOAL = 2.5
 SHAPE_NAMES = {"flat": "flat", "1000": "1000x{}"}
@@ -65,7 +75,7 @@ def kernel_rows(result):
     tail = f"threads={threads}/shape={SHAPE_NAMES[shape].format(elems)}"
     kept = {"unit": "ms", "rejected": result["rejected"], "huge_pages": result["huge_pages"]}
     rows = []
-    for side, (name, work) in SIDES.items():
+    for side, (name, work, moved) in SIDES.items():
         if side not in samples:
             continue
         loop, seconds = samples[f"limit-{work}"], samples[side]
@@ -82,6 +92,7 @@ def kernel_rows(result):
                 "share": share,
                 "share_needed": needed,
                 "void": needed is not None and share < needed,
+                "bytes_per_elem": moved,
             }
         )
     for work in ours.WORKS:
@@ -94,7 +105,7 @@ def kernel_rows(result):
             | {"gb_per_s": rate / statistics.median(seconds)}
         )
     for (peer, own), goals in GOALS.items():
-        if own in samples:
+        if peer in samples and own in samples:
             pairs = zip(samples[peer], samples[own])
             rows.append(
                 {"case": f"peers/adam/{peer}-over-{own}/{tail}", "kind": "ratio", "unit": "times"}
@@ -169,8 +180,8 @@ def side_line(row):
     floor = f"{needed:.2f}" if needed else ""
     return (
         f"| `{row['case'].removeprefix('peers/')}` | {digits(row['value'])} | "
-        f"{digits(row['q1'])} to {digits(row['q3'])} | {row['samples']} | {share} | "
-        f"{floor}{' **void**' if row.get('void') else ''} |"
+        f"{digits(row['q1'])} to {digits(row['q3'])} | {row['samples']} | "
+        f"{row.get('bytes_per_elem', '')} | {share} | {floor}{' **void**' if row.get('void') else ''} |"
     )
 
 
@@ -192,8 +203,8 @@ def markdown(rows, facts, reasons):
         + "; ".join(f"{part}: {had['rejected']}" for part, had in facts["rounds"].items())
         + ".",
         "",
-        "| case | median ms | quartiles | samples | share of the limit | needed |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| case | median ms | quartiles | samples | bytes an element | share of the limit | needed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [side_line(row) for row in rows if row["kind"] != "ratio"]
     lines += [

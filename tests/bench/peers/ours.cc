@@ -9,21 +9,26 @@
 #include <cstdio>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cpu_adam/targets.h"
 #include "cpu_adam/worker_pool.h"
+#include "daemon/exec/block_tasks.h"
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/dtype.h"
+#include "protocol/os/check.h"
 #include "protocol/units.h"
 #include "tests/bench/peers/limit.h"
 #include "tools/forebay/bench_adam_blocks.h"
 #include "tools/forebay/bench_workers.h"
 
 using forebay::cpu_adam::WorkerPool;
+using forebay::daemon::kPartElems;
 using forebay::pinned_mem::PinnedArena;
+using forebay::protocol::DType;
 using forebay::protocol::kPageBytes;
 using forebay::protocol::RoundUp;
 using forebay::protocol::StateFormat;
@@ -72,6 +77,9 @@ struct PeersOurs {
   std::unique_ptr<WorkerPool> pool;
   std::unique_ptr<PinnedArena> memory;
   std::optional<AdamBlocks> blocks;
+  DType type = DType::kFloat32;          // type of the gradients
+  std::span<std::byte> gradients;        // one rank's, as the blocks read them
+  std::span<const std::byte> delivered;  // the same gradients, where the rank has put them
 };
 
 // Threads that compute without touching memory. They keep other processes off their CPUs.
@@ -95,7 +103,7 @@ bool PeersMakeBlocks(PeersOurs* ours, int work, uint64_t n, uint64_t parameters)
   const uint64_t weights_bytes =
       RoundUp(ElemsOf(pass, n) * forebay::protocol::SizeBytes(pass.format.weights), kPageBytes);
   auto memory = PinnedArena::Create({.name = "peers",
-                                     .capacity_bytes = 2 * weights_bytes + StateBytesOf(pass, n),
+                                     .capacity_bytes = 3 * weights_bytes + StateBytesOf(pass, n),
                                      .lock = forebay::pinned_mem::LockPolicy::kBestEffort});
   if (!memory.ok()) {
     std::fprintf(stderr, "%s\n", memory.status().ToString().c_str());
@@ -103,11 +111,17 @@ bool PeersMakeBlocks(PeersOurs* ours, int work, uint64_t n, uint64_t parameters)
   }
   ours->memory = *std::move(memory);
   const auto bytes = ours->memory->bytes();
+  const auto states = bytes.subspan(3 * weights_bytes);
+  ours->type = pass.format.weights;
+  ours->gradients = bytes.first(weights_bytes);
   ours->blocks.emplace(
       pass, n, *ours->pool,
-      forebay::tools::AdamMemory{.gradient = bytes.first(weights_bytes),
+      forebay::tools::AdamMemory{.gradient = ours->gradients,
                                  .weights = bytes.subspan(weights_bytes, weights_bytes),
-                                 .states = bytes.subspan(2 * weights_bytes)});
+                                 .states = states});
+  const auto delivered = bytes.subspan(2 * weights_bytes, weights_bytes);
+  std::ranges::copy(ours->gradients, delivered.begin());
+  ours->delivered = delivered;
   return true;
 }
 
@@ -117,6 +131,23 @@ int PeersThreads(const PeersOurs* ours) { return ours->pool->threads(); }
 
 // Runs one step of AdamW over all blocks.
 void PeersStep(PeersOurs* ours) { ours->blocks->Update(AdamPass::Hash::kOff); }
+
+// Checks the gradients of one rank, sums their squares and makes them the sums that a step reads, as at their delivery.
+void PeersAddGradients(PeersOurs* ours) {
+  const forebay::daemon::AddGradients action{
+      .dtype = ours->type, .sum_dtype = ours->type, .assign = true};
+  const uint64_t elems = ours->gradients.size() / forebay::protocol::SizeBytes(ours->type);
+  std::atomic<uint64_t> next = 0;
+  RunOnAll(*ours->pool, [&](int) {
+    for (uint64_t begin = next.fetch_add(kPartElems); begin < elems;
+         begin = next.fetch_add(kPartElems)) {
+      const forebay::daemon::ElemRange range{begin, std::min(begin + kPartElems, elems)};
+      FOREBAY_CHECK(
+          forebay::daemon::RunAddGradients(action, range, {&ours->delivered, 1}, ours->gradients)
+              .culprit == 0);
+    }
+  });
+}
 
 // Runs the limit loop for `work` once over `planes`, on the threads of `ours`.
 void PeersTouch(PeersOurs* ours, int work, const PeersPlanes* planes) {

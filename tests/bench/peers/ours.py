@@ -76,7 +76,7 @@ class Library:
         ]
         calls.PeersDrop.argtypes = [ctypes.c_void_p]
         calls.PeersThreads.argtypes = [ctypes.c_void_p]
-        calls.PeersStep.argtypes = [ctypes.c_void_p]
+        calls.PeersStep.argtypes = calls.PeersAddGradients.argtypes = [ctypes.c_void_p]
         calls.PeersTouch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Planes)]
         calls.PeersHoldMake.restype = ctypes.c_void_p
         calls.PeersHoldMake.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_size_t]
@@ -136,6 +136,11 @@ class Ours:
 
     def step(self):
         """One step of AdamW, by the tasks of the daemon's workers."""
+        self.calls.PeersStep(self.handle)
+
+    def step_from_delivery(self):
+        """The same, from the gradients as one rank delivers them: they are checked and summed first."""
+        self.calls.PeersAddGradients(self.handle)
         self.calls.PeersStep(self.handle)
 
     def touch(self, work, planes):

@@ -64,6 +64,7 @@ def test_steps_of_the_daemons_blocks_leave_finite_weights(library, work):
         pool.make_blocks(work, N, parameters)
         for _ in range(3):
             pool.step()  # aborts if a weight is not finite
+        pool.step_from_delivery()
     pool.close()
 
 
@@ -84,8 +85,10 @@ def kernel_result(**milliseconds):
         "torch-fused": 51,
         "deepspeed": 52,
         "deepspeed-3-passes": 100,
+        "prime-rl": 78,
         "ours-fp32": 50,
         "ours-exact": 50,
+        "ours-exact-from-delivery": 60,
         "limit-fp32": 50,
         "limit-exact": 48,
         "limit-master": 50,
@@ -111,7 +114,15 @@ def test_ratios_are_of_the_same_round():
     ratio = row_of(rows, "deepspeed-3-passes-over-ours-exact")
     assert ratio["value"] == ratio["q1"] == ratio["q3"] == pytest.approx(2.0)
     assert ratio["goal"] == 1.8
+    assert row_of(rows, "prime-rl-over-ours")["value"] == pytest.approx(1.3)
+    assert row_of(rows, "by=prime-rl")["bytes_per_elem"] == 36
     assert figures.void_reasons(rows) == []
+
+
+def test_a_peer_that_is_not_installed_has_no_rows():
+    result = kernel_result()
+    del result["samples"]["prime-rl"]
+    assert not any("prime-rl" in row["case"] for row in figures.kernel_rows(result))
 
 
 def slowed(samples, factor):

@@ -18,7 +18,13 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 import ours
 import quiet
 
+try:
+    import prime_rl_cpu_adam  # built by hand: docs/reports/benchmarks.md
+except ModuleNotFoundError:
+    prime_rl_cpu_adam = None
+
 SHAPES = {"flat": 1, "1000": 1000}  # tensors
+PRIME_RL_CHUNK = 1 << 24  # elements
 PARK_S = 0.02  # an OpenMP thread spins for some milliseconds before it sleeps
 
 
@@ -117,6 +123,47 @@ def three_passes(optimizer, parts):
     return run
 
 
+def prime_rl(arrays, parts):
+    """One rank's bf16 gradients widened into float32 sums and then the update with its bf16 weights, chunk by chunk: what
+    prime-rl does with a chunk when its last gradient has arrived. Its chunks are tensors of up to 2^24 elements together.
+    """
+    if len(parts) == 1:
+        parts = [
+            dict(zip(arrays.tensors, tensors))
+            for tensors in zip(*(tensor.split(PRIME_RL_CHUNK) for tensor in arrays.tensors.values()))
+        ]
+    chunks, room = [], 0
+    for part in parts:
+        elems = part["m"].numel()
+        if elems > room:
+            chunks.append([])
+            room = PRIME_RL_CHUNK
+        room -= elems
+        chunks[-1].append(part | {"step": torch.tensor(0.0)})
+
+    def run():
+        for chunk in chunks:
+            names = ("master", "grad32", "grad16", "m", "v", "step", "weights")
+            master, sums, delivered, m, v, steps, weights = ([one[name] for one in chunk] for name in names)
+            prime_rl_cpu_adam.copy_or_add_bfloat16_multi_(sums, delivered, [False] * len(chunk))
+            prime_rl_cpu_adam.adamw_step(
+                master,
+                sums,
+                m,
+                v,
+                steps,
+                weights,
+                lr=ours.LR,
+                beta1=0.9,
+                beta2=0.999,
+                weight_decay=ours.WEIGHT_DECAY,
+                eps=1e-8,
+                gradient_scale=1.0,
+            )
+
+    return run
+
+
 def make_sides(library, arrays, tensors, cpus):
     """{side: function}; limits touch all arrays in one run whatever the shape."""
     parts, (whole,) = arrays.cut(tensors), arrays.cut(1)
@@ -127,10 +174,14 @@ def make_sides(library, arrays, tensors, cpus):
         "deepspeed": deepspeed.step,
         "deepspeed-3-passes": three_passes(deepspeed, parts),
     }
+    if prime_rl_cpu_adam:
+        sides["prime-rl"] = prime_rl(arrays, parts)
     for work in ours.WORKS:
         pool = ours.Ours(library, cpus)
         pool.make_blocks(work, arrays.n, tensors)
         sides[f"ours-{work}"] = pool.step
+        if work == "exact":
+            sides["ours-exact-from-delivery"] = pool.step_from_delivery
     for work in ours.WORKS:
         planes = planes_of(work, whole)
         sides[f"limit-{work}"] = lambda work=work, planes=planes: pool.touch(work, planes)
