@@ -266,6 +266,42 @@ TEST_F(NodeStateNodes, APreparedStepSurvivesTheLossOfEveryRankAndIsRolledForward
   Train(3);
 }
 
+// The ranks bring the decision to the next daemon, without the step calls that the killed daemon had.
+TEST(NodeStateNodesKilled, APreparedStepOfAKilledDaemonIsDecided) {
+  NodeState::Options options = RoomyOptions();
+  options.keeps_jobs = true;
+  OneOfTwo a(0, options);
+  OneOfTwo b(1);
+  for (OneOfTwo* node : {&a, &b}) {
+    node->AttachAll();
+    node->Deliver(1);
+    EXPECT_THAT(node->Call(1), Each(ErrorId::kNone));
+  }
+  StepSummary world = a.Summary();
+  world.Merge(b.Summary());
+  world.head.decision = StepDecision::kCommit;
+  const std::unique_ptr<NodeHarness> next = NodeHarness::AfterKill(a.node_, options);
+  ASSERT_NE(next, nullptr);
+  next->RunTasks();
+  std::vector<uint64_t> sessions;
+  for (uint32_t rank = 0; rank < kNodeRanks; ++rank) {
+    AttachRequest request = a.RequestOf(rank);
+    request.resume = true;
+    sessions.push_back(next->AttachOnly(a.layout_, request));
+    next->RunTasks();
+    ASSERT_OK(next->attached(sessions.back())->status);
+    EXPECT_EQ(next->attached(sessions.back())->prepared_step, 1U);
+  }
+  for (const uint64_t session : sessions) {
+    const uint64_t decide = next->Decide(session, world);
+    next->RunTasks();
+    EXPECT_EQ(next->ErrorOf(decide), ErrorId::kNone);
+  }
+  EXPECT_EQ(next->FindJob("job")->committed_step, 1U);
+  EXPECT_EQ(next->FindJob("job")->published_step, 1U);
+  EXPECT_EQ(next->fault(), "");
+}
+
 TEST_F(NodeStateNodes, WhatNoNodeHasCommittedIsDroppedByAll) {
   Prepare(1);
   const StepSummary drop = World(StepDecision::kDrop);

@@ -106,9 +106,11 @@ void Step::Decide() {
   parts_.trace.OnCommitted();
   parts_.pipeline.FollowTrace(parts_.trace.committed());
   StepOrder order = parts_.OrderOf(call, scale);
-  const std::pmr::vector<uint64_t> own = parts_.Presence();
+  // The calls of a step that the previous daemon has prepared have no presence: the nodes' decision has it.
+  std::pmr::vector<uint64_t> own(parts_.io.memory());
+  if (!of_nodes) own = parts_.Presence();
   const std::span<const uint64_t> present =
-      of_nodes ? std::span(of_nodes->present) : std::span(own);
+      of_nodes ? std::span(of_nodes->present) : std::span<const uint64_t>(own);
   for (uint32_t param = 0; param < parts_.spec.layout->params().size(); ++param) {
     order.params.push_back(protocol::IsPresent(present, param));
   }
