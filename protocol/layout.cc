@@ -235,6 +235,10 @@ uint64_t Layout::weights_bytes() const {
   return bytes;
 }
 
+uint64_t Layout::largest_piece_bytes() const {
+  return std::min(largest_gradient_bytes_, kGradPieceBytesMax);
+}
+
 uint64_t Layout::partition_bytes(uint32_t partition) const {
   return partitions_[partition].elems * SizeBytes(spec_.dtype);
 }

@@ -157,6 +157,8 @@ class Layout {
   DType grad_dtype() const { return spec_.grad_dtype.value_or(spec_.dtype); }
   // Bytes that hold the gradient of any partition, its weights, or a range of its masters. Rounded up to kGradAlignBytes.
   uint64_t largest_gradient_bytes() const { return largest_gradient_bytes_; }
+  // Bytes of the largest range of a partition that is delivered at once.
+  uint64_t largest_piece_bytes() const;
   // Bytes of a partition's weights, and of its gradient (gradient_elems). With shared attachment partition g is group g.
   uint64_t partition_bytes(uint32_t partition) const;
   uint64_t gradient_bytes(uint32_t partition) const;

@@ -45,10 +45,10 @@ kj::StringPtr TextOf(const std::string& text) { return {text.c_str(), text.size(
 uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
   if (options.memory.grad_arena_bytes != 0) return options.memory.grad_arena_bytes;
   if (options.reader) return kReaderArenaBytes;
-  if (layout.is_shared()) return PieceBytes(layout) * kPiecesInSharedArena;
+  if (layout.is_shared()) return layout.largest_piece_bytes() * kPiecesInSharedArena;
   const uint64_t on_gpu = options.is_on_gpu ? ArenaBytesOnGpu(layout) : 0;
   if (on_gpu > protocol::kGradPieceBytesMax * kPiecesInShardedArena) return on_gpu;
-  return PieceBytes(layout) * kPiecesInShardedArena;
+  return layout.largest_piece_bytes() * kPiecesInShardedArena;
 }
 
 }  // namespace

@@ -442,7 +442,7 @@ absl::StatusOr<double> GradientSender::GradNorm(std::optional<uint32_t> param,
 absl::StatusOr<GradientSender::OpenSlot> GradientSender::MakeSlot(uint64_t size_bytes,
                                                                   const WaitLimits& limits) {
   std::optional<uint64_t> offset;
-  if (size_bytes <= PieceBytes(*parts_.layout)) {
+  if (size_bytes <= parts_.layout->largest_piece_bytes()) {
     offset = link_.slots().AllocateOpen(size_bytes);
     if (!offset.has_value() && link_.slots().FitsWithoutBusy(size_bytes)) {
       const auto allocate = [&] { return link_.slots().AllocateOpen(size_bytes); };

@@ -59,7 +59,7 @@ GradSlots::Options SlotOptions(const SessionParts& parts) {
   // A reader's arena takes pieces of states, not whole partitions.
   const uint64_t largest_bytes = parts.reader
                                      ? bytes / protocol::kCacheLineBytes * protocol::kCacheLineBytes
-                                     : PieceBytes(*parts.layout);
+                                     : parts.layout->largest_piece_bytes();
   return {.capacity_bytes = bytes, .largest_bytes = largest_bytes};
 }
 

@@ -130,10 +130,6 @@ absl::StatusOr<GrantedSession> ConnectWithin(Timeout wait, const std::string& so
 
 }  // namespace
 
-uint64_t PieceBytes(const protocol::Layout& layout) {
-  return std::min(layout.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
-}
-
 Counters SessionGauge::Snapshot() const {
   return {.rpc_calls = rpc_calls,
           .commands = commands,
@@ -212,7 +208,7 @@ absl::StatusOr<SessionParts> SessionParts::Create(AttachOptions options) {
 }
 
 absl::Status SessionParts::CheckArenas() const {
-  const uint64_t grad_size_min = reader ? protocol::kPageBytes : PieceBytes(*layout);
+  const uint64_t grad_size_min = reader ? protocol::kPageBytes : layout->largest_piece_bytes();
   const uint64_t weights_size = weights->bytes().size();
   const uint64_t grad_size = grad->bytes().size();
   const uint64_t weights_size_min = weights_on_swap ? 0 : layout->weights_bytes();

@@ -117,7 +117,4 @@ struct SessionParts {
   std::shared_ptr<gpu::Device> device;
 };
 
-// Bytes of the largest range of a partition that one command carries.
-uint64_t PieceBytes(const protocol::Layout& layout);
-
 }  // namespace forebay::client::internal

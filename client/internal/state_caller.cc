@@ -68,7 +68,7 @@ absl::Status StateCaller::SendElements(protocol::Command command, std::span<cons
   const uint64_t first_elem = command.element_offset;
   const uint64_t elems = parts_.layout->partitions()[command.partition].elems;
   const uint64_t unit = width * std::min(elems, protocol::kGradUnitElems);
-  const uint64_t piece_bytes_max = PieceBytes(*parts_.layout) / unit * unit;
+  const uint64_t piece_bytes_max = parts_.layout->largest_piece_bytes() / unit * unit;
   for (uint64_t begin = 0; begin < bytes.size(); begin += piece_bytes_max) {
     const auto piece = bytes.subspan(begin, std::min(piece_bytes_max, bytes.size() - begin));
     ASSIGN_OR_RETURN(BusyRange range, link_.WaitForRange(piece.size(), limits));

@@ -48,7 +48,7 @@ class VirtualTrainer {
     }
     ranks_.resize(ranks);
     piece_elems_ = protocol::kGradPieceBytesMax / protocol::SizeBytes(layout_.grad_dtype());
-    piece_bytes_ = std::min(layout_.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
+    piece_bytes_ = layout_.largest_piece_bytes();
   }
 
   absl::Status Attach() {

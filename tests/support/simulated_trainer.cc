@@ -22,8 +22,7 @@ SimulatedTrainer::SimulatedTrainer(std::string job, Rank rank,
       durability_(rank.durability),
       layout_(std::move(layout)),
       wires_(std::move(wires)),
-      grad_arena_bytes_(
-          2 * std::min(layout_->largest_gradient_bytes(), protocol::kGradPieceBytesMax)) {}
+      grad_arena_bytes_(2 * layout_->largest_piece_bytes()) {}
 
 void SimulatedTrainer::Attach() {
   session_ = wires_.new_session();

@@ -85,7 +85,7 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
     at = PlaceSums(layout, 0, plan);
   }
   plan.overflow_offset = at;
-  plan.piece_bytes = PieceBytes(layout);
+  plan.piece_bytes = layout.largest_piece_bytes();
   // Only shared attachment needs the overflow, because a reduced gradient never waits for another rank.
   plan.overflow_slots = layout.is_shared() ? kOverflowSlotsPerRank * world_size : 0;
   at += plan.piece_bytes * plan.overflow_slots;
@@ -561,10 +561,6 @@ uint64_t SumBytes(const protocol::PartitionPlace& partition, protocol::DType sum
                  protocol::kCacheLineBytes);
 }
 
-uint64_t PieceBytes(const Layout& layout) {
-  return std::min(layout.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
-}
-
 uint64_t StepRegionBytes(const Layout& layout, const SessionRequest& session) {
   return RoundUp(sizeof(protocol::StepRequest) +
                      layout.param_group_rows() * sizeof(protocol::HyperParams) +
@@ -593,7 +589,7 @@ absl::Status CheckReaderRequest(uint64_t grad_arena_bytes) {
 }
 
 absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& request) {
-  const uint64_t least = kGradPiecesMin * PieceBytes(layout);
+  const uint64_t least = kGradPiecesMin * layout.largest_piece_bytes();
   if (request.grad_arena_bytes < least) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("a gradient arena of ", Bytes(request.grad_arena_bytes),

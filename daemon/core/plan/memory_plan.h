@@ -146,8 +146,6 @@ std::vector<uint32_t> SumPagesOf(const MemoryPlan& plan, const BlockMap& map, ui
 // True if a recovered job has retained slots for all its pages of sums.
 bool HasOwnSumSlots(const MemoryPlan& plan, const DurableJob* recovered);
 
-// Returns the bytes of the largest range of a partition that is delivered at once.
-uint64_t PieceBytes(const protocol::Layout& layout);
 // Returns the bytes from the start of a partition's gradient sums to the start of the next partition's sums.
 uint64_t SumBytes(const protocol::PartitionPlace& partition, protocol::DType sum_dtype);
 
