@@ -21,6 +21,14 @@
 
 namespace forebay::client::internal {
 
+// Returns a command with zeros in its other fields.
+inline protocol::Command MakeCommand(protocol::Op op, uint32_t partition = 0) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(op);
+  command.partition = partition;
+  return command;
+}
+
 // Sends commands to the daemon and handles their completions.
 //
 // Restart  After the daemon has ended the channel for its restart, or has died and its job has not, commands are

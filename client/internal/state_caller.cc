@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/internal/stopwatch.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 

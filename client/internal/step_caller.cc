@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/internal/stopwatch.h"
 #include "gpu/nvtx_range.h"
 #include "protocol/copy_changed.h"
 #include "protocol/error.h"

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures the duration of calls, and makes empty commands.
+// Measures the duration of calls.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-
-#include "protocol/wire.h"
 
 namespace forebay::client::internal {
 
@@ -25,12 +23,5 @@ class Stopwatch {
   std::atomic<uint64_t>& total_ns_;
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
-
-inline protocol::Command MakeCommand(protocol::Op op, uint32_t partition = 0) {
-  protocol::Command command{};
-  command.op = static_cast<uint16_t>(op);
-  command.partition = partition;
-  return command;
-}
 
 }  // namespace forebay::client::internal

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/internal/stopwatch.h"
 #include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/clock.h"
