@@ -95,8 +95,7 @@ absl::StatusOr<std::span<std::byte>> GradientSender::GradSlot(uint32_t partition
                                                               const WaitLimits& limits) {
   RETURN_IF_ERROR(parts_.CheckHasRank());
   RETURN_IF_ERROR(parts_.CheckOwn(partition));
-  RETURN_IF_ERROR(link_.PollAlive(limits));
-  RETURN_IF_ERROR(link_.CheckStored(limits));
+  RETURN_IF_ERROR(link_.CheckStoredAlive(limits));
   const auto found = open_.find(partition);
   if (found != open_.end()) return found->second.bytes;
   ASSIGN_OR_RETURN(OpenSlot slot, MakeSlot(parts_.layout->gradient_bytes(partition), limits));
@@ -239,8 +238,7 @@ absl::Status GradientSender::CheckGradient(uint32_t param, std::span<const std::
                      absl::StrCat("a gradient of parameter ", name, ", which is frozen"),
                      "add gradients of trainable parameters alone");
   }
-  RETURN_IF_ERROR(link_.PollAlive(limits));
-  RETURN_IF_ERROR(link_.CheckStored(limits));
+  RETURN_IF_ERROR(link_.CheckStoredAlive(limits));
   RETURN_IF_ERROR(CheckAskedNoNorm("a gradient of parameter ", name));
   const auto is_open = [&](uint32_t index) {
     return open_.contains(layout.boxes()[index].partition);
@@ -370,8 +368,7 @@ absl::Status GradientSender::Flush(std::optional<uint32_t> partition, const Wait
 absl::Status GradientSender::FlushGradients(std::optional<uint32_t> partition,
                                             const WaitLimits& limits) {
   if (partition.has_value()) RETURN_IF_ERROR(parts_.CheckPartition(*partition));
-  RETURN_IF_ERROR(link_.PollAlive(limits));
-  RETURN_IF_ERROR(link_.CheckStored(limits));
+  RETURN_IF_ERROR(link_.CheckStoredAlive(limits));
   return Flush(partition, limits);
 }
 

@@ -56,7 +56,7 @@ class GradientSender {
   // Sends gradients whose copies have ended, and drops references to their sources. Errors are stored. Never blocks. Returns
   // true if any copy is in flight or any gradient unsent.
   bool LookAtCopies();
-  // Forgets open slots and pieces, at the end of the session.
+  // Forgets open slots and pieces. Their memory must be free, or the session at its end.
   void Close();
 
  private:

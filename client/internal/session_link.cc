@@ -111,6 +111,12 @@ absl::Status SessionLink::CheckStored(const WaitLimits& limits) {
   return errors_.gradient;
 }
 
+absl::Status SessionLink::CheckStoredAlive(const WaitLimits& limits) {
+  RETURN_IF_ERROR(PollAlive(limits));
+  RETURN_IF_ERROR(errors_.PopRelease());
+  return errors_.gradient;
+}
+
 void SessionLink::UpdateCommittedStep(const Completion& completion) {
   if (completion.committed_step <= parts_.gauge->committed_step) return;
   parts_.gauge->committed_step = completion.committed_step;
@@ -284,14 +290,13 @@ absl::Status SessionLink::WaitForCopies(absl::FunctionRef<bool()> ended, const W
 
 absl::Status SessionLink::EndSession(absl::Status reason) {
   port_.Close(reason);
-  restart_deadline_.reset();
   return reason;
 }
 
 bool SessionLink::EndIfRestarting() {
   port_.PollAlive().IgnoreError();
   if (!port_.is_restarting()) return false;
-  port_.Close(DaemonGoneError());
+  EndSession(DaemonGoneError()).IgnoreError();
   return true;
 }
 

@@ -20,7 +20,7 @@ namespace forebay::client::internal {
 struct StoredErrors {
   absl::Status device;    // E_DEVICE: ends the session
   absl::Status release;   // returned once
-  absl::Status gradient;  // returned until the gradients are dropped
+  absl::Status gradient;  // returned until the gradients are dropped, or their step has ended
 
   // Stores an E_DEVICE. Returns the status.
   absl::Status StoreDevice(absl::Status status);
@@ -70,8 +70,9 @@ class SessionLink {
   // Enclose each call of the user. E_FENCED after Detach.
   absl::Status BeginCall();
   void EndCall();
-  // Returns a stored error: the release error once, the gradient error as long as it is stored.
+  // Poll() or PollAlive(), then return a stored error: the release error once, the gradient error as long as it is stored.
   absl::Status CheckStored(const WaitLimits& limits);
+  absl::Status CheckStoredAlive(const WaitLimits& limits);
 
   // CommandPort::Poll and PollAlive. If the daemon is being restarted, wait for the next one.
   absl::Status Poll(const WaitLimits& limits);
