@@ -82,7 +82,7 @@ class [[nodiscard]] Attachment::CallLock {
   absl::Status status_;
 };
 
-// The parts of a session. Each refers to parts that stand before it.
+// The parts of a session. Each refers to parts that stand before it. Only the hooks of `link` call later parts.
 //
 // Locks  `mutex` protects all parts. A call holds it until it returns (CallLock), the thread of CopyWatch while it looks. No
 //        lock is needed for the gauge, for what is const from Assemble on, and for the trace of the device.
@@ -139,8 +139,8 @@ Attachment::State::State(SessionParts session_parts)
       copy_watch(mutex, [this] { return !link.is_detached() && LookAtCopies(); }) {}
 
 bool Attachment::State::LookAtCopies() {
-  const bool has_weights = weights.LookAtCopies();
-  return gradients.LookAtCopies() || has_weights;
+  const bool has_gradients = gradients.LookAtCopies();
+  return weights.LookAtCopies() || has_gradients;  // sending gradients may bring late leases
 }
 
 Attachment::CallLock::CallLock(State& state, Busy busy) : state_(state) {
@@ -352,7 +352,7 @@ std::atomic<uint64_t>* Attachment::activation_mark() const {
 std::shared_ptr<internal::DeviceTrace> Attachment::device_trace() const {
   return state_->trace.device();
 }
-std::string Attachment::device_access() const { return state_->device.Describe(); }
+std::string Attachment::device_access() const { return state_->device.description(); }
 Counters Attachment::counters() const { return state_->parts.gauge->Snapshot(); }
 
 absl::Status Attachment::WriteInitial(uint32_t partition, std::span<const std::byte> bytes,

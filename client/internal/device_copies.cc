@@ -33,6 +33,7 @@ absl::Status DeviceCopies::Register() {
     return registered.status();
   }
   ASSIGN_OR_RETURN(stream_, device.MakeStream());
+  description_ = Describe();
   return absl::OkStatus();
 }
 

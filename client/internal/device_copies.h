@@ -3,19 +3,20 @@
 #pragma once
 
 #include <span>
+#include <string>
 
 #include "client/internal/session_link.h"
 #include "gpu/pinned_ring.h"
 
 namespace forebay::client::internal {
 
-// Owns the registrations of the arenas with the device, and the stream that gradients are copied on. Errors of the device are
-// stored (StoredErrors::StoreDevice).
+// Owns the registrations of the arenas with the device, and the stream that gradients are copied on. CheckReach, HasEnded and
+// WaitFor store errors of the device (StoredErrors::StoreDevice). The callers of the other methods store theirs.
 //
 // States   created  nothing is registered. Only Register may be called.
 //          open     after Register. The device reads weights in place, or through a ring if it cannot reach them.
-//          closed   after Close. Only registration() and Describe may be called.
-// Threads  One at a time, under Attachment's mutex.
+//          closed   after Close. Only registration() and description() may be called.
+// Threads  One at a time, under Attachment's mutex. description() needs no mutex.
 class DeviceCopies {
  public:
   DeviceCopies(const SessionParts& parts, SessionLink& link) : parts_(parts), link_(link) {}
@@ -36,11 +37,15 @@ class DeviceCopies {
   gpu::Stream& stream() { return *stream_; }
   // Registration of the gradient arena. Null if the device cannot reach it.
   const std::shared_ptr<gpu::HostRegistration>& registration() const { return grad_registration_; }
-  std::string Describe() const;  // see Attachment::device_access
+  // See Attachment::device_access.
+  const std::string& description() const { return description_; }
 
  private:
+  std::string Describe() const;
+
   const SessionParts& parts_;
   SessionLink& link_;
+  std::string description_;  // const from Register on
   std::unique_ptr<gpu::HostRegistration> weights_registration_;
   std::shared_ptr<gpu::HostRegistration> grad_registration_;
   std::unique_ptr<gpu::PinnedRing> ring_;  // null: the device reads the weights by itself

@@ -14,7 +14,8 @@ namespace forebay::client::internal {
 // Owns the fetches in flight, and each lease that a copy to the device holds. The caller of a fetch owns its lease.
 //
 // States   of a fetch: sent and answered, until FinishFetch or CancelFetch drops it.
-//          of a lease without an owner: held by a copy, then late (nobody reads), then released by LookAtCopies.
+//          of a lease without an owner: held by a copy until the copy has ended, or late (nobody reads it). LookAtCopies
+//          releases both.
 // Threads  One at a time, under Attachment's mutex. LookAtCopies also runs on the thread of CopyWatch, under that mutex.
 // Errors   As the methods of Attachment of the same names.
 class WeightsReader {
