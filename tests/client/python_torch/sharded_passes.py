@@ -163,14 +163,14 @@ def a_root_group_with_much_of_the_model_is_a_line_of_rank_0(ranks):
     """The line names the modules that are to be groups of their own. It is not printed if they are, or if they share
     their parameter."""
 
-    def said(name, make, *names, train=True):
+    def said(name, make, *names, train=True, attached=lambda model: model):
         model = make()
         for parameter in [] if train else [model.embedding.weight, model.head.weight]:
             parameter.requires_grad_(False)
         modules = [model.get_submodule(one) for one in names]
         ranks.shard(model, layers=[*modules, *model.layers])
         with contextlib.redirect_stderr(io.StringIO()) as out:
-            opt = ranks.attach(model, job=f"{ranks.job}.{name}")
+            opt = ranks.attach(attached(model), job=f"{ranks.job}.{name}")
         loss_of(model, ranks.batch(1)).backward()
         opt.step()
         opt.detach()
@@ -188,6 +188,9 @@ def a_root_group_with_much_of_the_model_is_a_line_of_rank_0(ranks):
         assert numbers in line and calls in line and line.endswith(wrap), line
     else:
         assert lines == []
+    # The root may be a part of the model.
+    line = "".join(said("part", untied_net, attached=lambda model: nn.ModuleDict({"part": model})))
+    assert ("fully_shard(model.part.embedding)" in line) == (ranks.rank == 0), line
     assert said("apart", untied_net, "embedding", "head") == []
     assert said("tied", small_net) == []
     assert said("frozen", untied_net, train=False) == []

@@ -225,7 +225,7 @@ class Shard:
     def leave_meta(self, local: torch.Tensor) -> nn.Parameter:
         """The parameter on the meta device becomes one on the device of `local`; it stays the same
         object. Returns what it was, for return_to_meta()."""
-        other = nn.Parameter(self.dtensor_of(local), self.parameter.requires_grad)
+        other = nn.Parameter(self.dtensor_of(local), self.trained)
         other.__dict__.update(self.parameter.__dict__)
         try:
             torch.utils.swap_tensors(self.parameter, other)  # type: ignore[no-untyped-call]
@@ -433,17 +433,20 @@ def staying_gathered(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     return [unit for unit in units if unit.stays_gathered(unit in roots)]
 
 
-def ungrouped_modules(module: nn.Module, name: str = "model") -> Iterator[tuple[str, nn.Module]]:
-    """(expression, module) of the outermost modules that fully_shard() was not called on, neither on modules within them.
-    Containers without a forward are not among them."""
+def ungrouped_modules(
+    module: nn.Module, name: str = "model", in_root: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """(expression, module) of the outermost modules within the roots that fully_shard() was not called on, neither on modules
+    within them. Containers without a forward are not among them. `in_root`: `module` is within a root."""
+    in_root = in_root or isinstance(module, FSDPModule)
     for child_name, child in module.named_children():
         expression = f"{name}[{child_name}]" if child_name.isdigit() else f"{name}.{child_name}"
-        if isinstance(child, FSDPModule):
+        if isinstance(child, FSDPModule) and in_root:
             continue
         has_groups = any(isinstance(one, FSDPModule) for one in child.modules())
         if has_groups or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from ungrouped_modules(child, expression)
-        else:
+            yield from ungrouped_modules(child, expression, in_root)
+        elif in_root:
             yield expression, child
 
 

@@ -99,7 +99,7 @@ def device_of(units: Sequence[Unit]) -> HostDevice:
 def _refuse_mixed_types(units: Sequence[Unit]) -> None:
     first = _typical(units)
     for one in (one for unit in units for one in unit.shards):
-        trained = one.parameter.requires_grad
+        trained = one.trained
         if one.computed != first.computed or (
             trained and one.parameter.dtype != first.parameter.dtype
         ):
@@ -128,7 +128,7 @@ def _refuse_shard(one: Shard) -> None:
             f"parameter {one.name} is {dtype} and param_dtype is {one.param_dtype}",
             "float32 parameters take param_dtype=torch.bfloat16 or torch.float16; others their own",
         )
-    if one.param_dtype != dtype and not one.parameter.requires_grad:
+    if one.param_dtype != dtype and not one.trained:
         raise unsupported(
             f"parameter {one.name} is frozen, {dtype}, and param_dtype is {one.param_dtype}: it has "
             "no master, and the bits that its weights do not have would be lost",
@@ -198,7 +198,7 @@ class ShardedPlan(Plan):
 def parameters_of(units: Sequence[Unit]) -> list[Parameter]:
     """In the order of the units; a later call numbers their groups."""
     return [
-        Parameter(one.name, one.parameter, one.parameter.requires_grad, weights=one.param_dtype)
+        Parameter(one.name, one.parameter, one.trained, weights=one.param_dtype)
         for unit in units
         for one in unit.shards
     ]
@@ -252,7 +252,7 @@ def make_plan(
 def _typical(units: Sequence[Unit]) -> Shard:
     """The first that is trained, whose types the others have; else the first."""
     shards = [one for unit in units for one in unit.shards]
-    return next((one for one in shards if one.parameter.requires_grad), shards[0])
+    return next((one for one in shards if one.trained), shards[0])
 
 
 def _types_of(one: Shard) -> str:
