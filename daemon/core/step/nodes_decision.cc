@@ -21,7 +21,7 @@ using protocol::StepSummary;
 
 NodesDecision::NodesDecision(StepParts& step, StepGathering& gathering)
     : step_(step), gathering_(gathering) {
-  const KeptMemory* const kept = KeptOf(step_.spec.recovered.get());
+  const KeptMemory* const kept = step_.spec.kept();
   if (kept == nullptr) return;
   auto last = protocol::DecodeStepSummary(kept->summary, step_.spec.layout->params().size());
   if (last.ok()) last_ = *std::move(last);

@@ -107,10 +107,10 @@ void Step::Decide() {
   parts_.pipeline.FollowTrace(parts_.trace.committed());
   StepOrder order = parts_.OrderOf(call, scale);
   // The calls of a step that the previous daemon has prepared have no presence: the nodes' decision has it.
-  std::pmr::vector<uint64_t> own(parts_.io.memory());
-  if (!of_nodes) own = parts_.Presence();
-  const std::span<const uint64_t> present =
-      of_nodes ? std::span(of_nodes->present) : std::span<const uint64_t>(own);
+  const std::pmr::vector<uint64_t> present =
+      of_nodes ? std::pmr::vector<uint64_t>(of_nodes->present.begin(), of_nodes->present.end(),
+                                            parts_.io.memory())
+               : parts_.Presence();
   for (uint32_t param = 0; param < parts_.spec.layout->params().size(); ++param) {
     order.params.push_back(protocol::IsPresent(present, param));
   }

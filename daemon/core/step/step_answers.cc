@@ -20,7 +20,7 @@ absl::Status StepAnswers::OverflowError(uint64_t overflowed, uint64_t step) cons
 
 StepAnswers::StepAnswers(const JobSpec& spec, JobTasks& io)
     : spec_(spec), io_(io), waiting_(io.memory()), deciding_(io.memory()) {
-  const KeptMemory* const kept = KeptOf(spec.recovered.get());
+  const KeptMemory* const kept = spec.kept();
   if (kept == nullptr) return;
   norm_ = kept->norm;
   clipped_ = kept->clipped;

@@ -14,7 +14,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 StepGathering::StepGathering(StepParts& step) : step_(step) {
-  if (const KeptMemory* const kept = KeptOf(step_.spec.recovered.get())) Set(kept->attempt);
+  if (const KeptMemory* const kept = step_.spec.kept()) Set(kept->attempt);
 }
 
 // ---------------------------------------------------------------------------------------- attempts
