@@ -258,6 +258,14 @@ def test_plan_of_a_gpu_says_what_shows_beside_compute(folders):
     assert "the disk is not counted: give --read-rate" in plan(folders, *swapped).stdout
     refused = plan(folders, *model, *rates)
     assert refused.returncode == 1 and "hint: give --gpu or --nodes" in refused.stderr
+    for without_time in (
+        ("--params", 1000000, "--tokens", 4096),
+        ("--params", 1000000, "--gpu", "--recompute"),
+        ("--job", "none", "--gpu", "--gpu-tflops", 450),
+        ("--gpu", *model, *rates, "--compute", 1),
+    ):
+        refused = plan(folders, *without_time)
+        assert "error[E_OPTION]" in refused.stderr and "step on GPUs" in refused.stderr, without_time
 
 
 def test_plan_counts_buffers(folders):

@@ -308,8 +308,21 @@ std::string SwapText(const PlanOptions& options, schema::JobPlan::Reader plan,
 }
 
 // True if the options have a rate of a step on GPUs.
-bool HasGpuRates(const ClusterOptions& rates) {
-  return rates.gpu_tflops > 0 || rates.host_link_rate > 0 || rates.update_rate > 0;
+bool HasGpuRates(const ClusterOptions& step) {
+  return step.gpu_tflops > 0 || step.host_link_rate > 0 || step.update_rate > 0;
+}
+
+// Checks that options of a step on GPUs come with all that its time is computed from.
+absl::Status CheckGpuStep(const PlanOptions& options) {
+  const ClusterOptions& step = options.cluster;
+  const bool describes_step =
+      HasGpuRates(step) || step.recompute || step.tokens != ClusterOptions().tokens;
+  const bool is_timed = options.is_on_gpu && options.job.empty() && options.compute_s == 0;
+  if (!describes_step || (is_timed && HasGpuRates(step))) return absl::OkStatus();
+  return MakeError(ErrorId::kOption,
+                   "--tokens, --recompute and rates of GPUs are of a step on GPUs",
+                   "give --gpu or --nodes with a model and with --gpu-tflops, --host-link-rate or "
+                   "--update-rate, and neither --compute nor --job");
 }
 
 // Returns the closed form of the step of a job on GPUs, with the memory of `plan`. `plan_of` asks the daemon for another format.
@@ -403,10 +416,7 @@ absl::Status Plan(const PlanOptions& options) {
     return MakeError(ErrorId::kOption, "nan is no rate", "write GB/s, as 3.5");
   }
   if (options.cluster.nodes > 0) return PlanOfCluster(options);
-  if (HasGpuRates(options.cluster) && (!options.is_on_gpu || options.compute_s > 0)) {
-    return MakeError(ErrorId::kOption, "rates of GPUs are of a step on GPUs",
-                     "give --gpu or --nodes, and --tokens with --gpu-tflops instead of --compute");
-  }
+  RETURN_IF_ERROR(CheckGpuStep(options));
   RETURN_IF_ERROR(CheckOneModel(options));
   ASSIGN_OR_RETURN(const auto node, NodeOf(options));
   const auto connect = [&] { return client::AdminClient::Connect({.socket = options.socket}); };
