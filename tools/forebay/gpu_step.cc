@@ -22,10 +22,6 @@ uint64_t HidingTokens(const GpuStep& step) {
       std::ceil(static_cast<double>(step.options.tokens) * time.hiding / time.compute));
 }
 
-std::string Exposed(const ClusterTime& time) {
-  return absl::StrFormat("%.3f s, %.0f %% more than compute", time.step, 100 * time.exposed);
-}
-
 }  // namespace
 
 absl::StatusOr<ClusterPlan> PlanGpuStep(const ClusterModel& model, const ClusterOptions& options,
@@ -75,7 +71,9 @@ std::string GpuStepText(const GpuStep& step) {
                     " on, only the tail shows\n");
   }
   if (step.with_int8) {
-    absl::StrAppend(&text, "--format int8 takes ", Exposed(step.with_int8->seconds), "\n");
+    const ClusterTime& with_int8 = step.with_int8->seconds;
+    absl::StrAppendFormat(&text, "--format int8 takes %.3f s, %.0f %% more than compute\n",
+                          with_int8.step, 100 * with_int8.exposed);
   }
   return text;
 }

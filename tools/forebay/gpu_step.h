@@ -14,7 +14,6 @@ namespace forebay::tools {
 
 // A step, and the same step with states in format int8 if this takes less time.
 struct GpuStep {
-  ClusterModel model;
   ClusterOptions options;
   ClusterPlan plan;
   std::optional<ClusterPlan> with_int8;

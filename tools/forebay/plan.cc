@@ -20,6 +20,7 @@
 #include "protocol/durability.h"
 #include "protocol/error.h"
 #include "protocol/json.h"
+#include "protocol/optimizer.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/standard_output.h"
 #include "protocol/units.h"
@@ -325,25 +326,32 @@ absl::Status CheckGpuStep(const PlanOptions& options) {
                    "--update-rate, and neither --compute nor --job");
 }
 
+ClusterModel ModelOf(const ModelShape& shape, const LayoutChoice& choice) {
+  return {.params = shape.elems(),
+          .layers = shape.groups.size(),
+          .dtype = choice.dtype,
+          .format = choice.format,
+          .optimizer = choice.optimizer};
+}
+
 // Returns the closed form of the step of a job on GPUs, with the memory of `plan`. `plan_of` asks the daemon for another format.
 absl::StatusOr<GpuStep> GpuStepOf(
-    const PlanOptions& options, const DiskRates& rates, const client::JobPlan& plan,
+    const PlanOptions& options, const ClusterModel& model, const DiskRates& rates,
+    const client::JobPlan& plan,
     const std::function<absl::StatusOr<client::JobPlan>(protocol::Format)>& plan_of) {
   GpuStep step;
-  ASSIGN_OR_RETURN(step.model, ClusterModelOf(options));
   ASSIGN_OR_RETURN(step.options, ClusterOptionsOf(options));
   step.options.nodes = 1;
   step.options.gpus = options.ranks;
   step.options.read_rate = rates.read;
   step.options.write_rate = rates.write;
-  ASSIGN_OR_RETURN(step.plan, PlanGpuStep(step.model, step.options, *plan));
-  ClusterModel int8 = step.model;
+  ASSIGN_OR_RETURN(step.plan, PlanGpuStep(model, step.options, *plan));
+  ClusterModel int8 = model;
   int8.format = protocol::Format::kInt8;
-  const bool is_larger = UpdateBytesPerParam(step.model) > UpdateBytesPerParam(int8);
-  if (!is_larger || int8.dtype != protocol::DType::kBFloat16) return step;
-  const absl::StatusOr<client::JobPlan> other = plan_of(int8.format);
-  if (!other.ok()) return step;  // this optimizer has no such states
-  ASSIGN_OR_RETURN(const ClusterPlan with_int8, PlanGpuStep(int8, step.options, **other));
+  const bool is_supported = !protocol::StatePlanes(int8.optimizer, int8.format, int8.dtype).empty();
+  if (!is_supported || UpdateBytesPerParam(model) <= UpdateBytesPerParam(int8)) return step;
+  ASSIGN_OR_RETURN(const client::JobPlan other, plan_of(int8.format));
+  ASSIGN_OR_RETURN(const ClusterPlan with_int8, PlanGpuStep(int8, step.options, *other));
   if (with_int8.seconds.step < step.plan.seconds.step) step.with_int8 = with_int8;
   return step;
 }
@@ -391,11 +399,7 @@ absl::StatusOr<ClusterModel> ClusterModelOf(const PlanOptions& options) {
   RETURN_IF_ERROR(CheckOneModel(options));
   ASSIGN_OR_RETURN(const ModelShape shape, ShapeOf(options));
   ASSIGN_OR_RETURN(const LayoutChoice choice, ChoiceOf(options));
-  return ClusterModel{.params = shape.elems(),
-                      .layers = shape.groups.size(),
-                      .dtype = choice.dtype,
-                      .format = choice.format,
-                      .optimizer = choice.optimizer};
+  return ModelOf(shape, choice);
 }
 
 absl::StatusOr<ClusterOptions> ClusterOptionsOf(const PlanOptions& options) {
@@ -452,7 +456,8 @@ absl::Status Plan(const PlanOptions& options) {
   std::string text = options.as_json ? protocol::JsonOf(*plan) + "\n"
                                      : Text(options, model, choice.dtype, *plan, rates);
   if (!HasGpuRates(options.cluster)) return protocol::WriteOutput(text);
-  ASSIGN_OR_RETURN(const GpuStep step, GpuStepOf(options, rates, plan, plan_of));
+  ASSIGN_OR_RETURN(const GpuStep step,
+                   GpuStepOf(options, ModelOf(model, choice), rates, plan, plan_of));
   if (options.as_json) {
     nlohmann::ordered_json json = nlohmann::ordered_json::parse(text);
     json["seconds"] = GpuStepJson(step);
