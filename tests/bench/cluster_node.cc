@@ -18,7 +18,6 @@ namespace {
 using protocol::Completion;
 using protocol::Op;
 
-constexpr uint32_t kPieces = 2;  // pieces of a rank's gradient arena, as many as the client's
 constexpr uint32_t kStepsBefore = 2;
 constexpr protocol::HyperParams kHyper{
     .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
@@ -109,7 +108,7 @@ class VirtualTrainer {
         .job = "job",
         .rank = number,
         .session_request = {.world_size = static_cast<uint32_t>(ranks_.size()),
-                            .grad_arena_bytes = kPieces * piece_bytes_,
+                            .grad_arena_bytes = kPiecesOfARank * piece_bytes_,
                             .early_updates = options_.early_updates},
         .layout = options_.layout});
     RunUntilIdle();
@@ -117,7 +116,8 @@ class VirtualTrainer {
     if (answer == nullptr) return absl::InternalError("an attach has no answer");
     RETURN_IF_ERROR(answer->status);
     rank.attempt = answer->attempt;
-    for (uint32_t piece = 0; piece < kPieces; ++piece) rank.free.push_back(piece * piece_bytes_);
+    for (uint32_t piece = 0; piece < kPiecesOfARank; ++piece)
+      rank.free.push_back(piece * piece_bytes_);
     daemon_.Send(daemon::SessionMapped{.session = rank.session});
     return absl::OkStatus();
   }

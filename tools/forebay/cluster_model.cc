@@ -27,8 +27,6 @@ using protocol::MakeError;
 
 constexpr double kSlotsPerBlock = 2;  // the current slot, and the slot that the next step writes
 constexpr uint64_t kSampleElems = uint64_t{1} << 20;
-// Pieces of gradients that the arena of a rank has room for.
-constexpr double kPiecesOfARank = 2;
 
 double WeightsWidth(const ClusterModel& model) {
   return static_cast<double>(protocol::SizeBytes(model.dtype));
@@ -201,7 +199,7 @@ void TimeBackward(const ClusterOptions& options, const ClusterTraffic& traffic, 
   // room in the arenas wait for additions.
   const double under_way = options.host_link_rate > 0 ? 2 : 1;
   const double arenas =
-      kPiecesOfARank * static_cast<double>(protocol::kGradPieceBytesMax) * options.gpus;
+      static_cast<double>(kPiecesOfARank * protocol::kGradPieceBytesMax * options.gpus);
   const double waiting = std::max(0.0, 1 - arenas * layers / traffic.from_gpus);
   const double delivered = pass.gather.second + from_gpus + waiting * additions;
   const std::string_view link = from_gpus > pass.gather.second ? "host_link" : pass.gather.first;
@@ -262,6 +260,14 @@ ClusterTime TimeOf(const ClusterModel& model, const ClusterOptions& options,
   return time;
 }
 
+// Returns the plan of a checked cluster.
+ClusterPlan PlanOf(const ClusterModel& model, const ClusterOptions& options,
+                   const ClusterMemory& node) {
+  ClusterPlan plan{.node = node, .traffic = TrafficOf(model, options, node), .seconds = {}};
+  plan.seconds = TimeOf(model, options, node, plan.traffic);
+  return plan;
+}
+
 std::string Bytes(double bytes) { return FormatBytes(static_cast<uint64_t>(bytes)); }
 
 }  // namespace
@@ -284,15 +290,13 @@ double ClusterFlops(const ClusterModel& model, const ClusterOptions& options) {
 absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const ClusterOptions& options) {
   RETURN_IF_ERROR(CheckCluster(model, options));
   ASSIGN_OR_RETURN(const ClusterMemory node, PlaceOn(model, options));
-  return PlanPlaced(model, options, node);
+  return PlanOf(model, options, node);
 }
 
 absl::StatusOr<ClusterPlan> PlanPlaced(const ClusterModel& model, const ClusterOptions& options,
                                        const ClusterMemory& node) {
   RETURN_IF_ERROR(CheckCluster(model, options));
-  ClusterPlan plan{.node = node, .traffic = TrafficOf(model, options, node), .seconds = {}};
-  plan.seconds = TimeOf(model, options, node, plan.traffic);
-  return plan;
+  return PlanOf(model, options, node);
 }
 
 nlohmann::ordered_json SecondsJson(const ClusterTime& time) {

@@ -109,10 +109,13 @@ absl::StatusOr<ClusterPlan> PlanCluster(const ClusterModel& model, const Cluster
 absl::StatusOr<ClusterPlan> PlanPlaced(const ClusterModel& model, const ClusterOptions& options,
                                        const ClusterMemory& node);
 
-// The closed form and the simulation of a node share the following functions and the constant.
+// The closed form and the simulation of a node share the following functions and constants.
 
 // Collectives of a step: gathers of the weights for forward and for backward, and the reduce-scatter of the gradient.
 inline constexpr double kCollectives = 3;
+// Pieces of gradients that the arena of a rank has room for. A rank on a GPU has room for three layers (attach_request.cc), which
+// neither the closed form nor the simulation counts.
+inline constexpr uint64_t kPiecesOfARank = 2;
 // Seconds to transfer `bytes` at `rate` GB/s. Returns 0 if the rate is 0.
 double TransferSeconds(double bytes, double rate);
 // Bytes that an update reads and writes in DRAM for one parameter: states, gradient and weights.
