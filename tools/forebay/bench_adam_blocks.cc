@@ -94,6 +94,24 @@ AdamBlocks::AdamBlocks(const AdamPass& pass, uint64_t params, cpu_adam::WorkerPo
     : pass_(pass), params_(params), pool_(pool), memory_(memory) {
   MakeBlocks(memory.states);
   FillData();
+  if (pass_.task == AdamPass::Task::kWeights) SetNewWeights();
+}
+
+void AdamBlocks::SetNewWeights() {
+  for (Block& block : blocks_) {
+    for (daemon::UpdateSegment& segment : block.action.segments) {
+      segment.weights.new_offset_bytes =
+          memory_.new_weights_offset_bytes + segment.weights.offset_bytes;
+    }
+  }
+}
+
+void AdamBlocks::Run(AdamPass::Hash hash) {
+  if (pass_.task == AdamPass::Task::kWeights) {
+    UpdateBlocks(UpdatePass::kWeights, AdamPass::Hash::kOff);
+  } else {
+    Update(hash);
+  }
 }
 
 void AdamBlocks::MakeBlocks(std::span<std::byte> states) {
@@ -151,8 +169,6 @@ void AdamBlocks::Update(AdamPass::Hash hash) {
   UpdateBlocks(UpdatePass::kWhole, hash);
 }
 
-void AdamBlocks::ComputeWeights() { UpdateBlocks(UpdatePass::kWeights, AdamPass::Hash::kOff); }
-
 // Schedules the work like the daemon's workers: a free thread takes the next part of a resident block, or the next block that
 // goes to disk.
 void AdamBlocks::UpdateBlocks(UpdatePass update_pass, AdamPass::Hash hash) {
@@ -163,12 +179,6 @@ void AdamBlocks::UpdateBlocks(UpdatePass update_pass, AdamPass::Hash hash) {
   std::vector<Task> tasks;
   for (Block& block : blocks_) {
     block.action.pass = update_pass;
-    for (daemon::UpdateSegment& segment : block.action.segments) {
-      segment.weights.new_offset_bytes.reset();
-      if (update_pass != UpdatePass::kWeights) continue;
-      segment.weights.new_offset_bytes =
-          memory_.new_weights_offset_bytes + segment.weights.offset_bytes;
-    }
     const size_t parts = hash == AdamPass::Hash::kOn ? 1 : block.found.size();
     for (size_t part = 0; part < parts; ++part) tasks.push_back({&block, part});
   }

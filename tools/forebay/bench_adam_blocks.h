@@ -50,9 +50,8 @@ class AdamBlocks {
   AdamBlocks(const AdamPass& pass, uint64_t params, cpu_adam::WorkerPool& pool,
              const AdamMemory& memory);
 
-  // Runs an optimizer step over all blocks, or a weights pass.
-  void Update(AdamPass::Hash hash);
-  void ComputeWeights();
+  // Runs the pass's task over all blocks. kWeights does not read `hash`.
+  void Run(AdamPass::Hash hash);
 
  private:
   struct Block {
@@ -64,7 +63,9 @@ class AdamBlocks {
 
   void MakeBlocks(std::span<std::byte> states);
   void AddSegments(uint64_t block_begin, daemon::UpdateBlock& action) const;
+  void Update(AdamPass::Hash hash);
   void UpdateBlocks(daemon::UpdatePass update_pass, AdamPass::Hash hash);
+  void SetNewWeights();
   void SetTrustRatios();
   void FillData();
   void MakeDenormal(uint64_t pattern_bytes);

@@ -51,11 +51,7 @@ class PassRun {
 
   absl::StatusOr<Sample> Run(AdamPass::Hash hash) {
     const auto began = Clock::now();
-    if (pass_.task == AdamPass::Task::kWeights) {
-      blocks_.ComputeWeights();
-    } else {
-      blocks_.Update(hash);
-    }
+    blocks_.Run(hash);
     const std::chrono::duration<double> took = Clock::now() - began;
     const PassBytes bytes = BytesOf(Streams(pass_, elems_).shapes, elems_);
     return Sample{

@@ -130,7 +130,7 @@ void PeersDrop(PeersOurs* ours) { std::unique_ptr<PeersOurs>(ours).reset(); }
 int PeersThreads(const PeersOurs* ours) { return ours->pool->threads(); }
 
 // Runs one step of AdamW over all blocks.
-void PeersStep(PeersOurs* ours) { ours->blocks->Update(AdamPass::Hash::kOff); }
+void PeersStep(PeersOurs* ours) { ours->blocks->Run(AdamPass::Hash::kOff); }
 
 // Checks the gradients of one rank, sums their squares and makes them the sums that a step reads, as at their delivery.
 void PeersAddGradients(PeersOurs* ours) {
