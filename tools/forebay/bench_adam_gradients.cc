@@ -2,7 +2,6 @@
 #include "tools/forebay/bench_adam_gradients.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <span>
 
@@ -14,7 +13,6 @@
 namespace forebay::tools {
 namespace {
 
-using daemon::kPartElems;
 using protocol::DType;
 using Access = StreamShape::Access;
 using Clock = std::chrono::steady_clock;
@@ -88,13 +86,8 @@ absl::StatusOr<BenchResult> MeasureGradientTask(const AdamFixture& fixture, cons
   const PassBytes bytes = BytesOf(ShapesOf(task), fixture.params);
   const auto run = [&]() -> absl::StatusOr<Sample> {
     const auto began = Clock::now();
-    std::atomic<uint64_t> next = 0;
-    RunOnAll(fixture.Pool(threads), [&](int) {
-      for (uint64_t begin = next.fetch_add(kPartElems); begin < fixture.params;
-           begin = next.fetch_add(kPartElems)) {
-        RunPart(task, streams, {begin, std::min(begin + kPartElems, fixture.params)});
-      }
-    });
+    RunOnParts(fixture.Pool(threads), fixture.params,
+               [&](daemon::ElemRange part) { RunPart(task, streams, part); });
     const std::chrono::duration<double> took = Clock::now() - began;
     return Sample{
         .value = static_cast<double>(bytes.read + bytes.written) / took.count() / protocol::kGb,

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/forebay/bench_workers.h"
 
+#include <algorithm>
+#include <atomic>
 #include <latch>
 #include <utility>
 
@@ -21,6 +23,17 @@ void RunOnAll(cpu_adam::WorkerPool& pool, absl::FunctionRef<void(int task)> body
     if (!pool.TryPost(std::move(run))) run();
   }
   region.left.wait();
+}
+
+void RunOnParts(cpu_adam::WorkerPool& pool, uint64_t elems,
+                absl::FunctionRef<void(daemon::ElemRange part)> body) {
+  std::atomic<uint64_t> next = 0;
+  RunOnAll(pool, [&](int) {
+    for (uint64_t begin = next.fetch_add(daemon::kPartElems); begin < elems;
+         begin = next.fetch_add(daemon::kPartElems)) {
+      body({begin, std::min(begin + daemon::kPartElems, elems)});
+    }
+  });
 }
 
 }  // namespace forebay::tools

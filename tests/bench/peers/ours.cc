@@ -26,7 +26,6 @@
 #include "tools/forebay/bench_workers.h"
 
 using forebay::cpu_adam::WorkerPool;
-using forebay::daemon::kPartElems;
 using forebay::pinned_mem::PinnedArena;
 using forebay::protocol::DType;
 using forebay::protocol::kPageBytes;
@@ -35,6 +34,7 @@ using forebay::protocol::StateFormat;
 using forebay::tools::AdamBlocks;
 using forebay::tools::AdamPass;
 using forebay::tools::RunOnAll;
+using forebay::tools::RunOnParts;
 
 namespace {
 
@@ -137,15 +137,10 @@ void PeersAddGradients(PeersOurs* ours) {
   const forebay::daemon::AddGradients action{
       .dtype = ours->type, .sum_dtype = ours->type, .assign = true};
   const uint64_t elems = ours->gradients.size() / forebay::protocol::SizeBytes(ours->type);
-  std::atomic<uint64_t> next = 0;
-  RunOnAll(*ours->pool, [&](int) {
-    for (uint64_t begin = next.fetch_add(kPartElems); begin < elems;
-         begin = next.fetch_add(kPartElems)) {
-      const forebay::daemon::ElemRange range{begin, std::min(begin + kPartElems, elems)};
-      FOREBAY_CHECK(
-          forebay::daemon::RunAddGradients(action, range, {&ours->delivered, 1}, ours->gradients)
-              .culprit == 0);
-    }
+  RunOnParts(*ours->pool, elems, [&](forebay::daemon::ElemRange part) {
+    FOREBAY_CHECK(
+        forebay::daemon::RunAddGradients(action, part, {&ours->delivered, 1}, ours->gradients)
+            .culprit == 0);
   });
 }
 
