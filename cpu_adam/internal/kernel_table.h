@@ -83,6 +83,16 @@ struct FormatKernels {
                          const StatePlanes&);
 };
 
+// A row of FormatKernels: `kernel` of each optimizer with the template arguments behind `lamb`, which is LAMB's kernel.
+#define FOREBAY_ROW(kernel, lamb, ...)                                                          \
+  {                                                                                             \
+    kernel<Optimizer::kAdamW, __VA_ARGS__>, kernel<Optimizer::kAdam, __VA_ARGS__>,              \
+        kernel<Optimizer::kAdamWAmsgrad, __VA_ARGS__>,                                          \
+        kernel<Optimizer::kAdamAmsgrad, __VA_ARGS__>, kernel<Optimizer::kAdagrad, __VA_ARGS__>, \
+        kernel<Optimizer::kLion, __VA_ARGS__>, kernel<Optimizer::kSgd, __VA_ARGS__>,            \
+        kernel<Optimizer::kSgdNesterov, __VA_ARGS__>, lamb                                      \
+  }
+
 struct StreamKernels {
   void (*chunk_square_sums)(size_t n, Gradient, double* chunk_sums);
   void (*copy_with_square_sums)(size_t n, Gradient, void* dst, double* chunk_sums);

@@ -321,18 +321,10 @@ uint64_t Apply(float step_size, size_t n, const float* w, const float* u, const 
 
 }  // namespace
 
-// The last kernel is LAMB's.
-#define FOREBAY_ROW(kernel, format, lamb)                                                  \
-  {                                                                                        \
-    kernel<Optimizer::kAdamW, format>, kernel<Optimizer::kAdam, format>,                   \
-        kernel<Optimizer::kAdamWAmsgrad, format>, kernel<Optimizer::kAdamAmsgrad, format>, \
-        kernel<Optimizer::kAdagrad, format>, kernel<Optimizer::kLion, format>,             \
-        kernel<Optimizer::kSgd, format>, kernel<Optimizer::kSgdNesterov, format>, lamb     \
-  }
 #define FOREBAY_KERNELS(format)                                                    \
   {                                                                                \
-    FOREBAY_ROW(Run, format, (Run<Optimizer::kLamb, format>)),                     \
-        FOREBAY_ROW(RunWeights, format, nullptr), Direction<format>, Apply<format> \
+    FOREBAY_ROW(Run, (Run<Optimizer::kLamb, format>), format),                     \
+        FOREBAY_ROW(RunWeights, nullptr, format), Direction<format>, Apply<format> \
   }
 const FormatKernels kScalarFormats[kStateFormatCount] = {
     FOREBAY_KERNELS(StateFormat::kFp32),     FOREBAY_KERNELS(StateFormat::kExact),
@@ -340,7 +332,6 @@ const FormatKernels kScalarFormats[kStateFormatCount] = {
     FOREBAY_KERNELS(StateFormat::kFp32Bf16), FOREBAY_KERNELS(StateFormat::kFp32Fp16),
 };
 #undef FOREBAY_KERNELS
-#undef FOREBAY_ROW
 
 }  // namespace forebay::cpu_adam::internal
 
