@@ -69,15 +69,20 @@ class Failure(Exception):
     """A command that failed; its text is the end of what it printed."""
 
 
+def layer_params(shape):
+    _, width, _, hidden, _ = shape
+    return 4 * width**2 + 3 * width * hidden + 2 * width
+
+
 def params_of(shape):
-    layers, width, _, hidden, vocab = shape
-    return layers * (4 * width**2 + 3 * width * hidden + 2 * width) + 2 * vocab * width + width
+    layers, width, _, _, vocab = shape
+    return layers * layer_params(shape) + 2 * vocab * width + width
 
 
 def largest_group(shape):
     """Parameters of the largest group of train.py."""
-    _, width, _, hidden, vocab = shape
-    return max(4 * width**2 + 3 * width * hidden + 2 * width, vocab * width)
+    _, width, _, _, vocab = shape
+    return max(layer_params(shape), vocab * width)
 
 
 def most_step_s(shape, tokens, compute_s, rates):
@@ -275,7 +280,7 @@ class Checks:
             name: max(line["value"] for line in self.copies() if f"dir={name}/" in line["case"])
             for name in ("to_device", "from_device")
         }
-        flags = ["--case", "opt=adamw/format=exact/"]
+        flags = ["--case", "adam/opt=adamw/format=exact/"]
         flags += ["--params", 1 << 22, "--samples", 1] if self.args.rehearse else []
         lines = [line for line in self.bench("adam", *flags) if line["case"].endswith("/shape=flat")]
         return {**found, "passes": max(lines, key=lambda line: line["threads"])["value"]}
