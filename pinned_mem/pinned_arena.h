@@ -61,8 +61,9 @@ struct ArenaOptions {
   std::shared_ptr<std::atomic<uint64_t>> populated_bytes = {};
 };
 
-// One memfd segment, with 2 MiB pages (MADV_COLLAPSE) if possible. Create() and Populate() bind, touch and lock every page. No later call can therefore fault a page in, move it, or find the node full. New
-// memory is all zeros. No process may touch parts of an arena that have no memory.
+// One memfd segment, with 2 MiB pages (MADV_COLLAPSE) if possible. Create() and Populate() bind, touch and lock every page. No
+// later call can therefore fault a page in, move it, or find the node full. New memory is all zeros. No process may touch parts of
+// an arena that have no memory.
 //
 // Every segment is sealed with SHRINK, GROW and SEAL: its size is fixed, and no process can stop this process from writing it
 // or from freeing its pages. If a client punches a hole into a shared segment, its own bytes are lost, and this process reads

@@ -48,7 +48,7 @@ struct Signal {
   bool of_terminal = false;  // the terminal sends the signal to the command too
 };
 
-// Reads the next signal from a signalfd. Returns nothing if none is pending.
+// Reads the next signal like ReadSignal(), and tells whether the terminal has sent it.
 std::optional<Signal> NextSignal(int signal_fd) {
   const std::optional<signalfd_siginfo> info = ReadSignal(signal_fd);
   if (!info) return std::nullopt;

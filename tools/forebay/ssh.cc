@@ -13,7 +13,6 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
-#include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::tools {
